@@ -1,0 +1,109 @@
+//! The envelope: eight bytes of header, then the payload.
+//!
+//! ```text
+//!  0        1        2        3        4        5        6        7
+//! +--------+--------+--------+--------+--------+--------+--------+--------+
+//! |  kind  |       zero               |     payload length, LE            |
+//! +--------+--------+--------+--------+--------+--------+--------+--------+
+//! ```
+
+use crate::{limits, pages};
+
+/// Bytes of a frame's header.
+pub const HEADER_BYTES: usize = 8;
+
+/// What a frame's payload is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// A JSON [`Message`](crate::Message).
+    Message = 1,
+    /// A piece of device state.
+    Blob = 2,
+    /// Pages of guest memory, see [`pages`].
+    Pages = 3,
+    /// All pages of a round have been sent on this stream.
+    RoundEnd = 4,
+    /// Frames up to a sequence number have been applied.
+    Ack = 5,
+}
+
+impl Kind {
+    /// Longest payload of such a frame, in bytes.
+    pub const fn max_payload_bytes(self) -> usize {
+        match self {
+            Self::Message => limits::MESSAGE_BYTES,
+            Self::Blob => limits::BLOB_BYTES,
+            Self::Pages => pages::MAX_PAYLOAD_BYTES,
+            Self::RoundEnd => pages::ROUND_END_BYTES,
+            Self::Ack => pages::ACK_BYTES,
+        }
+    }
+
+    fn from_byte(byte: u8) -> Option<Self> {
+        [Self::Message, Self::Blob, Self::Pages, Self::RoundEnd, Self::Ack]
+            .into_iter()
+            .find(|kind| *kind as u8 == byte)
+    }
+}
+
+/// A checked header: the length is within the kind's limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// What follows.
+    pub kind: Kind,
+    /// How many bytes follow.
+    pub payload_bytes: u32,
+}
+
+/// Why a header cannot be used. The connection has to be ended: where the next frame begins is not known.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadHeader {
+    /// No such kind of frame in this version.
+    #[error("frame of unknown kind {0}")]
+    Kind(u8),
+    /// The bytes that have to be zero are not.
+    #[error("frame header with non-zero reserved bytes")]
+    Reserved,
+    /// Longer than the kind allows.
+    #[error("{kind:?} frame of {bytes} bytes; at most {max} are allowed", max = kind.max_payload_bytes())]
+    TooLong {
+        /// What the frame claims to be.
+        kind: Kind,
+        /// How long it claims to be.
+        bytes: u32,
+    },
+}
+
+impl Header {
+    /// A header for a payload of the given length, which the caller has kept within [`Kind::max_payload_bytes`].
+    pub fn new(kind: Kind, payload_bytes: usize) -> Result<Self, BadHeader> {
+        let bytes = u32::try_from(payload_bytes).unwrap_or(u32::MAX);
+        if payload_bytes > kind.max_payload_bytes() {
+            return Err(BadHeader::TooLong { kind, bytes });
+        }
+        Ok(Self { kind, payload_bytes: bytes })
+    }
+
+    /// The bytes on the wire.
+    pub fn encode(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0] = self.kind as u8;
+        bytes[4..].copy_from_slice(&self.payload_bytes.to_le_bytes());
+        bytes
+    }
+
+    /// Reads and checks the bytes of a header.
+    pub fn decode(bytes: [u8; HEADER_BYTES]) -> Result<Self, BadHeader> {
+        let [kind, z1, z2, z3, l0, l1, l2, l3] = bytes;
+        let kind = Kind::from_byte(kind).ok_or(BadHeader::Kind(kind))?;
+        if [z1, z2, z3] != [0; 3] {
+            return Err(BadHeader::Reserved);
+        }
+        let payload_bytes = u32::from_le_bytes([l0, l1, l2, l3]);
+        if payload_bytes as usize > kind.max_payload_bytes() {
+            return Err(BadHeader::TooLong { kind, bytes: payload_bytes });
+        }
+        Ok(Self { kind, payload_bytes })
+    }
+}

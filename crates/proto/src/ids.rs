@@ -1,0 +1,155 @@
+//! Names by which the two sides speak of the same thing.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::limits;
+
+/// A host as the configuration calls it; also a DNS name in the host's certificate.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct HostId(String);
+
+/// A virtual machine's name, unique among the hosts that exchange it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct VmName(String);
+
+/// A name that is empty, too long, or holds a character other than letters, digits, `.`, `_` and `-`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{0:?} is no valid name: use 1 to {max} letters, digits, '.', '_' or '-', not starting with '.' or '-'",
+    max = limits::NAME_BYTES
+)]
+pub struct BadName(pub String);
+
+fn checked_name(name: String) -> Result<String, BadName> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    let good = !name.is_empty()
+        && name.len() <= limits::NAME_BYTES
+        && !name.starts_with(['.', '-'])
+        && name.chars().all(allowed);
+    if good { Ok(name) } else { Err(BadName(name)) }
+}
+
+macro_rules! name_type {
+    ($type:ident) => {
+        impl $type {
+            /// Checks and takes a name.
+            pub fn new(name: impl Into<String>) -> Result<Self, BadName> {
+                checked_name(name.into()).map(Self)
+            }
+
+            /// The name as text.
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl TryFrom<String> for $type {
+            type Error = BadName;
+
+            fn try_from(name: String) -> Result<Self, BadName> {
+                Self::new(name)
+            }
+        }
+
+        impl From<$type> for String {
+            fn from(name: $type) -> Self {
+                name.0
+            }
+        }
+
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+    };
+}
+
+name_type!(HostId);
+name_type!(VmName);
+
+/// Counts the migrations of one VM. Each attempt has an epoch of its own, larger than all before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Epoch(pub u64);
+
+impl Epoch {
+    /// The epoch of the next attempt.
+    #[must_use]
+    pub fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+}
+
+impl fmt::Display for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Counts the sets of connections within one migration: a new one after each cut. What arrives on a connection of
+/// an older generation is not applied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Generation(pub u64);
+
+impl Generation {
+    /// The generation after this one.
+    #[must_use]
+    pub fn next(self) -> Self {
+        Self(self.0.saturating_add(1))
+    }
+}
+
+impl fmt::Display for Generation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// One migration of one VM.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct MigrationId {
+    /// The VM that moves.
+    pub vm: VmName,
+    /// Which of its migrations.
+    pub epoch: Epoch,
+}
+
+impl fmt::Display for MigrationId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}#{}", self.vm, self.epoch)
+    }
+}
+
+/// One particular process on one particular boot of a host, prepared by one particular session of the agents. GO is
+/// given to an incarnation; any other starts nothing.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Incarnation {
+    /// `/proc/sys/kernel/random/boot_id` of the destination.
+    pub boot_id: String,
+    /// Process id of the destination's QEMU.
+    pub pid: u32,
+    /// Field 22 of `/proc/PID/stat`: when the process started, in clock ticks since boot.
+    pub start_time_ticks: u64,
+    /// Generation of the connections over which it was made ready.
+    pub generation: Generation,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_checked_where_they_enter() {
+        assert!(HostId::new("host-a.example").is_ok());
+        for bad in ["", "-x", ".x", "a b", "a/b", "\u{e4}", &"x".repeat(limits::NAME_BYTES + 1)] {
+            assert_eq!(VmName::new(bad), Err(BadName(bad.to_owned())));
+            assert!(serde_json::from_value::<VmName>(serde_json::json!(bad)).is_err());
+        }
+    }
+}

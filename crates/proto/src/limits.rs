@@ -1,0 +1,34 @@
+//! What one side accepts from the other, whatever it claims. Checked before anything is allocated.
+
+/// Longest name of a host or VM, in bytes.
+pub const NAME_BYTES: usize = 63;
+
+/// Unit in which guest memory is tracked, in bytes.
+pub const PAGE_BYTES: u64 = 4096;
+
+/// Unit of ordering, in bytes: all pages of a chunk travel on one stream.
+pub const CHUNK_BYTES: u64 = 2 << 20;
+
+/// Pages of a chunk.
+pub const CHUNK_PAGES: u64 = CHUNK_BYTES / PAGE_BYTES;
+
+/// Most data streams of one migration.
+pub const STREAMS: u16 = 64;
+
+/// Most RAM blocks of one VM.
+pub const RAM_BLOCKS: usize = 1024;
+
+/// Largest RAM of one VM, in bytes: 64 TiB, beyond what x86-64 hosts carry.
+pub const RAM_BYTES: u64 = 64 << 40;
+
+/// Longest JSON message, in bytes.
+pub const MESSAGE_BYTES: usize = 4 << 20;
+
+/// Longest piece of device state in one frame, in bytes.
+pub const BLOB_BYTES: usize = 1 << 20;
+
+/// Largest device state, in bytes.
+pub const DEVICE_STATE_BYTES: u64 = 256 << 20;
+
+/// Most hashes in one message: 8 GiB of memory in chunks.
+pub const HASHES: usize = 4096;

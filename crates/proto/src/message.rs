@@ -1,0 +1,307 @@
+//! What the agents say to one another, as JSON.
+
+use serde::{Deserialize, Serialize};
+
+use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
+
+/// The first message on every connection, from the side that connects.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Oldest version that the sender speaks.
+    pub oldest: u16,
+    /// Newest version that the sender speaks.
+    pub newest: u16,
+    /// Who connects; the certificate has to bear the same name.
+    pub host: HostId,
+    /// What the connection is for.
+    pub purpose: Purpose,
+}
+
+/// What a connection is for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "for", rename_all = "kebab-case")]
+pub enum Purpose {
+    /// Control stream of a migration, source to destination.
+    Control {
+        /// Which migration.
+        migration: MigrationId,
+        /// Which set of connections.
+        generation: Generation,
+    },
+    /// Data stream of a migration, source to destination.
+    Data {
+        /// Which migration.
+        migration: MigrationId,
+        /// Which set of connections.
+        generation: Generation,
+        /// Which stream, from 0 on.
+        stream: u16,
+    },
+    /// Questions about a handover, either way, answered from the journal.
+    Handover {
+        /// Which migration.
+        migration: MigrationId,
+    },
+    /// Questions to the register of owners.
+    Register,
+}
+
+/// The answer to [`Hello`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "answer", rename_all = "kebab-case")]
+pub enum Welcome {
+    /// The connection is open.
+    Accepted {
+        /// The version that both sides speak from now on.
+        version: u16,
+        /// Who answers; the certificate has to bear the same name.
+        host: HostId,
+    },
+    /// The connection is closed after this.
+    Refused {
+        /// Why, and what to do.
+        reason: String,
+    },
+}
+
+/// Everything said on a connection after the handshake.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "kebab-case")]
+pub enum Message {
+    /// Source: will you take this VM? First message of a migration's first generation.
+    Propose(Box<Proposal>),
+    /// Destination: yes; its QEMU waits, PREPARED is journalled.
+    Accept(Acceptance),
+    /// Destination: no; nothing is left of it.
+    Reject {
+        /// What stands in the way.
+        findings: Vec<Finding>,
+    },
+    /// Source: this control stream takes the place of the broken one. First message of a later generation.
+    Resume,
+    /// Destination: workers of older generations have ended, data streams may come.
+    Resumed,
+    /// Source: the guest has stopped and all its pages were acknowledged; compare them with these hashes of my side.
+    Verify {
+        /// Index of the RAM block in the proposal's list.
+        block: u16,
+        /// First chunk of the list.
+        first_chunk: u64,
+        /// XXH3 of each chunk's bytes, 64 bits, in hexadecimal.
+        hashes: Vec<String>,
+    },
+    /// Destination: the answer to [`Message::Verify`].
+    Verified {
+        /// Chunks whose bytes differ.
+        different_chunks: Vec<u64>,
+    },
+    /// Source: the guest's devices. The bytes follow in `Blob` frames. All RAM was acknowledged before.
+    DeviceState {
+        /// How many bytes follow.
+        bytes: u64,
+        /// BLAKE3 of the bytes, in hexadecimal.
+        digest: String,
+    },
+    /// Destination: loaded and paused, everything durable. From here on it is in doubt.
+    Ready {
+        /// Which migration.
+        epoch: Epoch,
+        /// What GO has to name.
+        incarnation: Incarnation,
+        /// Digest of the device state that was loaded, in hexadecimal.
+        digest: String,
+        /// How long loading took, in microseconds.
+        load_us: u64,
+    },
+    /// Source: COMMITTED is journalled; run.
+    Go {
+        /// Which migration.
+        epoch: Epoch,
+        /// Which process is to run.
+        incarnation: Incarnation,
+        /// Whether the guest is to run on, or was paused by its user and stays so.
+        run: bool,
+    },
+    /// Destination: the guest is yours no more.
+    Running {
+        /// Which migration.
+        epoch: Epoch,
+        /// From GO's arrival until QEMU's `cont` had returned, in microseconds.
+        continue_us: u64,
+    },
+    /// Destination: journalled that it will never run this epoch.
+    Refused {
+        /// Which migration.
+        epoch: Epoch,
+        /// Why.
+        reason: String,
+    },
+    /// Source: the migration ends before COMMITTED; discard.
+    Abort {
+        /// Which migration.
+        epoch: Epoch,
+        /// Why.
+        reason: String,
+    },
+    /// Destination, in doubt: what did you decide?
+    Ask {
+        /// Which migration.
+        epoch: Epoch,
+    },
+    /// Source: what the journal says.
+    Verdict {
+        /// Which migration.
+        epoch: Epoch,
+        /// What was decided.
+        verdict: Verdict,
+    },
+    /// Either side: are you there?
+    Ping,
+    /// The answer to [`Message::Ping`].
+    Pong,
+    /// To the register of owners.
+    Register(RegisterRequest),
+    /// From the register of owners.
+    Registered(RegisterReply),
+}
+
+/// What the source decided about an epoch.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "decided", rename_all = "kebab-case")]
+pub enum Verdict {
+    /// This incarnation is to run.
+    Committed {
+        /// The incarnation.
+        incarnation: Incarnation,
+        /// Whether the guest is to run on, or was paused by its user and stays so.
+        run: bool,
+    },
+    /// The source runs on; discard.
+    Aborted,
+    /// Nothing yet: ask again.
+    Undecided,
+}
+
+/// A VM on offer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Proposal {
+    /// Address (`host:port`) at which the source's agent answers questions.
+    pub reply_to: String,
+    /// How many data streams will come, in every generation.
+    pub streams: u16,
+    /// RAM blocks; their place in this list is their index on the data streams.
+    pub ram: Vec<RamBlock>,
+    /// Facts about the source that the destination's pre-flight compares, as `qemu::SourceFacts`.
+    pub facts: serde_json::Value,
+    /// The VM, as `qemu::VmDescription`.
+    pub description: serde_json::Value,
+    /// Only check: the destination answers and forgets.
+    pub check_only: bool,
+}
+
+/// A block of guest RAM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RamBlock {
+    /// QEMU's name for it.
+    pub name: String,
+    /// Bytes in use.
+    pub bytes: u64,
+    /// Size of the host pages behind it, in bytes.
+    pub page_bytes: u64,
+}
+
+/// A destination that waits.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Acceptance {
+    /// What pre-flight had to say, none of it a blocker.
+    pub findings: Vec<Finding>,
+    /// How long starting its QEMU took, in microseconds.
+    pub qemu_start_us: u64,
+    /// Kind of RAM that the VM gets, for the report.
+    pub ram_kind: String,
+}
+
+/// One thing that pre-flight found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// How bad it is.
+    pub severity: Severity,
+    /// Stable name of the check.
+    pub code: String,
+    /// What was found.
+    pub what: String,
+    /// What to do about it.
+    pub advice: String,
+}
+
+/// How bad a [`Finding`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Severity {
+    /// Good to know.
+    Info,
+    /// The migration goes on; something may be slower or different.
+    Warning,
+    /// The migration cannot be done.
+    Blocker,
+}
+
+/// Who owns a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Ownership {
+    /// The epoch in which the owner took it.
+    pub epoch: Epoch,
+    /// The host that may run it.
+    pub owner: HostId,
+    /// The next epoch's COMMITTED, recorded by the owner for a destination that cannot ask it any more.
+    pub offer: Option<Offer>,
+}
+
+/// A COMMITTED, recorded in the register.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Offer {
+    /// Which migration.
+    pub epoch: Epoch,
+    /// Which process is to run.
+    pub incarnation: Incarnation,
+    /// Whether the guest is to run on.
+    pub run: bool,
+}
+
+/// To the register of owners. Every change compares first and says what it found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "op", rename_all = "kebab-case")]
+pub enum RegisterRequest {
+    /// What stands there?
+    Read {
+        /// Of which VM.
+        vm: VmName,
+    },
+    /// Put `new` in place of `expected`.
+    CompareAndSet {
+        /// Of which VM.
+        vm: VmName,
+        /// What must stand there; the offer is not compared.
+        expected: Option<(Epoch, HostId)>,
+        /// What is to stand there.
+        new: Ownership,
+    },
+}
+
+/// From the register of owners.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "outcome", rename_all = "kebab-case")]
+pub enum RegisterReply {
+    /// What stands there, for a read and for a comparison that failed.
+    Stands {
+        /// The record.
+        record: Option<Ownership>,
+    },
+    /// The new record stands.
+    Set,
+    /// The register could not do it; nothing changed.
+    Failed {
+        /// Why.
+        reason: String,
+    },
+}

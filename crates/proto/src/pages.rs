@@ -1,0 +1,191 @@
+//! Guest memory on a data stream.
+//!
+//! A `Pages` frame speaks of one chunk (2 MiB) of one RAM block: a list of runs, then the contents of the runs that
+//! have contents, one after the other. A chunk always travels on the same stream, and frames of a stream are applied
+//! in order, so that of two contents of a page the one that was read later stays.
+//!
+//! ```text
+//! seq u64 | round u32 | block u16 | runs u16 | chunk u64 | run ... | data ...
+//! run: first page u16 | pages u16 | content u16 (1 data, 2 zero, 3 hole) | zero u16
+//! ```
+//!
+//! All numbers are little-endian. `RoundEnd` is `seq u64 | round u32`; `Ack`, the only frame that goes the other way,
+//! is `seq u64`: everything up to and including that frame has been applied.
+
+use crate::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
+
+/// Bytes before the runs.
+pub const FIXED_BYTES: usize = 24;
+/// Bytes of one run.
+pub const RUN_BYTES: usize = 8;
+/// Longest payload of a `Pages` frame, in bytes.
+pub const MAX_PAYLOAD_BYTES: usize = FIXED_BYTES + RUN_BYTES * CHUNK_PAGES as usize + CHUNK_BYTES as usize;
+/// Payload of a `RoundEnd` frame, in bytes.
+pub const ROUND_END_BYTES: usize = 12;
+/// Payload of an `Ack` frame, in bytes.
+pub const ACK_BYTES: usize = 8;
+
+/// What a run of pages holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u16)]
+pub enum Content {
+    /// Bytes that follow in the frame.
+    Data = 1,
+    /// Zeros that occupy memory.
+    Zero = 2,
+    /// Nothing: never touched, or given back. Reads as zeros.
+    Hole = 3,
+}
+
+/// Neighbouring pages of a chunk with the same kind of content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Run {
+    /// First page, counted from the beginning of the chunk.
+    pub first_page: u16,
+    /// How many pages, at least one.
+    pub pages: u16,
+    /// What they hold.
+    pub content: Content,
+}
+
+impl Run {
+    /// Where the run begins within the chunk, in bytes.
+    pub fn offset_bytes(self) -> u64 {
+        u64::from(self.first_page) * PAGE_BYTES
+    }
+
+    /// How long the run is, in bytes.
+    pub fn len_bytes(self) -> u64 {
+        u64::from(self.pages) * PAGE_BYTES
+    }
+}
+
+/// The part of a `Pages` frame before the runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PagesHeader {
+    /// Place of the frame in its stream and generation, from 1 on.
+    pub seq: u64,
+    /// The round that sends it, from 1 on.
+    pub round: u32,
+    /// Index of the RAM block in the proposal's list.
+    pub block: u16,
+    /// Which chunk of the block.
+    pub chunk: u64,
+}
+
+/// Why a data frame cannot be applied.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadPages {
+    /// The payload ends before what it announces.
+    #[error("data frame ends early")]
+    Truncated,
+    /// The payload goes on after what it announces.
+    #[error("data frame with {0} surplus bytes")]
+    Surplus(usize),
+    /// A kind of content that this version does not know.
+    #[error("run of unknown content {0}")]
+    Content(u16),
+    /// Runs are empty, overlap, go backwards, or leave the chunk.
+    #[error("runs are not in ascending order within their chunk")]
+    Runs,
+}
+
+impl PagesHeader {
+    /// Appends header and runs; the caller appends the data, in the order of the runs.
+    pub fn encode(&self, runs: &[Run], out: &mut Vec<u8>) {
+        out.extend_from_slice(&self.seq.to_le_bytes());
+        out.extend_from_slice(&self.round.to_le_bytes());
+        out.extend_from_slice(&self.block.to_le_bytes());
+        out.extend_from_slice(&(runs.len() as u16).to_le_bytes());
+        out.extend_from_slice(&self.chunk.to_le_bytes());
+        for run in runs {
+            for field in [run.first_page, run.pages, run.content as u16, 0] {
+                out.extend_from_slice(&field.to_le_bytes());
+            }
+        }
+    }
+
+    /// Reads and checks a payload: header, runs (put into `runs`, which is emptied first), and the data.
+    pub fn decode<'a>(payload: &'a [u8], runs: &mut Vec<Run>) -> Result<(Self, &'a [u8]), BadPages> {
+        let mut at = Cursor(payload);
+        let header = Self {
+            seq: u64::from_le_bytes(at.take()?),
+            round: u32::from_le_bytes(at.take()?),
+            block: u16::from_le_bytes(at.take()?),
+            chunk: 0,
+        };
+        let count = u16::from_le_bytes(at.take()?);
+        let header = Self { chunk: u64::from_le_bytes(at.take()?), ..header };
+
+        runs.clear();
+        let mut next_page = 0;
+        let mut data_bytes = 0;
+        for _ in 0..count {
+            let first_page = u16::from_le_bytes(at.take()?);
+            let pages = u16::from_le_bytes(at.take()?);
+            let content = match u16::from_le_bytes(at.take()?) {
+                1 => Content::Data,
+                2 => Content::Zero,
+                3 => Content::Hole,
+                other => return Err(BadPages::Content(other)),
+            };
+            let reserved = u16::from_le_bytes(at.take()?);
+            let end = u64::from(first_page) + u64::from(pages);
+            if reserved != 0 || pages == 0 || u64::from(first_page) < next_page || end > CHUNK_PAGES {
+                return Err(BadPages::Runs);
+            }
+            next_page = end;
+            let run = Run { first_page, pages, content };
+            if content == Content::Data {
+                data_bytes += run.len_bytes() as usize;
+            }
+            runs.push(run);
+        }
+        match at.0.len().checked_sub(data_bytes) {
+            Some(0) => Ok((header, at.0)),
+            Some(surplus) => Err(BadPages::Surplus(surplus)),
+            None => Err(BadPages::Truncated),
+        }
+    }
+}
+
+/// Bytes of a `RoundEnd` payload.
+pub fn encode_round_end(seq: u64, round: u32) -> [u8; ROUND_END_BYTES] {
+    let mut bytes = [0; ROUND_END_BYTES];
+    bytes[..8].copy_from_slice(&seq.to_le_bytes());
+    bytes[8..].copy_from_slice(&round.to_le_bytes());
+    bytes
+}
+
+/// Sequence number and round of a `RoundEnd` payload.
+pub fn decode_round_end(payload: &[u8]) -> Result<(u64, u32), BadPages> {
+    let mut at = Cursor(payload);
+    let end = (u64::from_le_bytes(at.take()?), u32::from_le_bytes(at.take()?));
+    at.finish().map(|()| end)
+}
+
+/// Bytes of an `Ack` payload.
+pub fn encode_ack(seq: u64) -> [u8; ACK_BYTES] {
+    seq.to_le_bytes()
+}
+
+/// Sequence number of an `Ack` payload.
+pub fn decode_ack(payload: &[u8]) -> Result<u64, BadPages> {
+    let mut at = Cursor(payload);
+    let seq = u64::from_le_bytes(at.take()?);
+    at.finish().map(|()| seq)
+}
+
+struct Cursor<'a>(&'a [u8]);
+
+impl Cursor<'_> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], BadPages> {
+        let (head, rest) = self.0.split_first_chunk().ok_or(BadPages::Truncated)?;
+        self.0 = rest;
+        Ok(*head)
+    }
+
+    fn finish(&self) -> Result<(), BadPages> {
+        if self.0.is_empty() { Ok(()) } else { Err(BadPages::Surplus(self.0.len())) }
+    }
+}

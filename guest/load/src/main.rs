@@ -1,0 +1,268 @@
+//! Load generator inside test guests: writes memory at a given rate, knows at any time what every page must contain, and says so.
+//!
+//! It runs as the only program of the tiny guest, on the serial line. What it prints, one line each:
+//!
+//! - `FILLED pages=N` when the memory has been written for the first time;
+//! - `tick n=… uptime_ms=… longest_stall_ms=… writes=… verified=… passes=… disk_reads=… wrong=…` each second; `longest_stall_ms` is the longest time
+//!   since the last tick in which the program could not run, `writes` and `verified` count pages, `passes` whole verifications;
+//! - `WRONG page N word=… expected=… found=…`, as soon as a page is found that is not what was written last; the run goes on;
+//! - `CHECK ok id=ID pages=… disk_blocks=… n=…` (or `CHECK wrong …`) in answer to `check ID` on its input: everything was verified at once. It is
+//!   `wrong` when anything ever was.
+//!
+//! `set KEY=VALUE …` on its input changes settings (see [`options`]); answered by `SET …`.
+
+mod disk;
+mod memory;
+mod options;
+
+use std::io::{self, BufRead, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{self, Receiver};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use disk::Readers;
+use memory::Memory;
+use options::Options;
+
+/// Pages in a MiB.
+const MIB: usize = 256;
+/// Pages handled between two looks at the clock.
+const BATCH: usize = 4;
+/// `WRONG` lines printed before it is enough: the count goes on.
+const TOLD: u64 = 64;
+
+fn main() {
+    let options = match read_options() {
+        Ok(options) => options,
+        Err(error) => {
+            println!("ERROR {error}");
+            // The first program of a system must not end.
+            loop {
+                thread::park();
+            }
+        }
+    };
+    let commands = commands();
+    if options.port > 0 {
+        thread::spawn(move || echo(options.port));
+    }
+    let disk = if options.disk_threads > 0 {
+        Readers::start(options.disk_threads, options.disk_mib)
+            .inspect_err(|error| println!("DISK error {error}"))
+            .ok()
+    } else {
+        None
+    };
+    let memory = Memory::filled(options.seed, options.fill_mib * MIB);
+    println!("FILLED pages={}", memory.len());
+    Load::new(options, memory, disk).run(&commands);
+}
+
+/// From the kernel's command line, then from the arguments.
+fn read_options() -> Result<Options, String> {
+    let mut options = Options::default();
+    let line = std::fs::read_to_string("/proc/cmdline").map_err(|error| format!("/proc/cmdline: {error}"))?;
+    for word in line.split_ascii_whitespace().filter_map(|word| word.strip_prefix("load.")) {
+        options.set(word)?;
+    }
+    for word in std::env::args().skip(1) {
+        options.set(&word)?;
+    }
+    Ok(options)
+}
+
+/// Lines of the input, read by a thread of its own.
+fn commands() -> Receiver<String> {
+    let (send, receive) = mpsc::channel();
+    thread::spawn(move || {
+        for line in io::stdin().lock().lines().map_while(Result::ok) {
+            if send.send(line).is_err() {
+                return;
+            }
+        }
+    });
+    receive
+}
+
+/// Answers every byte with the same byte, for clients that watch the network.
+fn echo(port: u16) {
+    let listener = match TcpListener::bind(("0.0.0.0", port)) {
+        Ok(listener) => listener,
+        Err(error) => return println!("NET error {error}"),
+    };
+    for mut connection in listener.incoming().map_while(Result::ok) {
+        thread::spawn(move || {
+            let answer = |connection: &mut TcpStream| -> io::Result<()> {
+                connection.set_nodelay(true)?;
+                let mut bytes = [0; 4096];
+                loop {
+                    let n = connection.read(&mut bytes)?;
+                    if n == 0 {
+                        return Ok(());
+                    }
+                    connection.write_all(&bytes[..n])?;
+                }
+            };
+            if let Err(error) = answer(&mut connection) {
+                println!("NET error {error}");
+            }
+        });
+    }
+}
+
+/// Pages that may be handled by now at a given rate. It does not make up for time in which the program did not run.
+struct Pace {
+    from: Instant,
+    done: u64,
+}
+
+impl Pace {
+    fn due(&mut self, mib_per_s: u64, now: Instant) -> bool {
+        let pages_per_s = mib_per_s * MIB as u64;
+        if pages_per_s == 0 {
+            return false;
+        }
+        let due = (now - self.from).as_micros() as u64 * pages_per_s / 1_000_000;
+        if self.done + pages_per_s / 10 < due || self.done > due + pages_per_s {
+            // More than a tenth of a second behind, or the rate was changed.
+            *self = Self { from: now, done: 0 };
+            return true;
+        }
+        self.done < due
+    }
+}
+
+struct Load {
+    options: Options,
+    memory: Memory,
+    disk: Option<Readers>,
+    start: Instant,
+    next_write: usize,
+    next_verify: usize,
+    writes: u64,
+    verified: u64,
+    wrong: u64,
+    ticks: u64,
+}
+
+impl Load {
+    fn new(options: Options, memory: Memory, disk: Option<Readers>) -> Self {
+        Self {
+            options,
+            memory,
+            disk,
+            start: Instant::now(),
+            next_write: 0,
+            next_verify: 0,
+            writes: 0,
+            verified: 0,
+            wrong: 0,
+            ticks: 0,
+        }
+    }
+
+    fn run(mut self, commands: &Receiver<String>) -> ! {
+        let now = Instant::now();
+        let (mut writing, mut verifying) = (Pace { from: now, done: 0 }, Pace { from: now, done: 0 });
+        let (mut last, mut last_tick, mut longest_stall) = (now, now, Duration::ZERO);
+        loop {
+            let now = Instant::now();
+            longest_stall = longest_stall.max(now - last);
+            last = now;
+            if now - last_tick >= Duration::from_secs(1) {
+                self.tick(longest_stall);
+                (last_tick, longest_stall) = (now, Duration::ZERO);
+            }
+            if let Ok(line) = commands.try_recv() {
+                self.command(&line);
+                // Its own work is no stall.
+                last = Instant::now();
+                continue;
+            }
+            let write = writing.due(self.options.rate_mib_per_s, now);
+            if write {
+                self.write();
+                writing.done += BATCH as u64;
+            }
+            let verify = verifying.due(self.options.verify_mib_per_s, now);
+            if verify {
+                self.verify(BATCH);
+                verifying.done += BATCH as u64;
+            }
+            if !write && !verify {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+
+    fn write(&mut self) {
+        let pages = (self.options.wss_mib * MIB).min(self.memory.len());
+        if pages == 0 {
+            return;
+        }
+        for _ in 0..BATCH {
+            self.memory.write(self.next_write % pages, self.options.mode);
+            self.next_write = (self.next_write + 1) % pages;
+        }
+        self.writes += BATCH as u64;
+    }
+
+    fn verify(&mut self, pages: usize) {
+        for _ in 0..pages.min(self.memory.len()) {
+            if let Some(wrong) = self.memory.verify(self.next_verify) {
+                self.wrong += 1;
+                if self.wrong <= TOLD {
+                    let memory::Wrong { page, word, expected, found } = wrong;
+                    println!("WRONG page {page} word={word} expected={expected:016x} found={found:016x}");
+                }
+            }
+            self.verified += 1;
+            self.next_verify = (self.next_verify + 1) % self.memory.len();
+        }
+    }
+
+    fn all_wrong(&self) -> u64 {
+        self.wrong + self.disk.as_ref().map_or(0, |disk| disk.counts.wrong.load(Relaxed))
+    }
+
+    fn tick(&mut self, longest_stall: Duration) {
+        self.ticks += 1;
+        println!(
+            "tick n={} uptime_ms={} longest_stall_ms={:.1} writes={} verified={} passes={} disk_reads={} wrong={}",
+            self.ticks,
+            self.start.elapsed().as_millis(),
+            longest_stall.as_secs_f64() * 1e3,
+            self.writes,
+            self.verified,
+            self.verified / (self.memory.len() as u64).max(1),
+            self.disk.as_ref().map_or(0, |disk| disk.counts.reads.load(Relaxed)),
+            self.all_wrong(),
+        );
+    }
+
+    fn command(&mut self, line: &str) {
+        let mut words = line.split_ascii_whitespace();
+        match words.next() {
+            Some("check") => {
+                self.verify(self.memory.len());
+                let blocks = self.disk.as_ref().map_or(0, Readers::check);
+                let wrong = self.all_wrong();
+                println!(
+                    "CHECK {} id={} pages={} disk_blocks={blocks} n={} wrong={wrong}",
+                    if wrong == 0 { "ok" } else { "wrong" },
+                    words.next().unwrap_or("-"),
+                    self.memory.len(),
+                    self.ticks,
+                );
+            }
+            Some("set") => match words.try_for_each(|word| self.options.set(word)) {
+                Ok(()) => println!("SET {:?}", self.options),
+                Err(error) => println!("ERROR {error}"),
+            },
+            Some(word) => println!("ERROR unknown command {word}"),
+            None => {}
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Memory whose every page can be checked at any time.
+//!
+//! For each page a version is kept, from which its content can be computed again; a page that a migration lost or left stale therefore
+//! shows up as wrong, whatever it contains.
+
+use whimbrel_guest_load::{WORDS, mix, words};
+
+use crate::options::Mode;
+
+/// A page of 4096 bytes, at a page's boundary.
+#[repr(align(4096))]
+#[derive(Clone)]
+struct Page([u64; WORDS]);
+
+/// What a page must contain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Expected {
+    /// Counts rewritings of the whole page.
+    base: u32,
+    /// Counts rewritings of a few words since then.
+    few: u32,
+    /// All zeros instead.
+    zero: bool,
+}
+
+/// A page that does not contain what was written last.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Wrong {
+    pub(crate) page: usize,
+    pub(crate) word: usize,
+    pub(crate) expected: u64,
+    pub(crate) found: u64,
+}
+
+/// The pages and what they must contain.
+pub(crate) struct Memory {
+    seed: u64,
+    pages: Vec<Page>,
+    expected: Vec<Expected>,
+}
+
+impl Memory {
+    /// Allocates and writes every page once.
+    pub(crate) fn filled(seed: u64, pages: usize) -> Self {
+        let mut memory = Self {
+            seed,
+            pages: vec![Page([0; WORDS]); pages],
+            expected: vec![Expected { base: 0, few: 0, zero: true }; pages],
+        };
+        for page in 0..pages {
+            memory.write(page, Mode::Random);
+        }
+        memory
+    }
+
+    /// Pages there are.
+    pub(crate) fn len(&self) -> usize {
+        self.pages.len()
+    }
+
+    /// Writes one page.
+    pub(crate) fn write(&mut self, page: usize, mode: Mode) {
+        let expected = &mut self.expected[page];
+        match mode {
+            Mode::Few if !expected.zero => {
+                expected.few = expected.few.wrapping_add(1);
+                let few = *expected;
+                for (at, word) in few_words(self.seed, page, few) {
+                    self.pages[page].0[at] = word;
+                }
+                return;
+            }
+            Mode::Zero if !expected.zero => expected.zero = true,
+            _ => *expected = Expected { base: expected.base.wrapping_add(1), few: 0, zero: false },
+        }
+        self.rewrite(page);
+    }
+
+    /// Compares one page with what was written last. A wrong page is mended, so that each wrong is told once.
+    pub(crate) fn verify(&mut self, page: usize) -> Option<Wrong> {
+        let expected = self.expected[page];
+        let wrong = content(self.seed, page, expected)
+            .zip(&self.pages[page].0)
+            .enumerate()
+            .find(|(_, (expected, found))| expected != *found)
+            .map(|(word, (expected, found))| Wrong { page, word, expected, found: *found });
+        if wrong.is_some() {
+            self.rewrite(page);
+        }
+        wrong
+    }
+
+    fn rewrite(&mut self, page: usize) {
+        let content = content(self.seed, page, self.expected[page]);
+        for (to, word) in self.pages[page].0.iter_mut().zip(content) {
+            *to = word;
+        }
+    }
+}
+
+/// All words of a page.
+fn content(seed: u64, page: usize, expected: Expected) -> impl Iterator<Item = u64> {
+    let few = few_words(seed, page, expected);
+    words(seed, page as u64, expected.base).enumerate().map(move |(at, base)| {
+        if expected.zero {
+            return 0;
+        }
+        let few = few.iter().find(|(few_at, _)| expected.few > 0 && *few_at == at);
+        few.map_or(base, |(_, word)| *word)
+    })
+}
+
+/// The four words that a rewriting of a few changes: always the same places of a page, each time something else.
+fn few_words(seed: u64, page: usize, expected: Expected) -> [(usize, u64); 4] {
+    let first = mix(page as u64) as usize;
+    [0, 1, 2, 3].map(|k| {
+        let version = (u64::from(expected.base) << 32) | u64::from(expected.few);
+        ((first + k * 131) % WORDS, mix(mix(seed ^ version) ^ mix((page * 4 + k) as u64)))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_mode_verifies_and_every_change_is_found_once() {
+        let mut memory = Memory::filled(5, 8);
+        for round in 0..12 {
+            for page in 0..8 {
+                memory.write(page, [Mode::Random, Mode::Few, Mode::Zero, Mode::Few][(round + page) % 4]);
+                assert_eq!(memory.verify(page), None, "round {round}, page {page}");
+            }
+        }
+        memory.pages[3].0[511] ^= 1 << 63;
+        let wrong = memory.verify(3).unwrap();
+        assert_eq!((wrong.page, wrong.word, wrong.found ^ wrong.expected), (3, 511, 1 << 63));
+        assert_eq!(memory.verify(3), None);
+    }
+
+    #[test]
+    fn a_stale_page_is_found() {
+        for mode in [Mode::Random, Mode::Few, Mode::Zero] {
+            let mut memory = Memory::filled(5, 1);
+            let stale = memory.pages[0].clone();
+            memory.write(0, mode);
+            memory.pages[0] = stale;
+            assert!(memory.verify(0).is_some(), "{mode:?}");
+        }
+    }
+}

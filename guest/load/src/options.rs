@@ -1,0 +1,100 @@
+//! Settings of the load generator: `load.KEY=VALUE` words of the kernel's command line, `KEY=VALUE` arguments, or, while it runs, `set
+//! KEY=VALUE …` on its input.
+
+use std::str::FromStr;
+
+/// How a page is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// The whole page anew.
+    Random,
+    /// Four words of the page; the rest stays.
+    Few,
+    /// By turns all zeros and all anew.
+    Zero,
+}
+
+/// What the load generator does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Options {
+    /// Memory filled at the start, MiB. Fixed for the run.
+    pub(crate) fill_mib: usize,
+    /// The first part of it, which is rewritten over and over, MiB.
+    pub(crate) wss_mib: usize,
+    /// How fast pages are rewritten, MiB/s of pages touched. 0: not at all.
+    pub(crate) rate_mib_per_s: u64,
+    /// How fast pages are verified in the background, MiB/s. 0: not at all.
+    pub(crate) verify_mib_per_s: u64,
+    /// How pages are rewritten.
+    pub(crate) mode: Mode,
+    /// Threads that read the first disk past the page cache. Fixed for the run.
+    pub(crate) disk_threads: usize,
+    /// Memory into which they read, MiB, all together. Fixed for the run.
+    pub(crate) disk_mib: usize,
+    /// TCP port that answers each byte with the same byte. 0: none. Fixed for the run.
+    pub(crate) port: u16,
+    /// Makes content differ between runs.
+    pub(crate) seed: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            fill_mib: 16,
+            wss_mib: 16,
+            rate_mib_per_s: 0,
+            verify_mib_per_s: 32,
+            mode: Mode::Random,
+            disk_threads: 0,
+            disk_mib: 16,
+            port: 0,
+            seed: 1,
+        }
+    }
+}
+
+impl Options {
+    /// Applies one `KEY=VALUE`. The error says what is wrong with it.
+    pub(crate) fn set(&mut self, word: &str) -> Result<(), String> {
+        fn number<T: FromStr>(key: &str, value: &str) -> Result<T, String> {
+            value.parse().map_err(|_| format!("{key}={value}: not a number that fits"))
+        }
+        let (key, value) = word.split_once('=').ok_or_else(|| format!("{word}: expected KEY=VALUE"))?;
+        match key {
+            "fill" => self.fill_mib = number(key, value)?,
+            "wss" => self.wss_mib = number(key, value)?,
+            "rate" => self.rate_mib_per_s = number(key, value)?,
+            "verify" => self.verify_mib_per_s = number(key, value)?,
+            "disk_threads" => self.disk_threads = number(key, value)?,
+            "disk" => self.disk_mib = number(key, value)?,
+            "port" => self.port = number(key, value)?,
+            "seed" => self.seed = number(key, value)?,
+            "mode" => {
+                self.mode = match value {
+                    "random" => Mode::Random,
+                    "few" => Mode::Few,
+                    "zero" => Mode::Zero,
+                    _ => return Err(format!("mode={value}: expected random, few or zero")),
+                }
+            }
+            _ => return Err(format!("unknown setting {key}")),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_are_read_and_mistakes_named() {
+        let mut options = Options::default();
+        options.set("mode=few").unwrap();
+        options.set("rate=150").unwrap();
+        assert_eq!((options.mode, options.rate_mib_per_s), (Mode::Few, 150));
+        for wrong in ["mode=slow", "rate=x", "port=70000", "fill", "colour=red"] {
+            assert!(options.set(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -136,6 +136,18 @@ pub enum Message {
         /// Why.
         reason: String,
     },
+    /// Destination: its copy is gone, and a virtual CPU of it may have run.
+    Crashed {
+        /// Which migration.
+        epoch: Epoch,
+        /// What is known about it.
+        reason: String,
+    },
+    /// Source: what do you have of this epoch? Answered with READY, RUNNING, REFUSED or CRASHED.
+    Inquire {
+        /// Which migration.
+        epoch: Epoch,
+    },
     /// Source: the migration ends before COMMITTED; discard.
     Abort {
         /// Which migration.

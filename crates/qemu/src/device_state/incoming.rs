@@ -1,0 +1,160 @@
+//! The destination's side: a QEMU that waits for a device state, and takes it.
+
+use std::io::{self, Write as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use crate::control;
+use crate::process::log_tail;
+use crate::qmp::{Qmp, QmpError};
+
+/// Why a device state could not be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The monitor failed, or QEMU refused to prepare.
+    #[error("cannot prepare QEMU for the device state")]
+    Qmp(#[from] QmpError),
+    /// QEMU was not started with `-S -incoming defer`.
+    #[error("QEMU is {status} and cannot take a device state; it must be started with -S -incoming defer")]
+    NotWaiting {
+        /// Its run state.
+        status: String,
+    },
+    /// The state could not be handed over to QEMU.
+    #[error("cannot hand the device state to QEMU at {path}: {log}")]
+    Socket {
+        /// QEMU's socket.
+        path: PathBuf,
+        /// The end of QEMU's log.
+        log: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// QEMU read it and did not like it.
+    #[error("QEMU could not load the device state: {reason}")]
+    Failed {
+        /// QEMU's own words, or the end of its log.
+        reason: String,
+    },
+    /// It was loaded, but the guest is not as it should be.
+    #[error("after loading the guest is {status}; it must be paused until it is let go")]
+    NotPaused {
+        /// Its run state.
+        status: String,
+    },
+}
+
+/// A QEMU that listens for its device state.
+///
+/// Made early, before the guest is stopped on the source, so that nothing but the transfer and the
+/// loading itself falls into the downtime.
+#[derive(Debug)]
+pub struct Incoming {
+    socket: PathBuf,
+    log: Option<PathBuf>,
+}
+
+impl Incoming {
+    /// Makes a QEMU that was started with `-S -incoming defer` listen at `socket`, so that after
+    /// loading it has run no virtual CPU, taken no image lock and sent no packet:
+    ///
+    /// - capability `late-block-activate`: the images stay locked by the source until `cont`;
+    /// - parameter `announce-rounds` 0: no packets in the guest's name at load;
+    /// - `-S` (asserted by [`load`](Self::load)): the saved state says that the guest runs.
+    ///
+    /// `log` is where QEMU's messages go; their end becomes part of errors.
+    pub fn prepare(qmp: &mut Qmp, socket: &Path, log: Option<&Path>) -> Result<Self, LoadError> {
+        let status = control::status(qmp)?;
+        if status.status != "inmigrate" {
+            return Err(LoadError::NotWaiting { status: status.status });
+        }
+        let on = |name: &str| json!({ "capability": name, "state": true });
+        qmp.run(
+            "migrate-set-capabilities",
+            json!({ "capabilities": [on("late-block-activate"), on("events")] }),
+        )?;
+        qmp.run("migrate-set-parameters", json!({ "announce-rounds": 0 }))?;
+        let uri = format!("unix:{}", socket.display());
+        let version = qmp.version();
+        // Since 9.1 QEMU can stay when loading fails, and tell why.
+        let arguments = if (version.major, version.minor) >= (9, 1) {
+            json!({ "uri": uri, "exit-on-error": false })
+        } else {
+            json!({ "uri": uri })
+        };
+        qmp.run("migrate-incoming", arguments)?;
+        Ok(Self { socket: socket.to_owned(), log: log.map(Path::to_owned) })
+    }
+
+    /// Hands over a completed stream and waits until QEMU has loaded it. Afterwards the guest is
+    /// paused and has not run.
+    ///
+    /// # Errors
+    /// [`LoadError::Failed`] with QEMU's reason. That QEMU is of no more use then.
+    pub fn load(self, qmp: &mut Qmp, stream: &[u8], deadline: Instant) -> Result<(), LoadError> {
+        qmp.forget_events("MIGRATION");
+        let handed = self.hand_over(stream, deadline);
+        match &handed {
+            // QEMU hangs up as soon as it finds something wrong: its reason tells more than ours.
+            Err(error) if is_hang_up(error) => {}
+            Err(_) => handed.map_err(|source| self.socket_error(source))?,
+            Ok(()) => {}
+        }
+        loop {
+            let event = match qmp.wait_event("MIGRATION", deadline) {
+                Ok(event) => event,
+                Err(QmpError::Closed { .. }) => return Err(self.failed(None)),
+                Err(other) => return Err(other.into()),
+            };
+            match event.data.get("status").and_then(Value::as_str) {
+                Some("completed") => break,
+                Some("failed") => return Err(self.failed(Some(qmp))),
+                _ => {}
+            }
+        }
+        let status = control::status(qmp)?;
+        if status.running || status.status != "paused" {
+            return Err(LoadError::NotPaused { status: status.status });
+        }
+        Ok(())
+    }
+
+    fn hand_over(&self, stream: &[u8], deadline: Instant) -> io::Result<()> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut socket = UnixStream::connect(&self.socket)?;
+        socket.set_write_timeout(Some(left.max(std::time::Duration::from_millis(1))))?;
+        socket.write_all(stream)?;
+        socket.shutdown(std::net::Shutdown::Write)
+    }
+
+    fn socket_error(&self, source: io::Error) -> LoadError {
+        LoadError::Socket { path: self.socket.clone(), log: self.tail(), source }
+    }
+
+    fn failed(&self, qmp: Option<&mut Qmp>) -> LoadError {
+        let told = qmp
+            .and_then(|qmp| qmp.execute::<Value>("query-migrate", Value::Null).ok())
+            .and_then(|answer| answer.get("error-desc")?.as_str().map(str::to_owned));
+        let log = self.tail();
+        let reason = match told {
+            Some(told) if log.is_empty() => told,
+            Some(told) => format!("{told} ({log})"),
+            None => log,
+        };
+        LoadError::Failed { reason }
+    }
+
+    fn tail(&self) -> String {
+        self.log.as_deref().map(log_tail).unwrap_or_default()
+    }
+}
+
+fn is_hang_up(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::NotConnected
+    )
+}

@@ -1,0 +1,214 @@
+//! Starting a QEMU that outlives us.
+//!
+//! The new QEMU leads a session of its own (the `setsid` program starts it, which replaces itself,
+//! so that the process keeps its number), has nothing on its standard input, and writes its
+//! messages into a log in the run directory. Where systemd runs it can be put into a scope of its
+//! own, so that restarting the agent's unit does not take the guests with it.
+
+use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _, Seek as _, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use crate::qmp::{Qmp, QmpError};
+
+/// How much of a log becomes part of an error, in bytes.
+const TAIL_BYTES: u64 = 2000;
+
+/// Why a QEMU could not be started.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The command line is empty.
+    #[error("the command line is empty")]
+    Empty,
+    /// The log file could not be made.
+    #[error("cannot write QEMU's log {path}")]
+    Log {
+        /// The file.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The process could not be made at all.
+    #[error("cannot start {program}; are QEMU and setsid (util-linux) installed?")]
+    Spawn {
+        /// The program.
+        program: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// QEMU ended before it could be talked to.
+    #[error("QEMU ended at once ({status}): {log}")]
+    Ended {
+        /// How it ended.
+        status: String,
+        /// The end of its log.
+        log: String,
+    },
+    /// QEMU lives, but its monitor does not answer.
+    #[error("QEMU process {pid} was started, but its monitor does not answer: {log}")]
+    Silent {
+        /// The process, which was killed.
+        pid: u32,
+        /// The end of its log.
+        log: String,
+        /// What the monitor did.
+        source: QmpError,
+    },
+}
+
+/// What to start.
+#[derive(Debug, Clone)]
+pub struct Launch {
+    /// Program and arguments, among them the monitor at `qmp`.
+    pub argv: Vec<OsString>,
+    /// Variables set for it, besides ours.
+    pub env: Vec<(String, String)>,
+    /// Its working directory; ours when `None`.
+    pub cwd: Option<PathBuf>,
+    /// Where its messages go.
+    pub log: PathBuf,
+    /// The monitor that the arguments open.
+    pub qmp: PathBuf,
+    /// Name of the systemd scope to put it in; ignored where systemd does not run.
+    pub scope: Option<String>,
+}
+
+/// A QEMU that we started. Dropping this leaves it running.
+#[derive(Debug)]
+pub struct Started {
+    /// Its process.
+    pub pid: u32,
+    /// When the kernel started it, in clock ticks since boot: with `pid` it names the process for
+    /// good, because numbers are used again.
+    pub start_time_ticks: u64,
+    /// Its log.
+    pub log: PathBuf,
+    exited: Receiver<ExitStatus>,
+}
+
+impl Started {
+    /// Waits until the process has ended; `None` when it has not by the deadline.
+    pub fn wait(&self, deadline: Instant) -> Option<ExitStatus> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match self.exited.recv_timeout(left) {
+            Ok(status) => Some(status),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
+        }
+    }
+}
+
+/// Starts QEMU and waits until its monitor answers.
+///
+/// # Errors
+/// With the end of QEMU's log (port in use, no memory, unknown option); nothing is left running.
+pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), StartError> {
+    let (program, arguments) = launch.argv.split_first().ok_or(StartError::Empty)?;
+    let log = open_log(&launch.log).map_err(|source| StartError::Log { path: launch.log.clone(), source })?;
+    let logs = log.try_clone().and_then(|other| Ok((Stdio::from(other), Stdio::from(log))));
+    let (out, err) = logs.map_err(|source| StartError::Log { path: launch.log.clone(), source })?;
+    // A socket of an earlier life would only confuse the wait.
+    let _ = std::fs::remove_file(&launch.qmp);
+    let mut command = match launch.scope.as_deref().filter(|_| systemd_runs()) {
+        Some(scope) => {
+            let mut command = Command::new("systemd-run");
+            command.args(["--scope", "--quiet", "--collect", "--unit", scope, "--", "setsid"]);
+            command
+        }
+        None => Command::new("setsid"),
+    };
+    command.arg(program).args(arguments).stdin(Stdio::null()).stdout(out).stderr(err);
+    command.envs(launch.env.iter().map(|(key, value)| (key, value)));
+    if let Some(cwd) = &launch.cwd {
+        command.current_dir(cwd);
+    }
+    let mut child = command
+        .spawn()
+        .map_err(|source| StartError::Spawn { program: program.to_string_lossy().into_owned(), source })?;
+    let pid = child.id();
+    // Somebody has to take a child's exit status, or it stays as a zombie as long as we live.
+    let (tell, exited) = channel();
+    std::thread::spawn(move || {
+        if let Ok(status) = child.wait() {
+            let _ = tell.send(status);
+        }
+    });
+    let started = Started {
+        pid,
+        start_time_ticks: start_time_ticks(pid).unwrap_or(0),
+        log: launch.log.clone(),
+        exited,
+    };
+    match wait_for_monitor(launch, &started, deadline) {
+        Ok(qmp) => Ok((started, qmp)),
+        Err(error) => {
+            kill(pid);
+            Err(error)
+        }
+    }
+}
+
+fn wait_for_monitor(launch: &Launch, started: &Started, deadline: Instant) -> Result<Qmp, StartError> {
+    let pause = Duration::from_millis(5);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let error = match Qmp::connect(&launch.qmp, left) {
+            Ok(qmp) => return Ok(qmp),
+            Err(error) => error,
+        };
+        // The socket appears some time after the process; its end comes at any time.
+        if let Some(status) = started.wait(deadline.min(Instant::now() + pause)) {
+            let log = log_tail(&launch.log);
+            return Err(StartError::Ended { status: status.to_string(), log });
+        }
+        let patient = matches!(error, QmpError::Connect { .. } | QmpError::Closed { .. });
+        if !patient || Instant::now() >= deadline {
+            let log = log_tail(&launch.log);
+            return Err(StartError::Silent { pid: started.pid, log, source: error });
+        }
+    }
+}
+
+fn open_log(path: &Path) -> io::Result<File> {
+    let log = OpenOptions::new().create(true).append(true).mode(0o600).open(path)?;
+    // Messages of an earlier life would be taken for this one's.
+    log.set_len(0)?;
+    Ok(log)
+}
+
+fn kill(pid: u32) {
+    if let Some(pid) = i32::try_from(pid).ok().and_then(rustix::process::Pid::from_raw) {
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
+
+/// Whether systemd is this host's init.
+pub(crate) fn systemd_runs() -> bool {
+    Path::new("/run/systemd/system").is_dir()
+}
+
+/// When a process was started, in clock ticks since boot (field 22 of `/proc/PID/stat`).
+pub fn start_time_ticks(pid: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in parentheses may hold anything, also spaces and parentheses.
+    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+}
+
+/// The last lines of a log, at most 2000 bytes, in one line; empty when there is none.
+pub fn log_tail(path: &Path) -> String {
+    let read = || -> io::Result<String> {
+        let mut file = File::open(path)?;
+        let length = file.metadata()?.len();
+        file.seek(SeekFrom::Start(length.saturating_sub(TAIL_BYTES)))?;
+        let mut bytes = Vec::new();
+        file.take(TAIL_BYTES).read_to_end(&mut bytes)?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    };
+    let text = read().unwrap_or_default();
+    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    lines.get(lines.len().saturating_sub(5)..).unwrap_or_default().join("; ")
+}

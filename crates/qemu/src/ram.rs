@@ -1,0 +1,271 @@
+//! Where a guest's memory lies inside QEMU.
+//!
+//! QEMU keeps the guest's memory in *RAM blocks*: main memory, video memory, ROMs, tables. Both
+//! sides of a migration know a block by its name (`pc.ram`, `0000:00:02.0/vga.vram`), and the agent
+//! reads and writes it at its address in QEMU's process.
+//!
+//! QMP's `x-query-ramblock` lists the blocks, and newer versions (10.0) print the addresses. Where
+//! it does not (7.2), the address is found in QEMU's own book-keeping, see [`heap`]. Either way the
+//! result is proved before it is used: every block lies in readable and writable memory, starts
+//! where a mapping starts, overlaps no other, and what of it the guest sees agrees with what
+//! `gpa2hva` says ([`cross_check`]).
+//!
+//! Whoever gets a block wrong corrupts a guest, so everything doubtful is an error here.
+
+mod heap;
+mod text;
+
+use std::io;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::maps::Maps;
+use crate::qmp::{Qmp, QmpError};
+
+/// Why the guest's memory could not be found.
+#[derive(Debug, thiserror::Error)]
+pub enum RamError {
+    /// The monitor failed.
+    #[error("cannot ask QEMU for its RAM blocks")]
+    Qmp(#[from] QmpError),
+    /// `/proc` of the process could not be read.
+    #[error(
+        "cannot read {path}; the agent needs the same user as QEMU, or root, and a kernel that lets it trace (ptrace_scope)"
+    )]
+    Proc {
+        /// The file.
+        path: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// QEMU's answer could not be understood.
+    #[error("cannot read QEMU's list of RAM blocks: {what}; is this version of QEMU supported?")]
+    Text {
+        /// The part that was not understood.
+        what: String,
+    },
+    /// A block's address could not be found.
+    #[error(
+        "cannot find RAM block {block} in QEMU process {pid}: {what}; use a QEMU whose x-query-ramblock prints HVA (8.2 or later)"
+    )]
+    NotFound {
+        /// The block.
+        block: String,
+        /// The process.
+        pid: u32,
+        /// What was seen.
+        what: String,
+    },
+    /// What was found contradicts itself or `gpa2hva`.
+    #[error("RAM block {block} does not check: {what}; nothing was touched")]
+    Contradiction {
+        /// The block.
+        block: String,
+        /// What differs.
+        what: String,
+    },
+}
+
+/// A file behind guest memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MappedFile {
+    /// As `/proc/PID/maps` names it; `/memfd:NAME (deleted)` for a memfd.
+    pub path: PathBuf,
+    /// Its inode.
+    pub inode: u64,
+    /// Major and minor number of its file system.
+    pub device: (u32, u32),
+    /// Where in the file the block begins, in bytes.
+    pub offset_bytes: u64,
+}
+
+/// What a block's memory is made of.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RamKind {
+    /// Private anonymous memory, QEMU's default.
+    Anonymous,
+    /// A file or memfd mapped shared: others can map and fill it too.
+    SharedFile(MappedFile),
+    /// A file mapped privately: what the guest wrote is not in the file.
+    PrivateFile(MappedFile),
+}
+
+/// One RAM block of a running QEMU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RamBlock {
+    /// QEMU's name for it (`idstr`), equal on both sides of a migration.
+    pub name: String,
+    /// Page size of its memory: 4096, or a huge page's for hugetlbfs.
+    pub page_size_bytes: u64,
+    /// How much of it is in use. Firmware tables can grow up to `max_bytes`.
+    pub used_bytes: u64,
+    /// How much is mapped.
+    pub max_bytes: u64,
+    /// Its address in QEMU's process.
+    pub host_address: u64,
+    /// What it is made of.
+    pub kind: RamKind,
+}
+
+/// One line of `x-query-ramblock`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Listed {
+    name: String,
+    page_size_bytes: u64,
+    offset: u64,
+    used_bytes: u64,
+    max_bytes: u64,
+    host_address: Option<u64>,
+}
+
+/// All RAM blocks of the QEMU behind `qmp`, whose process is `pid`, in QEMU's own order.
+///
+/// # Errors
+/// When a block cannot be found, or when anything about it does not check.
+pub fn ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<RamBlock>, RamError> {
+    let listed = list(qmp)?;
+    let maps = Maps::of(pid).map_err(proc_error(pid, "maps"))?;
+    let told: Option<Vec<u64>> = listed.iter().map(|block| block.host_address).collect();
+    let addresses = match told {
+        Some(addresses) => addresses,
+        None => heap::find(pid, &maps, &listed)?,
+    };
+    checked(qmp, &listed, addresses, &maps)
+}
+
+/// As [`ram_blocks`], but always from QEMU's heap, even where QEMU tells the addresses: each way
+/// checks the other.
+pub fn ram_blocks_from_heap(qmp: &mut Qmp, pid: u32) -> Result<Vec<RamBlock>, RamError> {
+    let listed = list(qmp)?;
+    let maps = Maps::of(pid).map_err(proc_error(pid, "maps"))?;
+    let addresses = heap::find(pid, &maps, &listed)?;
+    checked(qmp, &listed, addresses, &maps)
+}
+
+fn checked(
+    qmp: &mut Qmp,
+    listed: &[Listed],
+    addresses: Vec<u64>,
+    maps: &Maps,
+) -> Result<Vec<RamBlock>, RamError> {
+    let blocks = listed
+        .iter()
+        .zip(addresses)
+        .map(|(block, address)| located(block, address, maps))
+        .collect::<Result<Vec<_>, _>>()?;
+    no_overlap(&blocks)?;
+    cross_check(qmp, &blocks)?;
+    Ok(blocks)
+}
+
+/// Compares blocks with what `gpa2hva` says of every part of them that the guest sees: the main
+/// memory below and above 4 GiB, NUMA nodes, the firmware. Returns how many places were compared.
+///
+/// # Errors
+/// [`RamError::Contradiction`] at the first difference.
+pub fn cross_check(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<usize, RamError> {
+    let tree = qmp.human("info mtree -f")?;
+    let mut compared = 0;
+    for range in text::guest_ranges(&tree) {
+        let Some(block) = named(blocks, &range.name) else { continue };
+        for (guest, offset) in [
+            (range.start, range.offset),
+            (range.last & !0xfff, range.offset + ((range.last & !0xfff) - range.start)),
+        ] {
+            let said = qmp.human(&format!("gpa2hva 0x{guest:x}"))?;
+            let expected = block.host_address + offset;
+            match text::host_address(&said) {
+                Some(address) if address == expected => compared += 1,
+                Some(address) => {
+                    return Err(RamError::Contradiction {
+                        block: block.name.clone(),
+                        what: format!(
+                            "guest address {guest:#x} should lie at {expected:#x}, but gpa2hva says {address:#x}"
+                        ),
+                    });
+                }
+                // The map may have changed between the two questions (the firmware opens and
+                // closes windows while the guest boots).
+                None => {}
+            }
+        }
+    }
+    Ok(compared)
+}
+
+/// The block behind a memory region of that name. A device's block carries the device's path before
+/// the region's name (`0000:00:02.0/vga.vram`); two devices with equal regions cannot be told apart.
+fn named<'a>(blocks: &'a [RamBlock], region: &str) -> Option<&'a RamBlock> {
+    let is_it = |block: &&RamBlock| {
+        block.name == region
+            || block
+                .name
+                .strip_suffix(region)
+                .is_some_and(|device| device.ends_with('/') && !device.starts_with("/rom@"))
+    };
+    let mut found = blocks.iter().filter(is_it);
+    found.next().filter(|_| found.next().is_none())
+}
+
+fn list(qmp: &mut Qmp) -> Result<Vec<Listed>, RamError> {
+    let answer: Value = qmp.execute("x-query-ramblock", Value::Null)?;
+    let table = answer.get("human-readable-text").and_then(Value::as_str).unwrap_or_default();
+    text::blocks(table).map_err(|what| RamError::Text { what })
+}
+
+fn located(block: &Listed, address: u64, maps: &Maps) -> Result<RamBlock, RamError> {
+    let wrong = |what| RamError::Contradiction { block: block.name.clone(), what };
+    let mapping = maps.at(address).ok_or_else(|| wrong(format!("{address:#x} is not mapped")))?;
+    if mapping.start != address && mapping.inode == 0 {
+        return Err(wrong(format!("{address:#x} is not where a mapping begins")));
+    }
+    if !maps.covers(address, block.max_bytes) {
+        return Err(wrong(format!(
+            "{:#x} bytes at {address:#x} are not all readable and writable",
+            block.max_bytes
+        )));
+    }
+    let file = || MappedFile {
+        path: PathBuf::from(&mapping.name),
+        inode: mapping.inode,
+        device: mapping.device,
+        offset_bytes: mapping.offset + (address - mapping.start),
+    };
+    let kind = match (mapping.inode, mapping.shared) {
+        (0, _) => RamKind::Anonymous,
+        (_, true) => RamKind::SharedFile(file()),
+        (_, false) => RamKind::PrivateFile(file()),
+    };
+    Ok(RamBlock {
+        name: block.name.clone(),
+        page_size_bytes: block.page_size_bytes,
+        used_bytes: block.used_bytes,
+        max_bytes: block.max_bytes,
+        host_address: address,
+        kind,
+    })
+}
+
+fn no_overlap(blocks: &[RamBlock]) -> Result<(), RamError> {
+    let mut sorted: Vec<&RamBlock> = blocks.iter().collect();
+    sorted.sort_by_key(|block| block.host_address);
+    for pair in sorted.windows(2) {
+        if let [low, high] = pair
+            && low.host_address.saturating_add(low.max_bytes) > high.host_address
+        {
+            return Err(RamError::Contradiction {
+                block: low.name.clone(),
+                what: format!("it overlaps {}", high.name),
+            });
+        }
+    }
+    Ok(())
+}
+
+fn proc_error(pid: u32, file: &str) -> impl FnOnce(io::Error) -> RamError {
+    let path = format!("/proc/{pid}/{file}");
+    move |source| RamError::Proc { path, source }
+}

@@ -1,0 +1,201 @@
+//! Addresses of RAM blocks from QEMU's own heap, for versions that do not tell them.
+//!
+//! QEMU keeps a structure per block on its heap. In 7.2:
+//!
+//! ```text
+//! rcu_head (16) | mr * | host * | colo_cache * | offset | used_length | max_length | resized * | flags | idstr[256]
+//! ```
+//!
+//! Nothing relies on this exact layout. A structure is taken for one only where three consecutive
+//! words equal the offset, the used and the maximal length that `x-query-ramblock` printed, the
+//! block's name, ended by a zero byte, follows within 160 bytes, and one of the 16 words before is
+//! the page-aligned start of mapped memory of at least the maximal length. No two different answers
+//! are accepted. The offset makes each block unique: blocks never share their place in QEMU's
+//! address space of RAM.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+
+use super::{Listed, RamError, proc_error};
+use crate::maps::{Mapping, Maps};
+
+/// How far behind the lengths the name may begin.
+const NAME_WITHIN_BYTES: usize = 160;
+/// How many words before the lengths the host pointer may stand.
+const WORDS_BEFORE: usize = 16;
+/// Read at a time; neighbouring reads overlap so that no structure is cut in two.
+const CHUNK_BYTES: usize = 4 << 20;
+const OVERLAP_BYTES: usize = 1024;
+/// Anonymous mappings beyond this are guest memory or code buffers, not heap.
+const MAX_HEAP_BYTES: u64 = 4 << 30;
+
+/// The address of each listed block, in their order.
+pub(super) fn find(pid: u32, maps: &Maps, listed: &[Listed]) -> Result<Vec<u64>, RamError> {
+    let memory = File::open(format!("/proc/{pid}/mem")).map_err(proc_error(pid, "mem"))?;
+    let mut candidates = vec![BTreeSet::new(); listed.len()];
+    // The main arena first: there every known QEMU keeps its blocks.
+    let (heap, others): (Vec<&Mapping>, Vec<&Mapping>) =
+        maps.iter().filter(|mapping| is_heap_like(mapping)).partition(|mapping| mapping.name == "[heap]");
+    for mapping in heap.into_iter().chain(others) {
+        if mapping.name != "[heap]" && candidates.iter().all(|found| !found.is_empty()) {
+            break;
+        }
+        search_mapping(&memory, mapping, maps, listed, &mut candidates);
+    }
+    listed
+        .iter()
+        .zip(candidates)
+        .map(|(block, found)| {
+            let mut found = found.into_iter();
+            match (found.next(), found.next()) {
+                (Some(address), None) => Ok(address),
+                (None, _) => Err("its record is not in QEMU's heap".to_owned()),
+                (Some(one), Some(other)) => Err(format!("two places, {one:#x} and {other:#x}, look like it")),
+            }
+            .map_err(|what| RamError::NotFound { block: block.name.clone(), pid, what })
+        })
+        .collect()
+}
+
+fn is_heap_like(mapping: &Mapping) -> bool {
+    mapping.readable
+        && mapping.writable
+        && !mapping.executable
+        && !mapping.shared
+        && mapping.inode == 0
+        && !mapping.name.starts_with("[stack")
+        && mapping.end - mapping.start <= MAX_HEAP_BYTES
+}
+
+fn search_mapping(
+    memory: &File,
+    mapping: &Mapping,
+    maps: &Maps,
+    listed: &[Listed],
+    candidates: &mut [BTreeSet<u64>],
+) {
+    let mut buffer = vec![0; CHUNK_BYTES];
+    let mut at = mapping.start;
+    while at < mapping.end {
+        let wanted = usize::try_from(mapping.end - at).map_or(CHUNK_BYTES, |l| l.min(CHUNK_BYTES));
+        let Some(chunk) = buffer.get_mut(..wanted) else { return };
+        // A mapping may be gone meanwhile; then there is nothing to find in it either.
+        let Ok(count) = memory.read_at(chunk, at) else { return };
+        let Some(chunk) = chunk.get(..count) else { return };
+        search(chunk, maps, listed, candidates);
+        if count < wanted || at + count as u64 >= mapping.end {
+            return;
+        }
+        at += (count - OVERLAP_BYTES) as u64;
+    }
+}
+
+/// Adds to `candidates[i]` every host address that a structure for `listed[i]` in `chunk` names.
+fn search(chunk: &[u8], maps: &Maps, listed: &[Listed], candidates: &mut [BTreeSet<u64>]) {
+    let words: Vec<u64> =
+        chunk.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect();
+    for (at, triple) in words.windows(3).enumerate() {
+        let [offset, used, max] = *triple else { continue };
+        for (block, found) in listed.iter().zip(candidates.iter_mut()) {
+            if block.max_bytes != max || block.used_bytes != used || block.offset != offset {
+                continue;
+            }
+            if !name_follows(chunk, (at + 3) * 8, &block.name) {
+                continue;
+            }
+            let before = words.get(at.saturating_sub(WORDS_BEFORE)..at).unwrap_or_default();
+            found.extend(before.iter().copied().filter(|address| is_start(*address, max, maps)));
+        }
+    }
+}
+
+fn name_follows(chunk: &[u8], from: usize, name: &str) -> bool {
+    let mut ended = name.as_bytes().to_vec();
+    ended.push(0);
+    let end = chunk.len().min(from + NAME_WITHIN_BYTES + ended.len());
+    chunk.get(from..end).is_some_and(|tail| tail.windows(ended.len()).any(|window| window == ended))
+}
+
+fn is_start(address: u64, length: u64, maps: &Maps) -> bool {
+    address != 0
+        && address.is_multiple_of(4096)
+        && maps.at(address).is_some_and(|mapping| mapping.start == address)
+        && maps.covers(address, length)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAPS: &str = "\
+7f0000000000-7f0008000000 rw-p 00000000 00:00 0 
+7f0010000000-7f0010040000 rw-p 00000000 00:00 0 
+7f0020000000-7f0020040000 rw-p 00000000 00:00 0 
+";
+
+    fn listed(name: &str, offset: u64, max: u64) -> Listed {
+        Listed {
+            name: name.to_owned(),
+            page_size_bytes: 4096,
+            offset,
+            used_bytes: max,
+            max_bytes: max,
+            host_address: None,
+        }
+    }
+
+    /// A structure as QEMU 7.2 lays it out.
+    fn record(host: u64, offset: u64, length: u64, name: &str) -> Vec<u8> {
+        let mut out = Vec::new();
+        for word in [0, 0, 0x55d0_0000_1000, host, 0, offset, length, length, 0, 5] {
+            out.extend_from_slice(&u64::to_le_bytes(word));
+        }
+        out.truncate(out.len() - 4); // flags are 32 bits
+        out.extend_from_slice(name.as_bytes());
+        out.resize(out.len().next_multiple_of(8) + 256, 0);
+        out
+    }
+
+    fn found(chunk: &[u8], blocks: &[Listed]) -> Vec<Vec<u64>> {
+        let mut candidates = vec![BTreeSet::new(); blocks.len()];
+        search(chunk, &Maps::parse(MAPS), blocks, &mut candidates);
+        candidates.into_iter().map(|set| set.into_iter().collect()).collect()
+    }
+
+    #[test]
+    fn equal_sizes_are_told_apart_by_offset_and_name() {
+        let blocks = [listed("a.rom", 0x1000_0000, 0x40000), listed("b.rom", 0x2000_0000, 0x40000)];
+        let mut chunk = vec![0; 4096];
+        chunk.extend(record(0x7f00_1000_0000, 0x1000_0000, 0x40000, "a.rom"));
+        chunk.extend(record(0x7f00_2000_0000, 0x2000_0000, 0x40000, "b.rom"));
+        assert_eq!(found(&chunk, &blocks), [vec![0x7f00_1000_0000], vec![0x7f00_2000_0000]]);
+    }
+
+    #[test]
+    fn look_alikes_are_not_taken() {
+        let block = [listed("pc.ram", 0, 0x800_0000)];
+        // Another name; one that only begins like it; a host pointer to nowhere, into the middle,
+        // to too little memory.
+        for record in [
+            record(0x7f00_0000_0000, 0, 0x800_0000, "pc.rom"),
+            record(0x7f00_0000_0000, 0, 0x800_0000, "pc.ram2"),
+            record(0x7e00_0000_0000, 0, 0x800_0000, "pc.ram"),
+            record(0x7f00_0000_1000, 0, 0x800_0000, "pc.ram"),
+            record(0x7f00_1000_0000, 0, 0x800_0000, "pc.ram"),
+            record(0x7f00_0000_0000, 4096, 0x800_0000, "pc.ram"),
+        ] {
+            assert_eq!(found(&record, &block), [Vec::<u64>::new()]);
+        }
+        assert_eq!(found(&record(0x7f00_0000_0000, 0, 0x800_0000, "pc.ram"), &block), [[0x7f00_0000_0000]]);
+    }
+
+    #[test]
+    fn a_name_at_the_very_end_is_no_reason_to_panic() {
+        let block = [listed("pc.ram", 0, 0x800_0000)];
+        let record = record(0x7f00_0000_0000, 0, 0x800_0000, "pc.ram");
+        for cut in 0..record.len() {
+            let _ = found(&record[..cut], &block);
+        }
+    }
+}

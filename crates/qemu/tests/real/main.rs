@@ -1,0 +1,4 @@
+//! Tests on real QEMUs; see `support` for which.
+
+mod ram;
+mod support;

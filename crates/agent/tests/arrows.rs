@@ -1,0 +1,84 @@
+//! Holds the arrows between crates: what may depend on what stands here, and nowhere else.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use cargo_metadata::{DependencyKind, MetadataCommand};
+
+/// Each crate of the workspace with the crates of the workspace that it may use. From the bottom up.
+const ALLOWED: &[(&str, &[&str])] = &[
+    ("whimbrel-proto", &[]),
+    ("whimbrel-tracee", &[]),
+    ("whimbrel-qemu", &[]),
+    ("whimbrel-engine", &["whimbrel-proto"]),
+    ("whimbrel-link", &["whimbrel-proto"]),
+    ("whimbrel-memory", &["whimbrel-proto", "whimbrel-link", "whimbrel-tracee"]),
+    (
+        "whimbrel-agent",
+        &[
+            "whimbrel-proto",
+            "whimbrel-engine",
+            "whimbrel-link",
+            "whimbrel-memory",
+            "whimbrel-qemu",
+            "whimbrel-tracee",
+        ],
+    ),
+    ("whimbrel-lab", &[]),
+    ("whimbrel-guest-load", &[]),
+    ("whimbrel", &["whimbrel-agent", "whimbrel-lab", "whimbrel-tracee"]),
+];
+
+/// The only crates that may open connections to peers, serve HTTP, or hold a database.
+const KEPT_IN: &[(&str, &[&str])] = &[
+    ("rustls", &["whimbrel-link"]),
+    ("axum", &["whimbrel-agent"]),
+    ("rusqlite", &["whimbrel-agent"]),
+    ("tokio", &["whimbrel-agent", "whimbrel"]),
+    ("linux-raw-sys", &["whimbrel-tracee"]),
+];
+
+fn normal_dependencies() -> BTreeMap<String, BTreeSet<String>> {
+    let metadata = MetadataCommand::new()
+        .manifest_path(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.toml"))
+        .no_deps()
+        .exec()
+        .expect("cargo metadata");
+    metadata
+        .packages
+        .iter()
+        .map(|package| {
+            let dependencies = package
+                .dependencies
+                .iter()
+                .filter(|dependency| dependency.kind == DependencyKind::Normal)
+                .map(|dependency| dependency.name.clone())
+                .collect();
+            (package.name.to_string(), dependencies)
+        })
+        .collect()
+}
+
+#[test]
+fn crates_use_only_what_is_below_them() {
+    let allowed: BTreeMap<_, BTreeSet<_>> =
+        ALLOWED.iter().map(|(name, below)| (*name, below.iter().copied().collect())).collect();
+    for (name, dependencies) in normal_dependencies() {
+        let below =
+            allowed.get(name.as_str()).unwrap_or_else(|| panic!("{name} is not in the list of crates"));
+        for dependency in dependencies.iter().filter(|dependency| allowed.contains_key(dependency.as_str())) {
+            assert!(below.contains(dependency.as_str()), "{name} must not depend on {dependency}");
+        }
+    }
+}
+
+#[test]
+fn the_world_is_reached_through_few_crates() {
+    for (name, dependencies) in normal_dependencies() {
+        for (library, users) in KEPT_IN {
+            assert!(
+                !dependencies.contains(*library) || users.contains(&name.as_str()),
+                "{name} must not use {library}: that is for {users:?}"
+            );
+        }
+    }
+}

@@ -1,1 +1,18 @@
-//! whimbrel-agent
+//! The daemon: turns the engine's effects into calls on the crates below it, keeps the journal, and serves people.
+//!
+//! ```text
+//!   whimbrel (command line) ──HTTP on a Unix socket──► api ──Control──► daemon
+//!                                                                        │
+//!      peers ──link──► register (witness), drivers ◄─────────────────────┤
+//!                                                                        ▼
+//!                                        journal (SQLite)   report   progress
+//! ```
+//!
+//! Threads and blocking calls throughout; tokio lives in [`api`] alone, on threads of its own, so that nothing that
+//! the outside asks can hold up a migration.
+
+pub mod api;
+pub mod config;
+pub mod journal;
+pub mod progress;
+pub mod report;

@@ -1,0 +1,33 @@
+//! What people and programs ask of an agent: HTTP/1.1 with JSON on a Unix socket that only its owner may open.
+//!
+//! | method and path | asks | answers |
+//! |---|---|---|
+//! | `GET /v1/agent` | | [`AgentInfo`] |
+//! | `GET /v1/vms` | | list of [`VmSummary`] |
+//! | `POST /v1/vms` | [`AdoptRequest`] | 201, [`Adopted`] |
+//! | `POST /v1/vms/run` | [`RunRequest`] | 201, [`Adopted`] |
+//! | `GET /v1/vms/{vm}` | | [`VmDetail`] |
+//! | `DELETE /v1/vms/{vm}` | | 204 |
+//! | `POST /v1/migrations` | [`MigrateRequest`] | 202, [`MigrationStatus`]; with `check_only` 200, [`CheckReport`] |
+//! | `GET /v1/migrations` | | list of [`MigrationStatus`], newest first |
+//! | `GET /v1/migrations/{vm}/{epoch}` | | [`MigrationStatus`] |
+//! | `GET /v1/migrations/{vm}/{epoch}/progress` | | [`ProgressLine`](crate::progress::ProgressLine) per line, until it is over |
+//! | `GET /v1/migrations/{vm}/{epoch}/report` | | [`Report`](crate::report::Report) |
+//! | `POST /v1/migrations/{vm}/{epoch}/cancel` | | [`CancelOutcome`] |
+//! | `POST /v1/migrations/{vm}/{epoch}/recover` | [`RecoverRequest`] | [`RecoverReport`] |
+//! | `POST /v1/migrations/{vm}/{epoch}/limits` | [`Limits`] | [`Limits`] |
+//!
+//! `{epoch}` is a number or `latest`. Whatever fails answers a [`Problem`] with a matching status.
+//!
+//! Within `/v1` fields are added, never taken away; clients ignore those that they do not know. Requests with fields
+//! that the agent does not know are refused: a misspelt limit must not be a missing one.
+
+mod control;
+mod problem;
+
+mod types;
+
+pub use control::Control;
+pub use problem::{Kind, Problem, with_causes};
+
+pub use types::*;

@@ -1,0 +1,1 @@
+//! The HTTP side: routes, the socket, and the threads that tokio lives on.

@@ -1,0 +1,333 @@
+//! Requests and answers of the API.
+
+use std::path::PathBuf;
+
+use engine::handover::Role;
+use proto::message::{Finding, Severity};
+use proto::{HostId, MigrationId, VmName};
+use serde::{Deserialize, Serialize};
+
+use crate::progress::{Progress, Standing};
+
+/// Who the agent is and what its host can do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentInfo {
+    /// Version of the program.
+    pub version: String,
+    /// The host's name in the configuration.
+    pub host: HostId,
+    /// `host` or `witness`.
+    pub role: String,
+    /// Where peers reach it.
+    pub listen: String,
+    /// Its peers' names.
+    pub peers: Vec<HostId>,
+    /// The witness, where there is one.
+    pub register: Option<HostId>,
+    /// Release of the running kernel.
+    pub kernel: String,
+    /// What migrations need of the kernel, and whether it is there.
+    pub kernel_features: Vec<KernelFeature>,
+    /// Process id of the agent.
+    pub pid: u32,
+}
+
+/// Something that migrations need of the kernel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KernelFeature {
+    /// Its name, e.g. `PAGEMAP_SCAN`.
+    pub name: String,
+    /// Whether it is there.
+    pub present: bool,
+    /// What to do if it is not.
+    pub advice: String,
+}
+
+/// A VM in a list.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmSummary {
+    /// Its name.
+    pub vm: VmName,
+    /// Process id of its QEMU, if it runs here.
+    pub pid: Option<u32>,
+    /// QEMU's run state (`running`, `paused`, …), or `gone`, `unreachable`, `leaving`, `arriving`, `in-doubt`.
+    pub state: String,
+    /// Size of its RAM, in bytes.
+    pub ram_bytes: u64,
+    /// Version of its QEMU; empty if it is not known.
+    pub qemu_version: String,
+    /// Its migration that is not over, if there is one.
+    pub migration: Option<MigrationId>,
+}
+
+/// All that is known of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VmDetail {
+    /// What a list says of it.
+    #[serde(flatten)]
+    pub summary: VmSummary,
+    /// Its QMP socket.
+    pub qmp: Option<PathBuf>,
+    /// When the agent took charge of it (RFC 3339, UTC).
+    pub adopted: String,
+    /// Kind of its RAM (`anonymous`, `memfd`, …).
+    pub ram_kind: String,
+    /// Its description, as `qemu::VmDescription`.
+    pub description: serde_json::Value,
+    /// The hosts that it needs at present; two while it is between them.
+    pub needs_hosts: Vec<HostId>,
+    /// What is worth knowing about it.
+    pub findings: Vec<Finding>,
+}
+
+/// Which running QEMU to take charge of. Exactly one of `pid`, `qmp` and `qemu_name` names it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AdoptRequest {
+    /// What to call the VM; by default the name that QEMU was given.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<VmName>,
+    /// By process id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pid: Option<u32>,
+    /// By its QMP socket.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qmp: Option<PathBuf>,
+    /// By the name that QEMU was given (`-name`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qemu_name: Option<String>,
+    /// Options of QEMU's command line that are not known and are carried over as they stand.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allow_options: Vec<String>,
+}
+
+/// A VM file to start a QEMU from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunRequest {
+    /// Where the file lies, absolute: for error messages, and relative paths in it are relative to its directory.
+    pub path: PathBuf,
+    /// The file's contents (TOML).
+    pub text: String,
+    /// Leave the guest paused.
+    #[serde(default)]
+    pub paused: bool,
+}
+
+/// A VM that the agent has taken charge of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Adopted {
+    /// The VM.
+    #[serde(flatten)]
+    pub vm: VmSummary,
+    /// What is worth knowing about it; none of it stands in the way of adopting.
+    pub findings: Vec<Finding>,
+}
+
+/// What to do when the rounds are used up and the expected downtime is still too long.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnLimit {
+    /// Stop the guest and send the rest, however long that takes.
+    Stop,
+    /// Give up; the VM stays where it is.
+    #[default]
+    Abort,
+}
+
+/// Which kind of RAM the destination gives the VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RamChoice {
+    /// What the source has and the destination's host favours.
+    #[default]
+    Auto,
+    /// A shared memfd.
+    Memfd,
+    /// Anonymous memory.
+    Anonymous,
+}
+
+/// A migration to be started or checked. What is absent is taken from the agent's configuration.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MigrateRequest {
+    /// The VM.
+    pub vm: VmName,
+    /// Where to: a name under `[hosts]` of the configuration.
+    pub to: HostId,
+    /// Only pre-flight.
+    #[serde(default)]
+    pub check_only: bool,
+    /// Longest downtime to aim at, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_downtime_ms: Option<u64>,
+    /// Most rounds of pre-copy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_rounds: Option<u32>,
+    /// What to do when the rounds are used up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub on_limit: Option<OnLimit>,
+    /// Cap on the sending rate, in bytes per second; 0 for none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth_bytes_per_s: Option<u64>,
+    /// Number of data streams.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub streams: Option<u16>,
+    /// Compare all of memory after the stop; makes the downtime much longer.
+    #[serde(default)]
+    pub verify: bool,
+    /// Kind of RAM at the destination.
+    #[serde(default)]
+    pub ram: RamChoice,
+    /// Options of QEMU's command line that are not known and are carried over as they stand.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allow_options: Vec<String>,
+}
+
+impl MigrateRequest {
+    /// A request that leaves everything to the configuration.
+    pub fn new(vm: VmName, to: HostId) -> Self {
+        Self {
+            vm,
+            to,
+            check_only: false,
+            max_downtime_ms: None,
+            max_rounds: None,
+            on_limit: None,
+            bandwidth_bytes_per_s: None,
+            streams: None,
+            verify: false,
+            ram: RamChoice::Auto,
+            allow_options: Vec::new(),
+        }
+    }
+}
+
+/// What pre-flight found.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CheckReport {
+    /// The VM.
+    pub vm: VmName,
+    /// Where from.
+    pub from: HostId,
+    /// Where to.
+    pub to: HostId,
+    /// Nothing stands in the way.
+    pub possible: bool,
+    /// Kind of RAM that the VM would get; absent if that was not reached.
+    pub ram_kind: Option<String>,
+    /// What this side found.
+    pub source_findings: Vec<Finding>,
+    /// What the other side found.
+    pub destination_findings: Vec<Finding>,
+}
+
+impl CheckReport {
+    /// Whether findings hold a blocker.
+    pub fn blocked(findings: &[Finding]) -> bool {
+        findings.iter().any(|finding| finding.severity == Severity::Blocker)
+    }
+}
+
+/// How a migration stands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MigrationStatus {
+    /// Which migration.
+    #[serde(flatten)]
+    pub id: MigrationId,
+    /// Which side this agent is on.
+    pub role: Role,
+    /// Where from.
+    pub from: HostId,
+    /// Where to.
+    pub to: HostId,
+    /// The handover's state in the journal, by its name in docs/architecture.md.
+    pub state: String,
+    /// The same in one of four words.
+    pub standing: Standing,
+    /// What there is to say: why it failed, what it waits for.
+    pub message: Option<String>,
+    /// What can be done about it.
+    pub advice: Option<String>,
+    /// When it began (RFC 3339, UTC).
+    pub created: String,
+    /// When the journal last changed it (RFC 3339, UTC).
+    pub updated: String,
+    /// How far it is, if this agent drives it right now.
+    pub progress: Option<Progress>,
+}
+
+/// What became of a request to cancel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "outcome", rename_all = "kebab-case")]
+pub enum CancelOutcome {
+    /// ABORTED is journalled; the VM is at its source and runs as before.
+    Cancelled,
+    /// The point of no return had been passed; it goes on, or is in doubt.
+    TooLate {
+        /// How it stands.
+        standing: Standing,
+        /// The handover's state in the journal.
+        state: String,
+    },
+    /// It was over already.
+    AlreadyOver {
+        /// How it ended.
+        standing: Standing,
+    },
+}
+
+/// What an operator wants done about a migration in doubt.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RecoverRequest {
+    /// What to do.
+    pub action: RecoverAction,
+    /// The operator has read what is risked and takes it upon himself. Without it, an action that guesses is only
+    /// described.
+    #[serde(default)]
+    pub i_know_the_risk: bool,
+}
+
+/// What an operator wants done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RecoverAction {
+    /// Ask the peer and the register once more, and do what they say. Risks nothing.
+    Ask,
+    /// Run the VM here: the operator knows that the other side does not run it and never will.
+    RunHere,
+    /// Give this side's copy up: the operator knows that the other side has the VM.
+    GiveUpHere,
+}
+
+/// What is known, what is risked, and what was done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecoverReport {
+    /// How the migration stands now.
+    pub status: MigrationStatus,
+    /// What is known, line by line.
+    pub known: Vec<String>,
+    /// What the action would risk, line by line; empty if nothing.
+    pub risked: Vec<String>,
+    /// Whether the action was carried out, or nothing was left to do.
+    pub done: bool,
+    /// What was done, or what to do next.
+    pub message: String,
+}
+
+/// Limits that can be changed while a migration runs. In a request, what is absent stays as it is.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Limits {
+    /// Cap on the sending rate, in bytes per second; 0 for none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth_bytes_per_s: Option<u64>,
+    /// Longest downtime to aim at, in milliseconds.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_downtime_ms: Option<u64>,
+    /// Most rounds of pre-copy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_rounds: Option<u32>,
+}

@@ -1,0 +1,292 @@
+//! The agent's configuration: one TOML file, read once at start.
+//!
+//! ```toml
+//! host = "alpha"                    # this host's name; also in its certificate
+//! listen = "192.0.2.1:7740"         # where peers reach this agent
+//!
+//! [tls]
+//! ca = "ca.pem"                     # relative paths are relative to this file's directory
+//! certificate = "alpha.pem"
+//! key = "alpha.key"
+//!
+//! [hosts.beta]
+//! address = "192.0.2.2:7740"
+//! ```
+//!
+//! Everything else has a default. All keys with their meaning stand in `docs/agent.example.toml`, which a test reads.
+//! Keys that are not known are refused, and every error names the file, the line and the key, and says what to do.
+
+mod file;
+mod locate;
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use proto::HostId;
+use serde::{Deserialize, Serialize};
+
+use crate::api::OnLimit;
+
+/// Where the configuration lies if nothing else is said.
+pub const DEFAULT_PATH: &str = "/etc/whimbrel/agent.toml";
+
+/// A checked configuration.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// This host's name.
+    pub host: HostId,
+    /// What this agent is for.
+    pub role: AgentRole,
+    /// Where peers reach it.
+    pub listen: SocketAddr,
+    /// Where the journal and the register lie; survives a reboot.
+    pub state_dir: PathBuf,
+    /// Where sockets of running things lie.
+    pub run_dir: PathBuf,
+    /// The API's socket.
+    pub api_socket: PathBuf,
+    /// How connections between agents are secured.
+    pub security: Security,
+    /// The other agents, by name, with their address as `host:port`. May hold this host too, so that all hosts can
+    /// share one table; see [`Config::peer`].
+    pub hosts: BTreeMap<HostId, String>,
+    /// The witness that keeps the register of owners; none if there is no register. Always a key of `hosts`, never
+    /// this host.
+    pub register: Option<HostId>,
+    /// What is said of QEMU.
+    pub qemu: Qemu,
+    /// Taps and bridges of arriving VMs: what the source calls it → what it is here.
+    pub taps: BTreeMap<String, String>,
+    /// Directories of disks of arriving VMs: where the source has it → where it is here. Longest prefix wins.
+    pub disk_dirs: BTreeMap<PathBuf, PathBuf>,
+    /// What migrations from here aim at and keep within, unless a request says otherwise.
+    pub limits: Limits,
+    /// How long to wait for what.
+    pub timeouts: Timeouts,
+    /// Socket of a test harness that is asked at every fault point. For tests of this program only: who listens there
+    /// decides when the agent stops dead.
+    pub fault_socket: Option<PathBuf>,
+}
+
+/// What an agent is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum AgentRole {
+    /// Runs VMs and moves them.
+    #[default]
+    Host,
+    /// Keeps the register of owners and nothing else.
+    Witness,
+}
+
+impl AgentRole {
+    /// The word for it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::Witness => "witness",
+        }
+    }
+}
+
+/// How connections between agents are secured. Both sides have to say the same.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Security {
+    /// TLS 1.3, certificates on both sides. PEM files.
+    Tls {
+        /// The authority that signed all agents' certificates.
+        ca: PathBuf,
+        /// This agent's certificate.
+        certificate: PathBuf,
+        /// Its private key.
+        key: PathBuf,
+    },
+    /// Nothing: guest memory crosses the network readable, and whoever reaches the port may send a VM.
+    Plain,
+}
+
+/// What is said of QEMU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Qemu {
+    /// QEMUs that arriving VMs may be started with, first choice first. Of those that have the source's version or a
+    /// newer one, the first is taken.
+    pub binaries: Vec<PathBuf>,
+    /// Where these find their firmware (`-L`), for QEMUs that do not lie where they were built for.
+    pub data_dirs: Vec<PathBuf>,
+    /// Options of QEMU's command line that are not known and are carried over as they stand.
+    pub allow_options: Vec<String>,
+}
+
+impl Default for Qemu {
+    fn default() -> Self {
+        Self {
+            binaries: vec![PathBuf::from("/usr/bin/qemu-system-x86_64")],
+            data_dirs: Vec::new(),
+            allow_options: Vec::new(),
+        }
+    }
+}
+
+/// What migrations aim at and keep within.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Limits {
+    /// Number of data streams, 1 to 64.
+    pub streams: u16,
+    /// Cap on the sending rate, in bytes per second; 0 for none.
+    pub bandwidth_bytes_per_s: u64,
+    /// Longest downtime to aim at, in milliseconds.
+    pub max_downtime_ms: u64,
+    /// Most rounds of pre-copy.
+    pub max_rounds: u32,
+    /// What to do when the rounds are used up.
+    pub on_limit: OnLimit,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            streams: 4,
+            bandwidth_bytes_per_s: 0,
+            max_downtime_ms: 30,
+            max_rounds: 30,
+            on_limit: OnLimit::Abort,
+        }
+    }
+}
+
+/// How long to wait for what, in milliseconds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Timeouts {
+    /// For a connection to a peer, handshake included.
+    pub connect_ms: u64,
+    /// A peer that says nothing for so long is taken for unreachable: connections are made anew.
+    pub peer_silence_ms: u64,
+    /// Pause between two attempts to reach a peer or the register.
+    pub retry_ms: u64,
+    /// Before COMMITTED, a peer that cannot be reached for so long ends the migration; the VM stays at its source.
+    pub give_up_after_ms: u64,
+    /// After COMMITTED, a destination that cannot be reached for so long makes the source try to take the VM back
+    /// through the register. Without a register it waits for an operator.
+    pub reclaim_after_ms: u64,
+    /// For QEMU's answer to a command.
+    pub qmp_ms: u64,
+    /// For an arriving VM's QEMU to come up.
+    pub qemu_start_ms: u64,
+}
+
+impl Default for Timeouts {
+    fn default() -> Self {
+        Self {
+            connect_ms: 5_000,
+            peer_silence_ms: 10_000,
+            retry_ms: 500,
+            give_up_after_ms: 60_000,
+            reclaim_after_ms: 60_000,
+            qmp_ms: 10_000,
+            qemu_start_ms: 30_000,
+        }
+    }
+}
+
+/// Why a configuration cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error(
+        "cannot read the configuration {path}; name another with --config, or begin with docs/agent.example.toml",
+        path = path.display()
+    )]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Something in it is wrong.
+    #[error("{path}, line {line}{key}: {what}", path = path.display(), key = in_key(key))]
+    Invalid {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1 on.
+        line: usize,
+        /// The key, as `table.key`; empty where the text is no TOML at all.
+        key: String,
+        /// What is wrong and what to do.
+        what: String,
+    },
+    /// A file that it names is missing or cannot be read.
+    #[error("{path}, line {line}, key `{key}`: cannot read {file}", path = path.display(), file = file.display())]
+    File {
+        /// The configuration.
+        path: PathBuf,
+        /// The line, from 1 on.
+        line: usize,
+        /// The key, as `table.key`.
+        key: String,
+        /// The file that it names.
+        file: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+fn in_key(key: &str) -> String {
+    if key.is_empty() { String::new() } else { format!(", key `{key}`") }
+}
+
+impl Config {
+    /// Reads and checks a file. Looks at nothing else: the files it names need not be there yet.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
+        Self::parse(path, &text)
+    }
+
+    /// Checks a configuration's text. The path is for errors, and its directory for relative paths.
+    pub fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        file::parse(path, text)
+    }
+
+    /// Whether the files that the configuration names can be read, as `--check-config` wants to know.
+    pub fn check_files(&self, path: &Path) -> Result<(), ConfigError> {
+        let locator = std::fs::read_to_string(path).map(locate::Locator::new).unwrap_or_default();
+        let mut files: Vec<(&[&str], &Path)> = Vec::new();
+        if let Security::Tls { ca, certificate, key } = &self.security {
+            files.push((&["tls", "ca"], ca));
+            files.push((&["tls", "certificate"], certificate));
+            files.push((&["tls", "key"], key));
+        }
+        if self.role == AgentRole::Host {
+            files.extend(
+                self.qemu.binaries.iter().map(|binary| (&["qemu", "binaries"][..], binary.as_path())),
+            );
+        }
+        for (key, file) in files {
+            std::fs::File::open(file).map_err(|source| ConfigError::File {
+                path: path.to_owned(),
+                line: locator.line_of(key),
+                key: key.join("."),
+                file: file.to_owned(),
+                source,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// A peer's address; none for unknown names and for this host itself.
+    pub fn peer(&self, name: &HostId) -> Option<&str> {
+        self.hosts.get(name).filter(|_| *name != self.host).map(String::as_str)
+    }
+
+    /// The names of all peers.
+    pub fn peers(&self) -> impl Iterator<Item = &HostId> {
+        self.hosts.keys().filter(|name| **name != self.host)
+    }
+}
+
+#[cfg(test)]
+mod tests;

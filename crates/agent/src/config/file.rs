@@ -1,0 +1,292 @@
+//! The file as it is written, and the checks that make a [`Config`] of it.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+use proto::{HostId, limits};
+use serde::Deserialize;
+
+use super::locate::Locator;
+use super::{AgentRole, Config, ConfigError, Limits, Qemu, Security, Timeouts};
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    host: HostId,
+    #[serde(default)]
+    role: AgentRole,
+    listen: String,
+    #[serde(default = "default_state_dir")]
+    state_dir: PathBuf,
+    #[serde(default = "default_run_dir")]
+    run_dir: PathBuf,
+    api_socket: Option<PathBuf>,
+    #[serde(default)]
+    tls: Tls,
+    #[serde(default)]
+    hosts: BTreeMap<HostId, Peer>,
+    register: Option<Register>,
+    #[serde(default)]
+    qemu: Qemu,
+    #[serde(default)]
+    network: Network,
+    #[serde(default)]
+    disks: Disks,
+    #[serde(default)]
+    limits: Limits,
+    #[serde(default)]
+    timeouts: Timeouts,
+    faults: Option<Faults>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Tls {
+    ca: Option<PathBuf>,
+    certificate: Option<PathBuf>,
+    key: Option<PathBuf>,
+    #[serde(default)]
+    plain: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Peer {
+    address: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Register {
+    host: HostId,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Network {
+    taps: BTreeMap<String, String>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Disks {
+    dirs: BTreeMap<PathBuf, PathBuf>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Faults {
+    socket: PathBuf,
+}
+
+fn default_state_dir() -> PathBuf {
+    PathBuf::from("/var/lib/whimbrel")
+}
+
+fn default_run_dir() -> PathBuf {
+    PathBuf::from("/run/whimbrel")
+}
+
+pub(super) fn parse(path: &Path, text: &str) -> Result<Config, ConfigError> {
+    let checks = Checks { path, locator: Locator::new(text) };
+    let file: File = toml::from_str(text).map_err(|error| checks.not_understood(&error))?;
+    checks.all(file)
+}
+
+/// What the checks need in order to say where something stands.
+struct Checks<'a> {
+    path: &'a Path,
+    locator: Locator,
+}
+
+impl Checks<'_> {
+    fn not_understood(&self, error: &toml::de::Error) -> ConfigError {
+        let offset = error.span().map_or(0, |span| span.start);
+        ConfigError::Invalid {
+            path: self.path.to_owned(),
+            line: self.locator.line_at(offset),
+            key: self.locator.key_at(offset),
+            what: error.message().trim_end().replace('\n', ", "),
+        }
+    }
+
+    fn wrong(&self, key: &[&str], what: impl Into<String>) -> ConfigError {
+        ConfigError::Invalid {
+            path: self.path.to_owned(),
+            line: self.locator.line_of(key),
+            key: key.join("."),
+            what: what.into(),
+        }
+    }
+
+    fn all(&self, file: File) -> Result<Config, ConfigError> {
+        let run_dir = self.absolute(file.run_dir);
+        let api_socket =
+            file.api_socket.map_or_else(|| run_dir.join("agent.sock"), |socket| self.absolute(socket));
+        let listen: SocketAddr = file.listen.parse().map_err(|_| {
+            let what = format!(
+                "{:?} is no address to listen at; write ADDRESS:PORT with an IP address, e.g. \"0.0.0.0:7740\"",
+                file.listen
+            );
+            self.wrong(&["listen"], what)
+        })?;
+        let security = self.security(file.tls)?;
+        let register = file.register.map(|register| register.host);
+        let hosts = self.hosts(file.hosts)?;
+        self.register(&file.host, file.role, register.as_ref(), &hosts)?;
+        self.limits(&file.limits)?;
+        self.timeouts(&file.timeouts)?;
+        if file.qemu.binaries.is_empty() {
+            return Err(
+                self.wrong(&["qemu", "binaries"], "names no QEMU; leave it out for the distribution's own")
+            );
+        }
+        Ok(Config {
+            host: file.host,
+            role: file.role,
+            listen,
+            state_dir: self.absolute(file.state_dir),
+            run_dir,
+            api_socket,
+            security,
+            hosts,
+            register,
+            qemu: Qemu {
+                binaries: file.qemu.binaries.into_iter().map(|binary| self.absolute(binary)).collect(),
+                data_dirs: file.qemu.data_dirs.into_iter().map(|dir| self.absolute(dir)).collect(),
+                allow_options: file.qemu.allow_options,
+            },
+            taps: file.network.taps,
+            disk_dirs: self.disk_dirs(file.disks.dirs)?,
+            limits: file.limits,
+            timeouts: file.timeouts,
+            fault_socket: file.faults.map(|faults| self.absolute(faults.socket)),
+        })
+    }
+
+    /// Relative paths are relative to the directory of the file.
+    fn absolute(&self, path: PathBuf) -> PathBuf {
+        let directory = self.path.parent().unwrap_or(Path::new("/"));
+        let joined = directory.join(path);
+        std::path::absolute(&joined).unwrap_or(joined)
+    }
+
+    fn security(&self, tls: Tls) -> Result<Security, ConfigError> {
+        match tls {
+            Tls { ca: None, certificate: None, key: None, plain: true } => Ok(Security::Plain),
+            Tls { plain: true, .. } => Err(self.wrong(
+                &["tls", "plain"],
+                "stands beside certificates; remove it to be safe, or remove `ca`, `certificate` and `key`",
+            )),
+            Tls { ca: Some(ca), certificate: Some(certificate), key: Some(key), plain: false } => Ok(Security::Tls {
+                ca: self.absolute(ca),
+                certificate: self.absolute(certificate),
+                key: self.absolute(key),
+            }),
+            _ => Err(self.wrong(
+                &["tls"],
+                "needs `ca`, `certificate` and `key` (PEM files), or `plain = true` on all hosts in a network that \
+                 nobody else can reach",
+            )),
+        }
+    }
+
+    fn hosts(&self, peers: BTreeMap<HostId, Peer>) -> Result<BTreeMap<HostId, String>, ConfigError> {
+        peers
+            .into_iter()
+            .map(|(name, Peer { address })| {
+                let good = address.rsplit_once(':').is_some_and(|(host, port)| {
+                    !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port != 0)
+                });
+                if good {
+                    Ok((name, address))
+                } else {
+                    let what =
+                        format!("{address:?} is no address; write \"HOST:PORT\", e.g. \"192.0.2.2:7740\"");
+                    Err(self.wrong(&["hosts", name.as_str(), "address"], what))
+                }
+            })
+            .collect()
+    }
+
+    fn register(
+        &self,
+        host: &HostId,
+        role: AgentRole,
+        register: Option<&HostId>,
+        hosts: &BTreeMap<HostId, String>,
+    ) -> Result<(), ConfigError> {
+        let Some(register) = register else { return Ok(()) };
+        let key = ["register", "host"];
+        if role == AgentRole::Witness {
+            return Err(self.wrong(&key, "a witness keeps the register itself; remove [register] or `role`"));
+        }
+        if register == host {
+            return Err(self.wrong(
+                &key,
+                "the register cannot lie on a host that runs VMs: it has to be there when this host is not; name a \
+                 third host whose agent has `role = \"witness\"`",
+            ));
+        }
+        if !hosts.contains_key(register) {
+            let what =
+                format!("{register} is not among the hosts; add [hosts.{register}] with its `address`");
+            return Err(self.wrong(&key, what));
+        }
+        Ok(())
+    }
+
+    fn disk_dirs(&self, dirs: BTreeMap<PathBuf, PathBuf>) -> Result<BTreeMap<PathBuf, PathBuf>, ConfigError> {
+        for (from, to) in &dirs {
+            if !from.is_absolute() || !to.is_absolute() {
+                let key = from.to_string_lossy();
+                return Err(
+                    self.wrong(&["disks", "dirs", &key], "both directories have to be absolute paths")
+                );
+            }
+        }
+        Ok(dirs)
+    }
+
+    fn limits(&self, l: &Limits) -> Result<(), ConfigError> {
+        if l.streams == 0 || l.streams > limits::STREAMS {
+            let what = format!("{} streams; choose 1 to {}", l.streams, limits::STREAMS);
+            return Err(self.wrong(&["limits", "streams"], what));
+        }
+        if l.max_downtime_ms == 0 {
+            return Err(self.wrong(&["limits", "max_downtime_ms"], "cannot be 0; the default is 30"));
+        }
+        if l.max_rounds == 0 {
+            return Err(
+                self.wrong(&["limits", "max_rounds"], "cannot be 0: the first round sends all memory")
+            );
+        }
+        Ok(())
+    }
+
+    fn timeouts(&self, t: &Timeouts) -> Result<(), ConfigError> {
+        let Timeouts {
+            connect_ms,
+            peer_silence_ms,
+            retry_ms,
+            give_up_after_ms,
+            reclaim_after_ms,
+            qmp_ms,
+            qemu_start_ms,
+        } = *t;
+        let all = [
+            ("connect_ms", connect_ms),
+            ("peer_silence_ms", peer_silence_ms),
+            ("retry_ms", retry_ms),
+            ("give_up_after_ms", give_up_after_ms),
+            ("reclaim_after_ms", reclaim_after_ms),
+            ("qmp_ms", qmp_ms),
+            ("qemu_start_ms", qemu_start_ms),
+        ];
+        match all.into_iter().find(|(_, ms)| *ms == 0) {
+            Some((name, _)) => Err(self.wrong(&["timeouts", name], "cannot be 0; it is in milliseconds")),
+            None => Ok(()),
+        }
+    }
+}

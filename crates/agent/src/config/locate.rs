@@ -1,0 +1,68 @@
+//! From a place in the text to the key that stands there, and back.
+
+use toml::de::{DeTable, DeValue};
+
+/// Knows the lines and keys of one configuration's text.
+#[derive(Debug, Default)]
+pub(super) struct Locator {
+    text: String,
+}
+
+impl Locator {
+    pub(super) fn new(text: impl Into<String>) -> Self {
+        Self { text: text.into() }
+    }
+
+    /// The line, from 1 on, in which a byte stands.
+    pub(super) fn line_at(&self, offset: usize) -> usize {
+        let before = &self.text.as_bytes()[..offset.min(self.text.len())];
+        1 + before.iter().filter(|byte| **byte == b'\n').count()
+    }
+
+    /// The line in which a key stands, or the nearest table around it; line 1 if there is none.
+    pub(super) fn line_of(&self, key: &[&str]) -> usize {
+        let Ok(root) = DeTable::parse(&self.text) else { return 1 };
+        let mut table = root.into_inner();
+        let mut offset = 0;
+        for part in key {
+            let Some((name, value)) = table.into_iter().find(|(name, _)| name.get_ref() == part) else {
+                break;
+            };
+            offset = name.span().start;
+            match value.into_inner() {
+                DeValue::Table(inner) => table = inner,
+                _ => break,
+            }
+        }
+        self.line_at(offset)
+    }
+
+    /// The key, as `table.key`, in whose name or value a byte stands; empty if there is none.
+    pub(super) fn key_at(&self, offset: usize) -> String {
+        let Ok(root) = DeTable::parse(&self.text) else { return String::new() };
+        let mut path = Vec::new();
+        let mut table = root.into_inner();
+        loop {
+            let here = |(name, value): &(toml::Spanned<_>, toml::Spanned<DeValue<'_>>)| {
+                name.span().contains(&offset)
+                    || value.span().contains(&offset)
+                    || holds(value.get_ref(), offset)
+            };
+            let Some((name, value)) = table.into_iter().find(here) else { break };
+            path.push(name.get_ref().to_string());
+            match value.into_inner() {
+                DeValue::Table(inner) if !name.span().contains(&offset) => table = inner,
+                _ => break,
+            }
+        }
+        path.join(".")
+    }
+}
+
+/// Whether a byte stands in something inside a value; a table's own span is its heading alone.
+fn holds(value: &DeValue<'_>, offset: usize) -> bool {
+    let DeValue::Table(table) = value else { return false };
+    table.iter().any(|(name, value)| {
+        name.span().contains(&offset) || value.span().contains(&offset) || holds(value.get_ref(), offset)
+    })
+}

@@ -1,0 +1,288 @@
+//! What the agent must not forget: VMs, migrations and how far their handover got, reports. SQLite, one file.
+//!
+//! # When a write has to reach the disk
+//!
+//! - [`Durability::Synced`]: the host may lose power and the record stands. PREPARED is written so, on both sides,
+//!   before anything is risked: a host that comes back asks before it starts the VM.
+//! - [`Durability::Process`]: the agent may die and the record stands, because the kernel has it. Enough between `stop`
+//!   and GO: if the host dies there, the VM's memory dies with it. No sync, so the guest does not stand still for a
+//!   disk.
+//!
+//! Both are one transaction in SQLite's write-ahead log. A commit is a `write` to that log; a synced one is followed by
+//! `fdatasync`, and takes earlier unsynced ones with it, because they stand before it in the same file. The log is
+//! never folded into the database between: a checkpoint syncs, so it happens at [`Journal::tidy`] and at a clean end.
+//!
+//! # Who may write
+//!
+//! One agent: it holds a lock on the directory as long as it lives. The lock goes with the process, however that ends.
+
+mod migrations;
+mod schema;
+mod vms;
+
+use std::fs::File;
+use std::io::{Read, Seek, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use proto::{Epoch, MigrationId, VmName};
+use rusqlite::{Connection, ErrorCode};
+use rustix::fs::{FlockOperation, flock};
+
+pub use migrations::{MigrationRecord, NewMigration, State};
+pub use vms::VmRecord;
+
+/// Name of the database within the state directory.
+pub const FILE_NAME: &str = "journal.sqlite";
+
+/// Name of the lock within the state directory.
+pub const LOCK_NAME: &str = "agent.lock";
+
+/// What a record has to survive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Durability {
+    /// The end of the host.
+    Synced,
+    /// The end of the agent.
+    Process,
+}
+
+/// The journal of one agent.
+#[derive(Debug)]
+pub struct Journal {
+    connection: Mutex<Open>,
+    path: PathBuf,
+    // Held for its lock.
+    _lock: File,
+}
+
+#[derive(Debug)]
+struct Open {
+    connection: Connection,
+    durability: Durability,
+}
+
+/// Why the journal cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    /// The state directory cannot be made or written.
+    #[error("cannot use the state directory {path}; check `state_dir` in the configuration and its permissions", path = path.display())]
+    Directory {
+        /// The directory or a file in it.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Another agent is at work in the same directory.
+    #[error("another agent{holder} uses the state directory {path}; stop it, or give this one a `state_dir` of its own", path = path.display())]
+    Locked {
+        /// The directory.
+        path: PathBuf,
+        /// Who, as ` (pid N)`, if it is known.
+        holder: String,
+    },
+    /// Written by a newer version of this program.
+    #[error("the journal {path} has format {found}, this version knows up to {known}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
+    Newer {
+        /// The database.
+        path: PathBuf,
+        /// Its format.
+        found: i64,
+        /// The newest format that is known.
+        known: i64,
+    },
+    /// Not a database, or a damaged one.
+    #[error(
+        "the journal {path} is damaged; restore it from a backup, or move it away: then no migration is remembered, and the VMs on this host have to be adopted anew", path = path.display())]
+    Damaged {
+        /// The database.
+        path: PathBuf,
+        /// What SQLite says, or what its check found.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// No room for it.
+    #[error("no room left for the journal {path}; make some, nothing was lost", path = path.display())]
+    Full {
+        /// The database.
+        path: PathBuf,
+        /// What SQLite says.
+        source: rusqlite::Error,
+    },
+    /// Anything else that SQLite says.
+    #[error("the journal {path} could not {doing}", path = path.display())]
+    Sqlite {
+        /// The database.
+        path: PathBuf,
+        /// What was being done.
+        doing: &'static str,
+        /// What SQLite says.
+        source: rusqlite::Error,
+    },
+    /// A record that cannot be put into JSON or read back from it.
+    #[error("the journal's {what} is not as it should be")]
+    Json {
+        /// Which record.
+        what: String,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// No such migration.
+    #[error("the journal holds no migration {0}")]
+    NoMigration(MigrationId),
+    /// The VM has a migration that is not over.
+    #[error("{vm} has an open migration already, {open}; wait for it, `whimbrel cancel {vm}`, or `whimbrel recover {vm}`", vm = open.vm)]
+    AlreadyOpen {
+        /// The open migration.
+        open: MigrationId,
+    },
+    /// A larger epoch has been seen already.
+    #[error("epoch {offered} of {vm} is not new; epoch {largest} has been seen already")]
+    OldEpoch {
+        /// The VM.
+        vm: VmName,
+        /// The epoch that was to be begun.
+        offered: Epoch,
+        /// The largest that was seen.
+        largest: Epoch,
+    },
+}
+
+impl Journal {
+    /// Opens the journal in a state directory, makes it if there is none, and brings an older format up to date.
+    pub fn open(state_dir: &Path) -> Result<Self, JournalError> {
+        let directory = |path: &Path| {
+            let path = path.to_owned();
+            move |source| JournalError::Directory { path, source }
+        };
+        std::fs::create_dir_all(state_dir).map_err(directory(state_dir))?;
+        let lock = lock(state_dir)?;
+        let path = state_dir.join(FILE_NAME);
+        let connection = schema::open(&path)?;
+        let open = Open { connection, durability: Durability::Synced };
+        Ok(Self { connection: Mutex::new(open), path, _lock: lock })
+    }
+
+    /// The database's path.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Folds the write-ahead log into the database. Syncs, so not while a guest stands still.
+    pub fn tidy(&self) -> Result<(), JournalError> {
+        self.guard()
+            .connection
+            .query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))
+            .map_err(self.failed("fold its log in"))
+    }
+
+    /// Runs a write in one transaction of the given durability.
+    fn write<T>(
+        &self,
+        doing: &'static str,
+        durability: Durability,
+        work: impl FnOnce(&rusqlite::Transaction<'_>) -> Result<T, Inner>,
+    ) -> Result<T, JournalError> {
+        let mut open = self.guard();
+        open.set_durability(durability).map_err(self.failed(doing))?;
+        let transaction = open
+            .connection
+            .transaction_with_behavior(rusqlite::TransactionBehavior::Immediate)
+            .map_err(self.failed(doing))?;
+        let result = work(&transaction).map_err(|inner| self.outer(doing, inner))?;
+        transaction.commit().map_err(self.failed(doing))?;
+        Ok(result)
+    }
+
+    /// Runs reads.
+    fn read<T>(
+        &self,
+        doing: &'static str,
+        work: impl FnOnce(&Connection) -> Result<T, Inner>,
+    ) -> Result<T, JournalError> {
+        work(&self.guard().connection).map_err(|inner| self.outer(doing, inner))
+    }
+
+    /// A thread that panicked while it held the connection left no transaction behind: dropping it rolled it back.
+    fn guard(&self) -> MutexGuard<'_, Open> {
+        self.connection.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn failed(&self, doing: &'static str) -> impl Fn(rusqlite::Error) -> JournalError + '_ {
+        move |source| schema::explain(&self.path, doing, source)
+    }
+
+    fn outer(&self, doing: &'static str, inner: Inner) -> JournalError {
+        match inner {
+            Inner::Sqlite(source) => schema::explain(&self.path, doing, source),
+            Inner::Other(error) => *error,
+        }
+    }
+}
+
+impl Open {
+    /// `synchronous` belongs to the connection and cannot change within a transaction.
+    fn set_durability(&mut self, durability: Durability) -> rusqlite::Result<()> {
+        if self.durability != durability {
+            let level = match durability {
+                Durability::Synced => "FULL",
+                Durability::Process => "OFF",
+            };
+            self.connection.pragma_update(None, "synchronous", level)?;
+            self.durability = durability;
+        }
+        Ok(())
+    }
+}
+
+/// What can go wrong inside a transaction.
+enum Inner {
+    Sqlite(rusqlite::Error),
+    Other(Box<JournalError>),
+}
+
+impl From<rusqlite::Error> for Inner {
+    fn from(error: rusqlite::Error) -> Self {
+        Self::Sqlite(error)
+    }
+}
+
+impl From<JournalError> for Inner {
+    fn from(error: JournalError) -> Self {
+        Self::Other(Box::new(error))
+    }
+}
+
+/// Takes the directory's lock and notes in it who has it.
+fn lock(state_dir: &Path) -> Result<File, JournalError> {
+    let path = state_dir.join(LOCK_NAME);
+    let failed = |source| JournalError::Directory { path: path.clone(), source };
+    let mut file =
+        File::options().read(true).write(true).create(true).truncate(false).open(&path).map_err(failed)?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => {}
+        Err(rustix::io::Errno::WOULDBLOCK) => {
+            let mut pid = String::new();
+            let read = file.read_to_string(&mut pid).is_ok() && pid.trim().parse::<u32>().is_ok();
+            let holder = if read { format!(" (pid {})", pid.trim()) } else { String::new() };
+            return Err(JournalError::Locked { path: state_dir.to_owned(), holder });
+        }
+        Err(errno) => return Err(failed(errno.into())),
+    }
+    let note = |file: &mut File| {
+        file.set_len(0)?;
+        file.rewind()?;
+        writeln!(file, "{}", std::process::id())
+    };
+    note(&mut file).map_err(failed)?;
+    Ok(file)
+}
+
+/// Whether SQLite says that there is no room.
+fn is_full(error: &rusqlite::Error) -> bool {
+    // SQLite reports a failed write of the log as an I/O error; ENOSPC is by far the most likely reason for one.
+    let rusqlite::Error::SqliteFailure(failure, _) = error else { return false };
+    failure.code == ErrorCode::DiskFull || failure.extended_code == rusqlite::ffi::SQLITE_IOERR_WRITE
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,482 @@
+//! Migrations, their epochs, and how far their handover got.
+
+use engine::handover::destination::DestinationState;
+use engine::handover::source::SourceState;
+use engine::handover::{Role, Terms};
+use proto::message::Proposal;
+use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
+use rusqlite::{Connection, OptionalExtension, Row, params};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::{Durability, Inner, Journal, JournalError};
+use crate::progress::Standing;
+use crate::report::unix_ms_now;
+
+/// A migration to be begun. The journal entry of its first state is written together with it.
+#[derive(Clone, Debug)]
+pub struct NewMigration<'a> {
+    /// What both sides agreed on.
+    pub terms: &'a Terms,
+    /// This side's first state.
+    pub state: State,
+    /// Whether the guest runs, or is paused by its user.
+    pub was_running: bool,
+    /// What the source offers.
+    pub proposal: &'a Proposal,
+}
+
+/// How far the handover got on this side.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum State {
+    /// The VM leaves from here.
+    Source(SourceState),
+    /// The VM comes here.
+    Destination(DestinationState),
+}
+
+impl State {
+    /// Which side this is.
+    pub fn role(&self) -> Role {
+        match self {
+            Self::Source(_) => Role::Source,
+            Self::Destination(_) => Role::Destination,
+        }
+    }
+
+    /// The state's name, as in docs/architecture.md.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Source(state) => state.name(),
+            Self::Destination(state) => state.name(),
+        }
+    }
+
+    /// How the migration stands if nobody is at work on it.
+    pub fn standing(&self) -> Standing {
+        match self {
+            Self::Source(state) => match state {
+                SourceState::Idle | SourceState::Aborted | SourceState::Returned => Standing::Failed,
+                SourceState::Prepared { .. }
+                | SourceState::Stopped { .. }
+                | SourceState::Aborting
+                | SourceState::Returning => Standing::Underway,
+                SourceState::Bereft { .. }
+                | SourceState::Committed { .. }
+                | SourceState::Reclaiming { .. } => Standing::InDoubt,
+                SourceState::Done { .. } => Standing::Done,
+            },
+            Self::Destination(state) => destination_standing(state),
+        }
+    }
+
+    fn to_json(&self) -> serde_json::Result<String> {
+        match self {
+            Self::Source(state) => serde_json::to_string(state),
+            Self::Destination(state) => serde_json::to_string(state),
+        }
+    }
+}
+
+/// A migration as the journal holds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MigrationRecord {
+    /// What both sides agreed on.
+    pub terms: Terms,
+    /// How far the handover got on this side.
+    pub state: State,
+    /// Something is left to be done, by the agent or by an operator: until [`Journal::close`].
+    pub open: bool,
+    /// The newest set of connections.
+    pub generation: Generation,
+    /// Whether the guest ran before, or was paused by its user.
+    pub was_running: bool,
+    /// The destination's process, once it is known.
+    pub incarnation: Option<Incarnation>,
+    /// What else this side needs in order to go on or to clean up after a restart; its driver's own.
+    pub details: serde_json::Value,
+    /// Why it is as it is, for people.
+    pub message: Option<String>,
+    /// When it began, in milliseconds since 1970.
+    pub created_unix_ms: u64,
+    /// When it last changed, in milliseconds since 1970.
+    pub updated_unix_ms: u64,
+}
+
+impl MigrationRecord {
+    /// Which migration.
+    pub fn id(&self) -> &MigrationId {
+        &self.terms.migration
+    }
+
+    /// Which side this agent is on.
+    pub fn role(&self) -> Role {
+        self.state.role()
+    }
+
+    /// The other side.
+    pub fn peer(&self) -> &HostId {
+        match self.role() {
+            Role::Source => &self.terms.destination,
+            Role::Destination => &self.terms.source,
+        }
+    }
+}
+
+impl Journal {
+    /// An epoch for a new migration of a VM: larger than all that were ever seen, and never given again.
+    pub fn next_epoch(&self, vm: &VmName) -> Result<Epoch, JournalError> {
+        self.write("find a new epoch", Durability::Synced, |transaction| {
+            let next = largest_epoch(transaction, vm)?.next();
+            see_epoch(transaction, vm, next)?;
+            Ok(next)
+        })
+    }
+
+    /// Notes an epoch that a peer or the register has used.
+    pub fn learn_epoch(&self, vm: &VmName, epoch: Epoch) -> Result<(), JournalError> {
+        if self.largest_epoch(vm)? >= epoch {
+            return Ok(());
+        }
+        self.write("note an epoch", Durability::Synced, |transaction| see_epoch(transaction, vm, epoch))
+    }
+
+    /// The largest epoch of a VM that was ever seen; 0 for none.
+    pub fn largest_epoch(&self, vm: &VmName) -> Result<Epoch, JournalError> {
+        self.read("read an epoch", |connection| largest_epoch(connection, vm))
+    }
+
+    /// Begins a migration, synced. Refused while the VM has an open one. The source's epoch comes from
+    /// [`Journal::next_epoch`]; a destination is refused an epoch that is not larger than all that it has seen.
+    pub fn begin(&self, new: &NewMigration<'_>) -> Result<(), JournalError> {
+        let id = &new.terms.migration;
+        let state = json(new.state.to_json(), || format!("state of {id}"))?;
+        let terms = json(serde_json::to_string(new.terms), || format!("terms of {id}"))?;
+        let proposal = json(serde_json::to_string(new.proposal), || format!("proposal of {id}"))?;
+        let now = unix_ms_now() as i64;
+        self.write("begin a migration", Durability::Synced, |transaction| {
+            if let Some(open) = open_migration(transaction, &id.vm)? {
+                return Err(JournalError::AlreadyOpen {
+                    open: MigrationId { vm: id.vm.clone(), epoch: open },
+                }
+                .into());
+            }
+            let largest = largest_epoch(transaction, &id.vm)?;
+            let used = exists(transaction, id)?;
+            let fits =
+                if new.state.role() == Role::Source { id.epoch >= largest } else { id.epoch > largest };
+            if used || !fits {
+                return Err(JournalError::OldEpoch { vm: id.vm.clone(), offered: id.epoch, largest }.into());
+            }
+            see_epoch(transaction, &id.vm, id.epoch)?;
+            transaction.execute(
+                "INSERT INTO migrations
+                     (vm, epoch, role, terms, state, open, generation, was_running, details,
+                      created_unix_ms, updated_unix_ms)
+                 VALUES (?1, ?2, ?3, ?4, ?5, 1, 1, ?6, 'null', ?7, ?7)",
+                params![
+                    id.vm.as_str(),
+                    id.epoch.0 as i64,
+                    new.state.role().to_string(),
+                    terms,
+                    state,
+                    new.was_running,
+                    now
+                ],
+            )?;
+            transaction.execute(
+                "INSERT INTO proposals (vm, epoch, proposal) VALUES (?1, ?2, ?3)",
+                params![id.vm.as_str(), id.epoch.0 as i64, proposal],
+            )?;
+            Ok(())
+        })
+    }
+
+    /// Records a transition of the source.
+    pub fn record_source(
+        &self,
+        id: &MigrationId,
+        state: &SourceState,
+        durability: Durability,
+    ) -> Result<(), JournalError> {
+        self.record(id, Role::Source, state, durability)
+    }
+
+    /// Records a transition of the destination.
+    pub fn record_destination(
+        &self,
+        id: &MigrationId,
+        state: &DestinationState,
+        durability: Durability,
+    ) -> Result<(), JournalError> {
+        self.record(id, Role::Destination, state, durability)
+    }
+
+    fn record(
+        &self,
+        id: &MigrationId,
+        role: Role,
+        state: &impl Serialize,
+        durability: Durability,
+    ) -> Result<(), JournalError> {
+        let state = json(serde_json::to_string(state), || format!("state of {id}"))?;
+        self.update(
+            "record a transition",
+            id,
+            durability,
+            "state = ?4 WHERE vm = ?1 AND epoch = ?2 AND role = ?5",
+            params![id.vm.as_str(), id.epoch.0 as i64, unix_ms_now() as i64, state, role.to_string()],
+        )
+    }
+
+    /// Notes a new set of connections.
+    pub fn set_generation(&self, id: &MigrationId, generation: Generation) -> Result<(), JournalError> {
+        self.set(id, "note a generation", "generation = ?4", generation.0 as i64, Durability::Synced)
+    }
+
+    /// Notes the destination's process.
+    pub fn set_incarnation(
+        &self,
+        id: &MigrationId,
+        incarnation: &Incarnation,
+        durability: Durability,
+    ) -> Result<(), JournalError> {
+        let text = json(serde_json::to_string(incarnation), || format!("incarnation of {id}"))?;
+        self.set(id, "note an incarnation", "incarnation = ?4", text, durability)
+    }
+
+    /// Notes what this side needs in order to go on or to clean up after a restart.
+    pub fn set_details(
+        &self,
+        id: &MigrationId,
+        details: &impl Serialize,
+        durability: Durability,
+    ) -> Result<(), JournalError> {
+        let text = json(serde_json::to_string(details), || format!("details of {id}"))?;
+        self.set(id, "note details of a migration", "details = ?4", text, durability)
+    }
+
+    /// Notes why it is as it is, for people.
+    pub fn set_message(&self, id: &MigrationId, message: &str) -> Result<(), JournalError> {
+        self.set(id, "note a message", "message = ?4", message, Durability::Process)
+    }
+
+    /// Nothing is left to be done: the state is final and all has been cleaned up. Synced.
+    pub fn close(&self, id: &MigrationId) -> Result<(), JournalError> {
+        self.set(id, "close a migration", "open = ?4", 0, Durability::Synced)
+    }
+
+    fn set(
+        &self,
+        id: &MigrationId,
+        doing: &'static str,
+        assignment: &str,
+        value: impl rusqlite::ToSql,
+        durability: Durability,
+    ) -> Result<(), JournalError> {
+        let clause = format!("{assignment} WHERE vm = ?1 AND epoch = ?2");
+        let now = unix_ms_now() as i64;
+        self.update(doing, id, durability, &clause, params![id.vm.as_str(), id.epoch.0 as i64, now, value])
+    }
+
+    fn update(
+        &self,
+        doing: &'static str,
+        id: &MigrationId,
+        durability: Durability,
+        clause: &str,
+        values: &[&dyn rusqlite::ToSql],
+    ) -> Result<(), JournalError> {
+        self.write(doing, durability, |transaction| {
+            let sql = format!("UPDATE migrations SET updated_unix_ms = ?3, {clause}");
+            match transaction.prepare_cached(&sql)?.execute(values)? {
+                0 => Err(JournalError::NoMigration(id.clone()).into()),
+                _ => Ok(()),
+            }
+        })
+    }
+
+    /// One migration.
+    pub fn migration(&self, id: &MigrationId) -> Result<Option<MigrationRecord>, JournalError> {
+        let values = params![id.vm.as_str(), id.epoch.0 as i64];
+        Ok(self.migrations_where("WHERE vm = ?1 AND epoch = ?2", values)?.pop())
+    }
+
+    /// The migration with the largest epoch of a VM.
+    pub fn latest(&self, vm: &VmName) -> Result<Option<MigrationRecord>, JournalError> {
+        let clause = "WHERE vm = ?1 ORDER BY epoch DESC LIMIT 1";
+        Ok(self.migrations_where(clause, params![vm.as_str()])?.pop())
+    }
+
+    /// All migrations, newest first.
+    pub fn migrations(&self) -> Result<Vec<MigrationRecord>, JournalError> {
+        self.migrations_where("ORDER BY created_unix_ms DESC, epoch DESC, vm", &[])
+    }
+
+    /// Migrations of which something is left to be done, oldest first: what a restarted agent begins with.
+    pub fn open_migrations(&self) -> Result<Vec<MigrationRecord>, JournalError> {
+        self.migrations_where("WHERE open = 1 ORDER BY created_unix_ms, vm", &[])
+    }
+
+    fn migrations_where(
+        &self,
+        clause: &str,
+        values: &[&dyn rusqlite::ToSql],
+    ) -> Result<Vec<MigrationRecord>, JournalError> {
+        self.read("read migrations", |connection| {
+            let mut statement = connection.prepare_cached(&format!(
+                "SELECT vm, epoch, role, terms, state, open, generation, was_running, incarnation, details, message,
+                        created_unix_ms, updated_unix_ms
+                 FROM migrations {clause}"
+            ))?;
+            let rows = statement.query_map(values, Columns::read)?;
+            rows.map(|row| row?.record()).collect()
+        })
+    }
+
+    /// What the source offered.
+    pub fn proposal(&self, id: &MigrationId) -> Result<Option<Proposal>, JournalError> {
+        self.document(id, "read a proposal", "SELECT proposal FROM proposals WHERE vm = ?1 AND epoch = ?2")
+    }
+
+    /// The report of a migration.
+    pub fn report(&self, id: &MigrationId) -> Result<Option<crate::report::Report>, JournalError> {
+        self.document(id, "read a report", "SELECT report FROM reports WHERE vm = ?1 AND epoch = ?2")
+    }
+
+    /// Keeps the report of a migration, in place of an earlier one.
+    pub fn put_report(&self, report: &crate::report::Report) -> Result<(), JournalError> {
+        let id = &report.migration;
+        let text = json(serde_json::to_string(report), || format!("report of {id}"))?;
+        self.write("keep a report", Durability::Process, |transaction| {
+            transaction.execute(
+                "INSERT OR REPLACE INTO reports (vm, epoch, report) VALUES (?1, ?2, ?3)",
+                params![id.vm.as_str(), id.epoch.0 as i64, text],
+            )?;
+            Ok(())
+        })
+    }
+
+    fn document<T: DeserializeOwned>(
+        &self,
+        id: &MigrationId,
+        doing: &'static str,
+        sql: &str,
+    ) -> Result<Option<T>, JournalError> {
+        self.read(doing, |connection| {
+            let text: Option<String> = connection
+                .prepare_cached(sql)?
+                .query_row(params![id.vm.as_str(), id.epoch.0 as i64], |row| row.get(0))
+                .optional()?;
+            text.map(|text| parsed(&text, || format!("document of {id}"))).transpose()
+        })
+    }
+}
+
+fn largest_epoch(connection: &Connection, vm: &VmName) -> Result<Epoch, Inner> {
+    let largest: Option<i64> = connection
+        .prepare_cached("SELECT largest FROM epochs WHERE vm = ?1")?
+        .query_row([vm.as_str()], |row| row.get(0))
+        .optional()?;
+    Ok(Epoch(largest.unwrap_or(0) as u64))
+}
+
+fn see_epoch(connection: &Connection, vm: &VmName, epoch: Epoch) -> Result<(), Inner> {
+    connection
+        .prepare_cached(
+            "INSERT INTO epochs (vm, largest) VALUES (?1, ?2)
+             ON CONFLICT (vm) DO UPDATE SET largest = max(largest, excluded.largest)",
+        )?
+        .execute(params![vm.as_str(), epoch.0 as i64])?;
+    Ok(())
+}
+
+fn open_migration(connection: &Connection, vm: &VmName) -> Result<Option<Epoch>, Inner> {
+    let epoch: Option<i64> = connection
+        .query_row("SELECT epoch FROM migrations WHERE vm = ?1 AND open = 1", [vm.as_str()], |row| row.get(0))
+        .optional()?;
+    Ok(epoch.map(|epoch| Epoch(epoch as u64)))
+}
+
+fn exists(connection: &Connection, id: &MigrationId) -> Result<bool, Inner> {
+    let sql = "SELECT 1 FROM migrations WHERE vm = ?1 AND epoch = ?2";
+    Ok(connection
+        .query_row(sql, params![id.vm.as_str(), id.epoch.0 as i64], |_| Ok(()))
+        .optional()?
+        .is_some())
+}
+
+/// A row as SQLite gives it.
+struct Columns {
+    vm: String,
+    epoch: i64,
+    role: String,
+    terms: String,
+    state: String,
+    open: bool,
+    generation: i64,
+    was_running: bool,
+    incarnation: Option<String>,
+    details: String,
+    message: Option<String>,
+    created: i64,
+    updated: i64,
+}
+
+impl Columns {
+    fn read(row: &Row<'_>) -> rusqlite::Result<Self> {
+        Ok(Self {
+            vm: row.get(0)?,
+            epoch: row.get(1)?,
+            role: row.get(2)?,
+            terms: row.get(3)?,
+            state: row.get(4)?,
+            open: row.get(5)?,
+            generation: row.get(6)?,
+            was_running: row.get(7)?,
+            incarnation: row.get(8)?,
+            details: row.get(9)?,
+            message: row.get(10)?,
+            created: row.get(11)?,
+            updated: row.get(12)?,
+        })
+    }
+
+    fn record(self) -> Result<MigrationRecord, Inner> {
+        let what = |part: &str| format!("{part} of {}#{}", self.vm, self.epoch);
+        let state = if self.role == Role::Source.to_string() {
+            State::Source(parsed(&self.state, || what("state"))?)
+        } else {
+            State::Destination(parsed(&self.state, || what("state"))?)
+        };
+        Ok(MigrationRecord {
+            terms: parsed(&self.terms, || what("terms"))?,
+            state,
+            open: self.open,
+            generation: Generation(self.generation as u64),
+            was_running: self.was_running,
+            incarnation: self
+                .incarnation
+                .as_deref()
+                .map(|text| parsed(text, || what("incarnation")))
+                .transpose()?,
+            details: parsed(&self.details, || what("details"))?,
+            message: self.message,
+            created_unix_ms: self.created as u64,
+            updated_unix_ms: self.updated as u64,
+        })
+    }
+}
+
+/// A document of the database.
+pub(super) fn parsed<T: DeserializeOwned>(text: &str, what: impl FnOnce() -> String) -> Result<T, Inner> {
+    serde_json::from_str(text).map_err(|source| JournalError::Json { what: what(), source }.into())
+}
+
+fn json(text: serde_json::Result<String>, what: impl FnOnce() -> String) -> Result<String, JournalError> {
+    text.map_err(|source| JournalError::Json { what: what(), source })
+}
+
+fn destination_standing(_state: &DestinationState) -> Standing {
+    Standing::Underway
+}

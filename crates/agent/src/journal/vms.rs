@@ -1,0 +1,107 @@
+//! VMs that the agent has taken charge of.
+
+use std::path::PathBuf;
+
+use proto::VmName;
+use rusqlite::{OptionalExtension, Row, params};
+
+use super::migrations::parsed;
+use super::{Durability, Inner, Journal, JournalError};
+use crate::report::unix_ms_now;
+
+/// A VM that the agent has taken charge of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmRecord {
+    /// Its name.
+    pub vm: VmName,
+    /// Its description, as `qemu::VmDescription`.
+    pub description: serde_json::Value,
+    /// Process id of its QEMU.
+    pub pid: u32,
+    /// When that process started, in clock ticks since boot: field 22 of `/proc/PID/stat`.
+    pub start_time_ticks: u64,
+    /// Its QMP socket.
+    pub qmp: PathBuf,
+    /// When the agent took charge of it, in milliseconds since 1970.
+    pub adopted_unix_ms: u64,
+}
+
+impl VmRecord {
+    /// A VM that is taken charge of now.
+    pub fn new(
+        vm: VmName,
+        description: serde_json::Value,
+        pid: u32,
+        start_time_ticks: u64,
+        qmp: PathBuf,
+    ) -> Self {
+        Self { vm, description, pid, start_time_ticks, qmp, adopted_unix_ms: unix_ms_now() }
+    }
+}
+
+impl Journal {
+    /// Keeps a VM, in place of what was kept under its name.
+    pub fn put_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
+        self.write("keep a VM", Durability::Synced, |transaction| {
+            transaction
+                .prepare_cached(
+                    "INSERT OR REPLACE INTO vms (vm, description, pid, start_time_ticks, qmp, adopted_unix_ms)
+                     VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+                )?
+                .execute(params![
+                    record.vm.as_str(),
+                    record.description.to_string(),
+                    record.pid,
+                    record.start_time_ticks as i64,
+                    record.qmp.to_string_lossy(),
+                    record.adopted_unix_ms as i64,
+                ])?;
+            Ok(())
+        })
+    }
+
+    /// One VM.
+    pub fn vm(&self, vm: &VmName) -> Result<Option<VmRecord>, JournalError> {
+        self.read("read a VM", |connection| {
+            let mut statement = connection.prepare_cached(&format!("{SELECT} WHERE vm = ?1"))?;
+            let columns = statement.query_row([vm.as_str()], columns).optional()?;
+            columns.map(record).transpose()
+        })
+    }
+
+    /// All VMs, by name.
+    pub fn vms(&self) -> Result<Vec<VmRecord>, JournalError> {
+        self.read("read the VMs", |connection| {
+            let mut statement = connection.prepare_cached(&format!("{SELECT} ORDER BY vm"))?;
+            let rows = statement.query_map([], columns)?;
+            rows.map(|row| record(row?)).collect()
+        })
+    }
+
+    /// Forgets a VM; says whether it was known. Its migrations and epochs are not forgotten.
+    pub fn remove_vm(&self, vm: &VmName) -> Result<bool, JournalError> {
+        self.write("forget a VM", Durability::Synced, |transaction| {
+            Ok(transaction.prepare_cached("DELETE FROM vms WHERE vm = ?1")?.execute([vm.as_str()])? > 0)
+        })
+    }
+}
+
+const SELECT: &str = "SELECT vm, description, pid, start_time_ticks, qmp, adopted_unix_ms FROM vms";
+
+type Columns = (String, String, u32, i64, String, i64);
+
+fn columns(row: &Row<'_>) -> rusqlite::Result<Columns> {
+    Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?, row.get(4)?, row.get(5)?))
+}
+
+fn record((vm, description, pid, start, qmp, adopted): Columns) -> Result<VmRecord, Inner> {
+    let what = || format!("record of VM {vm}");
+    Ok(VmRecord {
+        vm: parsed(&serde_json::Value::from(vm.as_str()).to_string(), what)?,
+        description: parsed(&description, what)?,
+        pid,
+        start_time_ticks: start as u64,
+        qmp: PathBuf::from(qmp),
+        adopted_unix_ms: adopted as u64,
+    })
+}

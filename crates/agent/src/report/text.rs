@@ -1,0 +1,351 @@
+//! The report as people read it on a terminal.
+
+use std::fmt::{self, Write as _};
+
+use super::{Downtime, Event, Outcome, Report, Round};
+
+impl Outcome {
+    /// The outcome in words.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::Underway => "under way",
+            Self::Moved => "moved",
+            Self::Aborted => "failed; the VM is at its source, unharmed",
+            Self::Cancelled => "cancelled; the VM is at its source",
+            Self::Returned => "refused by the destination; the VM is at its source again",
+            Self::InDoubt => "in doubt: see `whimbrel recover`",
+        }
+    }
+}
+
+/// Text of a report: heading, rounds, downtime, what was found. Ends with a newline.
+pub fn render(report: &Report) -> String {
+    let mut text = String::new();
+    // Writing to a String cannot fail.
+    let _ = write_all(&mut text, report);
+    text
+}
+
+fn write_all(out: &mut String, report: &Report) -> fmt::Result {
+    let Report { migration, source, destination, .. } = report;
+    writeln!(out, "{} from {} to {}: {}", migration, source.host, destination.host, report.outcome.words())?;
+    if let Some(reason) = &report.reason {
+        writeln!(out, "  because     {reason}")?;
+    }
+    let ended = report.ended.as_deref().unwrap_or("not over");
+    writeln!(out, "  time        {} in all; {} to {ended}", seconds(report.total_us), report.started)?;
+    if let Some(downtime) = &report.downtime {
+        writeln!(
+            out,
+            "  downtime    {} of {} ms aimed at",
+            milliseconds(downtime.total_us),
+            report.objective.max_downtime_ms
+        )?;
+    }
+    let ram_bytes: u64 = report.ram_blocks.iter().map(|block| block.bytes).sum();
+    writeln!(
+        out,
+        "  memory      {} in {} blocks; {} → {}",
+        bytes(ram_bytes),
+        report.ram_blocks.len(),
+        known(source.ram_kind.as_deref()),
+        known(destination.ram_kind.as_deref())
+    )?;
+    writeln!(
+        out,
+        "  QEMU        {} → {}",
+        known(source.qemu_version.as_deref()),
+        known(destination.qemu_version.as_deref())
+    )?;
+    writeln!(
+        out,
+        "  wire        {} out, {} back, {} streams, {} reconnections",
+        bytes(report.sent_bytes),
+        bytes(report.received_bytes),
+        report.objective.streams,
+        report.reconnections
+    )?;
+    writeln!(
+        out,
+        "  agents' CPU {} → {}",
+        known(source.agent_cpu_us.map(seconds).as_deref()),
+        known(destination.agent_cpu_us.map(seconds).as_deref())
+    )?;
+    writeln!(
+        out,
+        "  run state   {} → {}",
+        known(Some(report.run_state_before.as_str()).filter(|state| !state.is_empty())),
+        known(report.run_state_after.as_deref())
+    )?;
+    if let Some(verification) = &report.verification {
+        let found = match verification.different_chunks {
+            0 => "all equal".to_owned(),
+            n => format!("{n} chunks differ"),
+        };
+        writeln!(
+            out,
+            "  verified    {} in {}: {found}",
+            bytes(verification.compared_bytes),
+            seconds(verification.duration_us)
+        )?;
+    }
+    if !report.rounds.is_empty() {
+        out.push('\n');
+        out.push_str(&rounds(&report.rounds));
+    }
+    if let Some(downtime) = &report.downtime {
+        out.push('\n');
+        out.push_str(&parts(downtime));
+    }
+    for finding in &report.findings {
+        writeln!(out, "\n{:?}: {}\n  {}", finding.severity, finding.what, finding.advice)?;
+    }
+    if !report.events.is_empty() {
+        out.push('\n');
+        for Event { at_us, what, detail } in &report.events {
+            writeln!(out, "  {:>10}  {}", seconds(*at_us), format!("{what} {detail}").trim_end())?;
+        }
+    }
+    Ok(())
+}
+
+fn rounds(rounds: &[Round]) -> String {
+    let heading = [
+        "round", "dirty", "data", "zero", "hole", "sent", "took", "scan", "drain", "rate", "dirtied",
+        "expected", "then",
+    ];
+    let mut rows = vec![heading.map(str::to_owned)];
+    for round in rounds {
+        let number = if round.stopped { format!("{}*", round.round) } else { round.round.to_string() };
+        rows.push([
+            number,
+            round.dirty_pages.to_string(),
+            round.data_pages.to_string(),
+            round.zero_pages.to_string(),
+            round.hole_pages.to_string(),
+            bytes(round.sent_bytes),
+            milliseconds(round.duration_us),
+            milliseconds(round.scan_us),
+            milliseconds(round.drain_us),
+            rate(round.rate_bytes_per_s),
+            rate(round.dirty_rate_bytes_per_s),
+            round.expected_downtime_us.map_or_else(|| "-".to_owned(), milliseconds),
+            round.decision.clone(),
+        ]);
+    }
+    let mut text = table(&rows);
+    if rounds.iter().any(|round| round.stopped) {
+        text.push_str("  * with the guest stopped\n");
+    }
+    text
+}
+
+fn parts(downtime: &Downtime) -> String {
+    let Downtime {
+        total_us,
+        stop_us,
+        last_pages_us,
+        verify_us,
+        device_state_us,
+        load_us,
+        handover_us,
+        continue_us,
+    } = *downtime;
+    let parts = [
+        ("stop", stop_us),
+        ("last pages", last_pages_us),
+        ("verification", verify_us),
+        ("device state", device_state_us),
+        ("load", load_us),
+        ("handover", handover_us),
+        ("continue", continue_us),
+        ("downtime", total_us),
+    ];
+    let rows: Vec<_> = parts
+        .into_iter()
+        .filter(|(name, us)| *us > 0 || *name != "verification")
+        .map(|(name, us)| [name.to_owned(), milliseconds(us)])
+        .collect();
+    table(&rows)
+}
+
+/// Columns as wide as they have to be, numbers to the right, the last column of a wide table to the left.
+fn table<const N: usize>(rows: &[[String; N]]) -> String {
+    let mut widths = [0; N];
+    for row in rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let mut text = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (column, (cell, width)) in row.iter().zip(widths).enumerate() {
+            let left = (N > 2 && column == N - 1) || (N == 2 && column == 0);
+            let _ = if left { write!(line, "  {cell:<width$}") } else { write!(line, "  {cell:>width$}") };
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+fn known(text: Option<&str>) -> &str {
+    text.unwrap_or("unknown")
+}
+
+/// A number of bytes with a binary unit, as `1.5 MiB`.
+pub fn bytes(bytes: u64) -> String {
+    let units = ["KiB", "MiB", "GiB", "TiB"];
+    if bytes < 1024 {
+        return format!("{bytes} B");
+    }
+    let mut value = bytes as f64 / 1024.0;
+    let mut unit = 0;
+    // 1023.95 would be printed as 1024.0 of the smaller unit.
+    while value >= 1023.95 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    format!("{value:.1} {}", units[unit])
+}
+
+/// A rate, as `1.5 MiB/s`.
+pub fn rate(bytes_per_s: u64) -> String {
+    format!("{}/s", bytes(bytes_per_s))
+}
+
+/// A duration in milliseconds, as `12.3 ms`.
+pub fn milliseconds(us: u64) -> String {
+    format!("{:.1} ms", us as f64 / 1e3)
+}
+
+/// A duration in seconds, as `1.234 s`.
+pub fn seconds(us: u64) -> String {
+    format!("{:.3} s", us as f64 / 1e6)
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::message::{Finding, RamBlock, Severity};
+    use proto::{Epoch, HostId, MigrationId, VmName};
+
+    use super::super::{Measured, Objective, Verification};
+    use super::*;
+
+    fn sample() -> Report {
+        let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(7) };
+        let objective = Objective {
+            max_downtime_ms: 30,
+            max_rounds: 30,
+            on_limit: "abort".into(),
+            streams: 4,
+            bandwidth_bytes_per_s: None,
+        };
+        let mut report =
+            Report::begin(id, HostId::new("alpha").unwrap(), HostId::new("beta").unwrap(), objective);
+        report.ram_blocks = vec![RamBlock { name: "pc.ram".into(), bytes: 512 << 20, page_bytes: 4096 }];
+        report.rounds = vec![
+            Round {
+                round: 1,
+                dirty_pages: 131_072,
+                data_pages: 1000,
+                hole_pages: 130_072,
+                sent_bytes: 4_100_000,
+                duration_us: 12_345,
+                decision: "another-round".into(),
+                ..Round::default()
+            },
+            Round {
+                round: 2,
+                stopped: true,
+                dirty_pages: 3,
+                data_pages: 3,
+                decision: "last".into(),
+                ..Round::default()
+            },
+        ];
+        report.downtime = Some(Downtime::from_measured(Measured {
+            total_us: 10_000,
+            stop_us: 500,
+            last_pages_us: 2_000,
+            verify_us: 0,
+            save_to_ready_us: 5_000,
+            load_us: 3_000,
+            continue_us: 1_000,
+        }));
+        report.verification = Some(Verification {
+            compared_bytes: 512 << 20,
+            chunks: 256,
+            different_chunks: 0,
+            duration_us: 900_000,
+        });
+        report.findings = vec![Finding {
+            severity: Severity::Warning,
+            code: "unit-restarts".into(),
+            what: "systemd restarts web.service".into(),
+            advice: "set Restart=no".into(),
+        }];
+        report.event(1_000, "stopped", "");
+        report.end(Outcome::Moved, None, 2_000_000);
+        report
+    }
+
+    #[test]
+    fn parts_add_up_whatever_was_measured() {
+        let sum = |d: Downtime| {
+            d.stop_us
+                + d.last_pages_us
+                + d.verify_us
+                + d.device_state_us
+                + d.load_us
+                + d.handover_us
+                + d.continue_us
+        };
+        let plain = sample().downtime.unwrap();
+        assert_eq!((plain.handover_us, plain.device_state_us, sum(plain)), (1_500, 2_000, plain.total_us));
+        let odd = Downtime::from_measured(Measured {
+            total_us: 5,
+            load_us: 90,
+            save_to_ready_us: 40,
+            ..Measured::default()
+        });
+        assert_eq!((odd.total_us, sum(odd)), (40, 40));
+    }
+
+    #[test]
+    fn text_holds_what_matters() {
+        let text = render(&sample());
+        for expected in [
+            "web#7 from alpha to beta: moved",
+            "downtime    10.0 ms of 30 ms aimed at",
+            "all equal",
+            "Warning: systemd restarts web.service",
+            "* with the guest stopped",
+        ] {
+            assert!(text.contains(expected), "{expected:?} is missing in\n{text}");
+        }
+        let table: Vec<_> = text.lines().skip_while(|line| !line.contains("dirtied")).take(3).collect();
+        let at = |line: &str, word: &str| line.find(word).map(|at| line[..at].chars().count() + word.len());
+        assert_eq!(at(table[0], "dirty"), at(table[1], "131072"), "columns are aligned:\n{text}");
+    }
+
+    #[test]
+    fn json_names_its_schema_and_reads_back() {
+        let report = sample();
+        let json = serde_json::to_value(&report).unwrap();
+        assert_eq!(json["schema"], "whimbrel.report/1");
+        assert_eq!(json["vm"], "web");
+        assert_eq!(serde_json::from_value::<Report>(json).unwrap(), report);
+    }
+
+    #[test]
+    fn units_do_not_overflow_their_columns() {
+        assert_eq!(bytes(1023), "1023 B");
+        assert_eq!(bytes(1 << 20), "1.0 MiB");
+        assert_eq!(bytes((1 << 20) - 1), "1.0 MiB");
+        assert_eq!(bytes(u64::MAX), "16777216.0 TiB");
+        assert_eq!(super::super::rfc3339(0), "1970-01-01T00:00:00.000Z");
+        assert!(super::super::rfc3339(u64::MAX).starts_with("9999-12-31"));
+    }
+}

@@ -41,9 +41,11 @@ pub mod ids;
 pub mod limits;
 pub mod message;
 pub mod pages;
+mod version;
 
 pub use ids::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 pub use message::{Message, Purpose};
+pub use version::Versions;
 
 /// Oldest version that this program speaks.
 pub const OLDEST_VERSION: u16 = 1;

@@ -24,6 +24,9 @@ pub const RAM_BYTES: u64 = 64 << 40;
 /// Longest JSON message, in bytes.
 pub const MESSAGE_BYTES: usize = 4 << 20;
 
+/// Longest greeting (`Hello`, `Welcome`), in bytes: what is read from a peer about whom nothing is known yet.
+pub const GREETING_BYTES: usize = 16 << 10;
+
 /// Longest piece of device state in one frame, in bytes.
 pub const BLOB_BYTES: usize = 1 << 20;
 

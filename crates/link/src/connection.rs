@@ -1,0 +1,295 @@
+//! An open connection: frames and messages, out and in.
+
+use std::io::IoSlice;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use proto::frame::{HEADER_BYTES, Header, Kind};
+use proto::{HostId, Message, limits};
+
+use crate::error::LinkError;
+use crate::rate::RateLimit;
+use crate::socket::Counters;
+use crate::stream::{ByteReader, ByteWriter, Shared};
+
+/// An open connection to an agent whose name and version are known.
+#[derive(Debug)]
+pub struct Connection {
+    reader: Reader,
+    writer: Writer,
+    handle: Handle,
+    peer: HostId,
+    version: u16,
+}
+
+/// What comes on a control stream.
+#[derive(Debug)]
+pub enum Incoming {
+    /// A message.
+    Message(Message),
+    /// A piece of device state.
+    Blob(Vec<u8>),
+}
+
+impl Connection {
+    pub(crate) fn new(
+        shared: &Arc<Shared>,
+        reader: Reader,
+        writer: Writer,
+        peer: HostId,
+        version: u16,
+    ) -> Self {
+        let handle = Handle { counters: shared.socket.counters(), shared: Arc::downgrade(shared) };
+        Self { reader, writer, handle, peer, version }
+    }
+
+    /// The host at the other end, by its certificate (without TLS: as it says).
+    pub fn peer(&self) -> &HostId {
+        &self.peer
+    }
+
+    /// The version of the protocol that both sides speak.
+    pub fn version(&self) -> u16 {
+        self.version
+    }
+
+    /// For other threads: ends the connection, tells what went over it.
+    pub fn handle(&self) -> Handle {
+        self.handle.clone()
+    }
+
+    /// Sends a message. See [`Writer::send`].
+    pub fn send(&mut self, message: &Message) -> Result<(), LinkError> {
+        self.writer.send(message)
+    }
+
+    /// Sends a piece of device state. See [`Writer::send_blob`].
+    pub fn send_blob(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
+        self.writer.send_blob(bytes)
+    }
+
+    /// Waits for a message or a piece of device state. See [`Reader::recv`].
+    pub fn recv(&mut self, deadline: Option<Instant>) -> Result<Incoming, LinkError> {
+        self.reader.recv(deadline)
+    }
+
+    /// The two directions, for two threads. The connection ends when both are dropped.
+    pub fn split(self) -> (Reader, Writer) {
+        (self.reader, self.writer)
+    }
+}
+
+/// A hold on a connection that does not keep it open.
+#[derive(Clone, Debug)]
+pub struct Handle {
+    shared: Weak<Shared>,
+    counters: Arc<Counters>,
+}
+
+impl Handle {
+    /// Ends the connection at once. Threads that wait in its halves, for the network or for leave to send, return with
+    /// [`LinkError::Closed`].
+    pub fn shutdown(&self) {
+        if let Some(shared) = self.shared.upgrade() {
+            shared.shutdown();
+        }
+    }
+
+    /// Bytes that were given to the socket, TLS included.
+    pub fn sent_bytes(&self) -> u64 {
+        self.counters.sent.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that came from the socket, TLS included.
+    pub fn received_bytes(&self) -> u64 {
+        self.counters.received.load(Ordering::Relaxed)
+    }
+}
+
+/// The direction from the peer to us.
+#[derive(Debug)]
+pub struct Reader {
+    bytes: ByteReader,
+    shared: Arc<Shared>,
+    /// A frame of which a part has come, so that a deadline in the middle of it loses nothing.
+    header: [u8; HEADER_BYTES],
+    header_filled: usize,
+    frame: Option<Header>,
+    payload: Vec<u8>,
+    payload_filled: usize,
+}
+
+impl Reader {
+    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
+        Self {
+            bytes: ByteReader::new(Arc::clone(shared)),
+            shared: Arc::clone(shared),
+            header: [0; HEADER_BYTES],
+            header_filled: 0,
+            frame: None,
+            payload: Vec::new(),
+            payload_filled: 0,
+        }
+    }
+
+    /// Waits for a message or a piece of device state, until the deadline if there is one. Frames of data streams are
+    /// errors here.
+    pub fn recv(&mut self, deadline: Option<Instant>) -> Result<Incoming, LinkError> {
+        let header = self.next_frame(deadline, usize::MAX)?;
+        let incoming = match header.kind {
+            Kind::Message => {
+                serde_json::from_slice(&self.payload).map(Incoming::Message).map_err(LinkError::Message)
+            }
+            Kind::Blob => Ok(Incoming::Blob(std::mem::take(&mut self.payload))),
+            kind => Err(LinkError::NotExpected(kind)),
+        };
+        self.ended_by(incoming)
+    }
+
+    /// Waits for a frame of any kind and puts its payload into `payload`, whose memory is used again.
+    pub fn read_frame(&mut self, payload: &mut Vec<u8>) -> Result<Header, LinkError> {
+        // Only a `recv` that ran into its deadline leaves a part of a frame behind.
+        if self.frame.is_none() {
+            std::mem::swap(&mut self.payload, payload);
+        }
+        let header = self.next_frame(None, usize::MAX);
+        std::mem::swap(&mut self.payload, payload);
+        header
+    }
+
+    /// Waits for the JSON of a greeting, from a peer about whom nothing is known yet.
+    pub(crate) fn recv_greeting(&mut self, deadline: Instant) -> Result<Vec<u8>, LinkError> {
+        let header = self.next_frame(Some(deadline), limits::GREETING_BYTES)?;
+        let json = match header.kind {
+            Kind::Message => Ok(std::mem::take(&mut self.payload)),
+            kind => Err(LinkError::NotExpected(kind)),
+        };
+        self.ended_by(json)
+    }
+
+    /// See [`ByteReader::first_byte`].
+    pub(crate) fn first_byte(&self) -> Option<u8> {
+        self.bytes.first_byte()
+    }
+
+    pub(crate) fn bytes(&mut self) -> &mut ByteReader {
+        &mut self.bytes
+    }
+
+    /// Reads a whole frame into `self.payload`.
+    fn next_frame(&mut self, deadline: Option<Instant>, max_bytes: usize) -> Result<Header, LinkError> {
+        let frame = self.fill_frame(deadline, max_bytes);
+        self.ended_by(frame)
+    }
+
+    fn fill_frame(&mut self, deadline: Option<Instant>, max_bytes: usize) -> Result<Header, LinkError> {
+        let header = match self.frame {
+            Some(header) => header,
+            None => {
+                while self.header_filled < HEADER_BYTES {
+                    match self.bytes.read(&mut self.header[self.header_filled..], deadline)? {
+                        0 if self.header_filled == 0 => return Err(LinkError::Ended),
+                        0 => return Err(LinkError::Truncated),
+                        bytes => self.header_filled += bytes,
+                    }
+                }
+                let header = Header::decode(self.header)?;
+                let bytes = header.payload_bytes as usize;
+                if bytes > max_bytes {
+                    return Err(LinkError::TooMuch { bytes, max: max_bytes });
+                }
+                self.payload.resize(bytes, 0);
+                self.payload_filled = 0;
+                self.frame = Some(header);
+                header
+            }
+        };
+        while self.payload_filled < self.payload.len() {
+            match self.bytes.read(&mut self.payload[self.payload_filled..], deadline)? {
+                0 => return Err(LinkError::Truncated),
+                bytes => self.payload_filled += bytes,
+            }
+        }
+        (self.header_filled, self.frame, self.payload_filled) = (0, None, 0);
+        Ok(header)
+    }
+
+    /// After an error nobody knows where the next frame begins: the other half and the peer are to notice.
+    fn ended_by<T>(&self, result: Result<T, LinkError>) -> Result<T, LinkError> {
+        if let Err(error) = &result
+            && !matches!(error, LinkError::TimedOut | LinkError::Ended)
+        {
+            self.shared.shutdown();
+        }
+        result
+    }
+}
+
+/// The direction from us to the peer.
+#[derive(Debug)]
+pub struct Writer {
+    bytes: ByteWriter,
+    shared: Arc<Shared>,
+}
+
+impl Writer {
+    pub(crate) fn new(shared: &Arc<Shared>) -> Self {
+        Self { bytes: ByteWriter::new(Arc::clone(shared)), shared: Arc::clone(shared) }
+    }
+
+    pub(crate) fn bytes(&mut self) -> &mut ByteWriter {
+        &mut self.bytes
+    }
+
+    /// From now on everything sent here counts against this limit.
+    pub fn set_rate_limit(&mut self, limit: Option<Arc<RateLimit>>) {
+        self.shared.set_limit(limit);
+    }
+
+    /// Sends a message.
+    pub fn send(&mut self, message: &Message) -> Result<(), LinkError> {
+        let json = serde_json::to_vec(message).map_err(LinkError::Message)?;
+        let header = Header::new(Kind::Message, json.len()).map_err(LinkError::TooLong)?;
+        self.write_frame(header, &[IoSlice::new(&json)])
+    }
+
+    /// Sends a piece of device state, at most [`proto::limits::BLOB_BYTES`].
+    pub fn send_blob(&mut self, bytes: &[u8]) -> Result<(), LinkError> {
+        let header = Header::new(Kind::Blob, bytes.len()).map_err(LinkError::TooLong)?;
+        self.write_frame(header, &[IoSlice::new(bytes)])
+    }
+
+    /// Sends a frame whose payload is the parts, one after the other. They are not copied where there is no TLS.
+    /// Returns when the socket has taken all of it.
+    pub fn write_frame(&mut self, header: Header, parts: &[IoSlice<'_>]) -> Result<(), LinkError> {
+        self.write_frame_until(header, parts, None)
+    }
+
+    pub(crate) fn write_frame_until(
+        &mut self,
+        header: Header,
+        parts: &[IoSlice<'_>],
+        deadline: Option<Instant>,
+    ) -> Result<(), LinkError> {
+        let given = parts.iter().map(|part| part.len()).sum();
+        let announced = header.payload_bytes as usize;
+        if given != announced {
+            return Err(LinkError::WrongLength { announced, given });
+        }
+        let header = header.encode();
+        let mut all = Vec::with_capacity(parts.len() + 1);
+        all.push(IoSlice::new(&header));
+        all.extend_from_slice(parts);
+        self.bytes.write(&all, deadline).inspect_err(|_| self.shared.shutdown())
+    }
+
+    /// Tells the peer that nothing more will come. The other direction stays open.
+    pub fn finish(&mut self) -> Result<(), LinkError> {
+        self.finish_until(None)
+    }
+
+    pub(crate) fn finish_until(&mut self, deadline: Option<Instant>) -> Result<(), LinkError> {
+        self.bytes.finish(deadline).inspect_err(|_| self.shared.shutdown())
+    }
+}

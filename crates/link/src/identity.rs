@@ -1,0 +1,280 @@
+//! Who this agent is, and whom it believes: certificate, key and authority, read from files.
+//!
+//! Certificates are checked twice: that the authority signed them, that they are in date and made for the purpose,
+//! within TLS; that they bear the host's name, by the side that connects within TLS and by the side that answers when
+//! `Hello` has told the name.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use proto::HostId;
+use rustls::client::danger::ServerCertVerifier;
+use rustls::client::{Resumption, WebPkiServerVerifier, verify_server_name};
+use rustls::crypto::CryptoProvider;
+use rustls::pki_types::pem::{self, PemObject};
+use rustls::pki_types::{CertificateDer, DnsName, PrivateKeyDer, ServerName, UnixTime};
+use rustls::server::{ParsedCertificate, WebPkiClientVerifier};
+use rustls::version::TLS13;
+use rustls::{CertificateError, ClientConfig, RootCertStore, ServerConfig};
+use serde::Deserialize;
+
+use crate::error::{HandshakeError, certificate_fault};
+
+/// Told in TLS, so that a server of something else declines.
+const ALPN: &[u8] = b"whimbrel";
+
+/// Most that may wait in a session to be sent, in bytes.
+const SESSION_BUFFER_BYTES: usize = 320 << 10;
+
+/// Where certificate, key and authority lie, as PEM.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TlsFiles {
+    /// Certificates of the authorities that peers' certificates have to be signed by.
+    pub ca: PathBuf,
+    /// This host's certificate, then those between it and the authority, if any.
+    pub certificate: PathBuf,
+    /// The key to it.
+    pub key: PathBuf,
+}
+
+/// How an agent speaks with its peers. Both sides have to be configured alike.
+#[derive(Clone, Debug)]
+pub enum Security {
+    /// TLS 1.3 with certificates on both sides.
+    Tls(Identity),
+    /// In the clear. Anybody who reaches the port can pretend to be any host, and read and change guests' memory.
+    Plain,
+}
+
+/// A certificate, its key, and the authority, ready for use.
+#[derive(Clone)]
+pub struct Identity {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+    verifier: Arc<WebPkiServerVerifier>,
+    chain: Vec<CertificateDer<'static>>,
+    files: TlsFiles,
+}
+
+/// What is wrong with the files of an [`Identity`].
+#[derive(Debug, thiserror::Error)]
+pub enum IdentityError {
+    /// Not there, or not readable.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Not PEM.
+    #[error("{} is not PEM", path.display())]
+    Pem {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: pem::Error,
+    },
+    /// A file without what it is named for.
+    #[error("there is no {what} in {}", path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+        /// What should be in it.
+        what: &'static str,
+    },
+    /// An authority that cannot be used.
+    #[error("the authority in {} cannot be used", path.display())]
+    Authority {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Certificate and key that do not belong together, or cannot be used.
+    #[error("the certificate in {} cannot be used with the key in {}", certificate.display(), key.display())]
+    Pair {
+        /// The certificate's file.
+        certificate: PathBuf,
+        /// The key's file.
+        key: PathBuf,
+        /// Why.
+        source: rustls::Error,
+    },
+    /// A certificate that no peer will accept.
+    #[error("this host's certificate in {} {}", path.display(), certificate_fault(fault))]
+    Unusable {
+        /// The certificate's file.
+        path: PathBuf,
+        /// What is wrong with it.
+        fault: CertificateError,
+    },
+    /// A certificate that does not bear the host's name.
+    #[error("{} does not fit this host", path.display())]
+    Name {
+        /// The certificate's file.
+        path: PathBuf,
+        /// Both names.
+        source: HandshakeError,
+    },
+}
+
+impl Identity {
+    /// Reads the files. Whether peers will accept what is in them is for [`Identity::check`] to tell.
+    pub fn load(files: &TlsFiles) -> Result<Self, IdentityError> {
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let roots = Arc::new(read_authorities(&files.ca)?);
+        let chain = read_certificates(&files.certificate)?;
+        let key = read_key(&files.key)?;
+
+        let authority = |source: rustls::client::VerifierBuilderError| IdentityError::Authority {
+            path: files.ca.clone(),
+            source: source.into(),
+        };
+        let pair = |source| IdentityError::Pair {
+            certificate: files.certificate.clone(),
+            key: files.key.clone(),
+            source,
+        };
+        let verifier = WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
+            .build()
+            .map_err(authority)?;
+        let client_verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::clone(&provider))
+            .build()
+            .map_err(authority)?;
+
+        let mut client = client_config(&provider)
+            .map_err(pair)?
+            .with_webpki_verifier(Arc::clone(&verifier))
+            .with_client_auth_cert(chain.clone(), key.clone_key())
+            .map_err(pair)?;
+        client.alpn_protocols = vec![ALPN.to_vec()];
+        client.resumption = Resumption::disabled();
+
+        let mut server = ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&TLS13])
+            .map_err(pair)?
+            .with_client_cert_verifier(client_verifier)
+            .with_single_cert(chain.clone(), key)
+            .map_err(pair)?;
+        server.alpn_protocols = vec![ALPN.to_vec()];
+        server.send_tls13_tickets = 0;
+
+        Ok(Self { client: Arc::new(client), server: Arc::new(server), verifier, chain, files: files.clone() })
+    }
+
+    /// Checks this host's own certificate as its peers will: signed by the same authority, in date, with the host's
+    /// name. Worth doing at the start, where somebody looks.
+    pub fn check(&self, host: &HostId) -> Result<(), IdentityError> {
+        let path = || self.files.certificate.clone();
+        let named = |source| IdentityError::Name { path: path(), source };
+        let name = dns_name(host).map_err(named)?;
+        let (own, between) = self
+            .chain
+            .split_first()
+            .ok_or_else(|| IdentityError::Empty { path: path(), what: "certificate" })?;
+        match self.verifier.verify_server_cert(own, between, &name, &[], UnixTime::now()) {
+            Ok(_) => Ok(()),
+            Err(error) => match named_fault(error, host) {
+                HandshakeError::PeerCertificate(fault) => {
+                    Err(IdentityError::Unusable { path: path(), fault })
+                }
+                other => Err(named(other)),
+            },
+        }
+    }
+
+    /// A session towards a peer of which the name is known.
+    pub(crate) fn client(&self, peer: &HostId) -> Result<rustls::Connection, HandshakeError> {
+        let session = rustls::ClientConnection::new(Arc::clone(&self.client), dns_name(peer)?)?;
+        Ok(sized(session.into()))
+    }
+
+    /// A session with whoever has connected.
+    pub(crate) fn server(&self) -> Result<rustls::Connection, HandshakeError> {
+        let session = rustls::ServerConnection::new(Arc::clone(&self.server))?;
+        Ok(sized(session.into()))
+    }
+}
+
+impl fmt::Debug for Identity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Identity").field("files", &self.files).finish_non_exhaustive()
+    }
+}
+
+fn client_config(
+    provider: &Arc<CryptoProvider>,
+) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::WantsVerifier>, rustls::Error> {
+    ClientConfig::builder_with_provider(Arc::clone(provider)).with_protocol_versions(&[&TLS13])
+}
+
+fn sized(mut session: rustls::Connection) -> rustls::Connection {
+    session.set_buffer_limit(Some(SESSION_BUFFER_BYTES));
+    session
+}
+
+/// Checks that a certificate that TLS has accepted bears the name of the host that showed it.
+pub(crate) fn check_name(certificate: &CertificateDer<'_>, host: &HostId) -> Result<(), HandshakeError> {
+    let name = dns_name(host)?;
+    ParsedCertificate::try_from(certificate)
+        .and_then(|parsed| verify_server_name(&parsed, &name))
+        .map_err(|error| named_fault(error, host))
+}
+
+/// A fault of a peer's certificate, with the host's name where it is about names.
+pub(crate) fn named_fault(error: rustls::Error, host: &HostId) -> HandshakeError {
+    match error {
+        rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext { presented, .. }) => {
+            HandshakeError::WrongName {
+                host: host.clone(),
+                presented: presented.iter().map(bare_name).collect(),
+            }
+        }
+        other => other.into(),
+    }
+}
+
+/// rustls tells `DnsName("host-a")`.
+fn bare_name(told: &String) -> String {
+    told.split('"').nth(1).unwrap_or(told).to_owned()
+}
+
+fn dns_name(host: &HostId) -> Result<ServerName<'static>, HandshakeError> {
+    DnsName::try_from(host.as_str())
+        .map(|name| ServerName::DnsName(name.to_owned()))
+        .map_err(|_| HandshakeError::NameNotDns(host.clone()))
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, IdentityError> {
+    std::fs::read(path).map_err(|source| IdentityError::Read { path: path.to_owned(), source })
+}
+
+fn read_certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, IdentityError> {
+    let certificates: Vec<_> = CertificateDer::pem_slice_iter(&read(path)?)
+        .collect::<Result<_, _>>()
+        .map_err(|source| IdentityError::Pem { path: path.to_owned(), source })?;
+    if certificates.is_empty() {
+        return Err(IdentityError::Empty { path: path.to_owned(), what: "certificate" });
+    }
+    Ok(certificates)
+}
+
+fn read_authorities(path: &Path) -> Result<RootCertStore, IdentityError> {
+    let mut roots = RootCertStore::empty();
+    for certificate in read_certificates(path)? {
+        roots
+            .add(certificate)
+            .map_err(|source| IdentityError::Authority { path: path.to_owned(), source: source.into() })?;
+    }
+    Ok(roots)
+}
+
+fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
+    PrivateKeyDer::from_pem_slice(&read(path)?).map_err(|source| match source {
+        pem::Error::NoItemsFound => IdentityError::Empty { path: path.to_owned(), what: "private key" },
+        source => IdentityError::Pem { path: path.to_owned(), source },
+    })
+}

@@ -1,0 +1,257 @@
+//! Waiting for agents that connect to us.
+//!
+//! One thread accepts; each connection gets a thread of its own for its handshake, which has a deadline, and then for
+//! the handler. Only so many may be in their handshake at once, so that clients that say nothing cost no more than
+//! that many threads for no longer than the deadline; others wait in the system's queue.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use proto::{HostId, Purpose};
+use rustix::net::{Shutdown, shutdown};
+
+use crate::connection::Connection;
+use crate::endpoint::{Endpoint, resolve};
+use crate::error::{BindError, HandshakeError, LinkError};
+use crate::handshake::{Greeting, answer};
+use crate::socket::Socket;
+
+/// How long to wait after the system has refused a connection for want of descriptors or memory.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A bound address.
+#[derive(Debug)]
+pub struct Listener {
+    endpoint: Endpoint,
+    socket: TcpListener,
+    address: SocketAddr,
+}
+
+/// An agent that has connected, was checked and has greeted, and waits for an answer. Dropped without one, the
+/// connection just ends.
+#[derive(Debug)]
+pub struct Arrival {
+    greeting: Greeting,
+    own: HostId,
+    host: HostId,
+    purpose: Purpose,
+    version: u16,
+    from: SocketAddr,
+}
+
+/// A connection that came to nothing. The other side was told why, where it could be.
+#[derive(Debug, thiserror::Error)]
+#[error("a connection from {from} was refused")]
+pub struct Rejected {
+    /// Where it came from.
+    pub from: SocketAddr,
+    /// Why.
+    pub source: HandshakeError,
+}
+
+/// A listener at work. Ends when stopped or dropped.
+#[derive(Debug)]
+pub struct Serving {
+    socket: Arc<TcpListener>,
+    address: SocketAddr,
+    stopped: Arc<AtomicBool>,
+    gate: Arc<Gate>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Listener {
+    /// Binds an address (`host:port`; port 0 lets the system choose).
+    pub fn bind(endpoint: Endpoint, address: &str) -> Result<Self, BindError> {
+        let cannot_resolve = |source| BindError::Resolve { address: address.to_owned(), source };
+        let wanted = *resolve(address)
+            .map_err(cannot_resolve)?
+            .first()
+            .ok_or_else(|| cannot_resolve(io::ErrorKind::NotFound.into()))?;
+        let bind = |source| BindError::Bind { address: wanted, source };
+        let socket = TcpListener::bind(wanted).map_err(bind)?;
+        let address = socket.local_addr().map_err(bind)?;
+        Ok(Self { endpoint, socket, address })
+    }
+
+    /// The address, with the port that the system chose.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Accepts connections in a thread of its own. The handler is called from one thread for each connection, with
+    /// whoever has passed the handshake, or why it has not; it may take its time.
+    pub fn serve<H>(self, handler: H) -> Result<Serving, BindError>
+    where
+        H: Fn(Result<Arrival, Rejected>) + Send + Sync + 'static,
+    {
+        let mut serving = Serving {
+            gate: Arc::new(Gate::new(self.endpoint.settings.handshakes)),
+            socket: Arc::new(self.socket),
+            address: self.address,
+            stopped: Arc::default(),
+            thread: None,
+        };
+        let (socket, stopped) = (Arc::clone(&serving.socket), Arc::clone(&serving.stopped));
+        let (gate, endpoint, handler) =
+            (Arc::clone(&serving.gate), Arc::new(self.endpoint), Arc::new(handler));
+        let accepting = thread::Builder::new()
+            .name("link-accept".to_owned())
+            .spawn(move || accept_all(&socket, &stopped, &gate, &endpoint, &handler))
+            .map_err(BindError::Thread)?;
+        serving.thread = Some(accepting);
+        Ok(serving)
+    }
+}
+
+fn accept_all<H>(
+    socket: &TcpListener,
+    stopped: &AtomicBool,
+    gate: &Arc<Gate>,
+    endpoint: &Arc<Endpoint>,
+    handler: &Arc<H>,
+) where
+    H: Fn(Result<Arrival, Rejected>) + Send + Sync + 'static,
+{
+    while let Some(place) = Gate::enter(gate) {
+        let (stream, from) = match socket.accept() {
+            Ok(accepted) => accepted,
+            Err(_) if stopped.load(Ordering::Acquire) => return,
+            Err(error) => {
+                tracing::warn!(%error, "cannot accept a connection");
+                thread::sleep(PAUSE);
+                continue;
+            }
+        };
+        let (endpoint, handler) = (Arc::clone(endpoint), Arc::clone(handler));
+        let spawned = thread::Builder::new().name("link-peer".to_owned()).spawn(move || {
+            let arrival = receive(stream, from, &endpoint);
+            drop(place);
+            handler(arrival);
+        });
+        if let Err(error) = spawned {
+            tracing::warn!(%from, %error, "no thread for a connection; it is closed");
+        }
+    }
+}
+
+fn receive(stream: TcpStream, from: SocketAddr, endpoint: &Endpoint) -> Result<Arrival, Rejected> {
+    let deadline = Instant::now() + endpoint.settings.handshake;
+    Socket::new(stream, endpoint.settings.silence)
+        .map_err(|error| HandshakeError::Link(LinkError::Lost(error)))
+        .and_then(|socket| answer(socket, &endpoint.security, endpoint.versions, deadline))
+        .map(|(greeting, hello, version)| Arrival {
+            greeting,
+            own: endpoint.host.clone(),
+            host: hello.host,
+            purpose: hello.purpose,
+            version,
+            from,
+        })
+        .map_err(|source| Rejected { from, source })
+}
+
+impl Arrival {
+    /// Who has connected.
+    pub fn host(&self) -> &HostId {
+        &self.host
+    }
+
+    /// What for.
+    pub fn purpose(&self) -> &Purpose {
+        &self.purpose
+    }
+
+    /// From where.
+    pub fn from(&self) -> SocketAddr {
+        self.from
+    }
+
+    /// Welcomes the other side. To be called soon: the deadline of its handshake runs.
+    pub fn accept(self) -> Result<Connection, HandshakeError> {
+        self.greeting.accept(&self.own, self.host, self.version)
+    }
+
+    /// Sends the other side away, with a reason and what to do about it. Waits up to a second for it to read that.
+    pub fn refuse(mut self, reason: impl Into<String>) {
+        self.greeting.refuse(reason.into());
+    }
+}
+
+impl Serving {
+    /// The address, with the port that the system chose.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Accepts no more. Connections that were accepted are not touched; handlers that run are not waited for.
+    pub fn stop(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        self.stopped.store(true, Ordering::Release);
+        self.gate.close();
+        // Wakes the thread out of accept.
+        let _ = shutdown(&*self.socket, Shutdown::Both);
+        if let Some(thread) = self.thread.take() {
+            // It does not panic; if it did, there would be nothing left to stop.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Lets so many in at once.
+#[derive(Debug)]
+struct Gate {
+    /// Free places; None when closed.
+    free: Mutex<Option<usize>>,
+    changed: Condvar,
+}
+
+/// A place that is given back when dropped.
+struct Place(Arc<Gate>);
+
+impl Gate {
+    fn new(places: usize) -> Self {
+        Self { free: Mutex::new(Some(places.max(1))), changed: Condvar::new() }
+    }
+
+    /// Waits for a place; None when the gate is closed.
+    fn enter(gate: &Arc<Self>) -> Option<Place> {
+        let mut free = gate.free.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            match *free {
+                None => return None,
+                Some(0) => free = gate.changed.wait(free).unwrap_or_else(PoisonError::into_inner),
+                Some(places) => {
+                    *free = Some(places - 1);
+                    return Some(Place(Arc::clone(gate)));
+                }
+            }
+        }
+    }
+
+    fn close(&self) {
+        *self.free.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        self.changed.notify_all();
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if let Some(places) = self.0.free.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+            *places += 1;
+        }
+        self.0.changed.notify_all();
+    }
+}

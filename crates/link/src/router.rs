@@ -1,0 +1,118 @@
+//! Hands connections of a migration to whoever waits for them.
+//!
+//! The agent that takes a VM in expects connections of one migration and one generation; they arrive one by one in
+//! threads of the listener. A [`Route`] is the expectation: while it lives, arrivals of its generation go into its
+//! channel, and those of other generations are told why not. Expecting a newer generation ends older routes of the
+//! migration, so that nothing of an old set of connections can slip into a new one.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use proto::{Generation, MigrationId, Purpose};
+
+use crate::connection::Connection;
+use crate::listen::Arrival;
+
+/// Who expects which connections.
+#[derive(Clone, Debug, Default)]
+pub struct Router {
+    expected: Arc<Mutex<BTreeMap<MigrationId, Expected>>>,
+}
+
+#[derive(Debug)]
+struct Expected {
+    generation: Generation,
+    /// How many data streams, and which of them have come.
+    seen: Vec<bool>,
+    deliver: Sender<(u16, Connection)>,
+}
+
+/// The data streams of one generation, as they come. Nobody else is expected once it is dropped.
+#[derive(Debug)]
+pub struct Route {
+    router: Router,
+    migration: MigrationId,
+    generation: Generation,
+    arrivals: Receiver<(u16, Connection)>,
+}
+
+impl Router {
+    /// Expects the data streams 0 to `streams` − 1 of a generation, each once. Takes the place of an earlier
+    /// expectation for the same migration.
+    pub fn expect(&self, migration: MigrationId, generation: Generation, streams: u16) -> Route {
+        let (deliver, arrivals) = mpsc::channel();
+        let expected = Expected { generation, seen: vec![false; usize::from(streams)], deliver };
+        self.lock().insert(migration.clone(), expected);
+        Route { router: self.clone(), migration, generation, arrivals }
+    }
+
+    /// Accepts an arrival that is expected and refuses a data stream that is not. Any other purpose is handed back.
+    pub fn deliver(&self, arrival: Arrival) -> Option<Arrival> {
+        let Purpose::Data { migration, generation, stream } = arrival.purpose().clone() else {
+            return Some(arrival);
+        };
+        match self.claim(&migration, generation, stream) {
+            Err(reason) => arrival.refuse(reason),
+            Ok(deliver) => match arrival.accept() {
+                // If the route is gone by now, so is the connection.
+                Ok(connection) => drop(deliver.send((stream, connection))),
+                Err(error) => tracing::warn!(%migration, stream, %error, "a data stream was lost on arrival"),
+            },
+        }
+        None
+    }
+
+    /// Marks a stream as come and tells where it goes, or why it may not come.
+    fn claim(
+        &self,
+        migration: &MigrationId,
+        generation: Generation,
+        stream: u16,
+    ) -> Result<Sender<(u16, Connection)>, String> {
+        let mut expected = self.lock();
+        let expected = expected
+            .get_mut(migration)
+            .ok_or_else(|| format!("no data stream of {migration} is expected here"))?;
+        if expected.generation != generation {
+            return Err(format!(
+                "connections of {migration} are of generation {}, not {generation}",
+                expected.generation
+            ));
+        }
+        match expected.seen.get_mut(usize::from(stream)) {
+            Some(seen) if !*seen => {
+                *seen = true;
+                Ok(expected.deliver.clone())
+            }
+            Some(_) => Err(format!("stream {stream} of {migration} is already there")),
+            None => Err(format!("{migration} has no stream {stream}")),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<MigrationId, Expected>> {
+        self.expected.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Route {
+    /// Waits for the next data stream: its number and its connection. None at the deadline, or when a newer
+    /// expectation has taken this one's place.
+    pub fn next(&self, deadline: Instant) -> Option<(u16, Connection)> {
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
+        match self.arrivals.recv_timeout(left) {
+            Ok(arrival) => Some(arrival),
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
+        }
+    }
+}
+
+impl Drop for Route {
+    fn drop(&mut self) {
+        let mut expected = self.router.lock();
+        if expected.get(&self.migration).is_some_and(|expected| expected.generation == self.generation) {
+            expected.remove(&self.migration);
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! A TCP socket that never blocks by itself: waiting is done in `poll`, with a deadline, and ends at once when another
+//! thread shuts the socket down.
+
+use std::io::{self, IoSlice};
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg, shutdown, sockopt};
+
+use crate::error::LinkError;
+
+/// Bytes that went through a socket, TLS included.
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) sent: AtomicU64,
+    pub(crate) received: AtomicU64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Socket {
+    stream: TcpStream,
+    closed: AtomicBool,
+    counters: Arc<Counters>,
+}
+
+impl Socket {
+    /// Takes a connected socket.
+    ///
+    /// A connection over which nothing gets through for `silence` is ended by the kernel: an idle one by keepalive
+    /// probes, one with unsent bytes by the user timeout. The latter also strikes when the peer's host is well but its
+    /// agent takes nothing for that long; such a peer is as good as gone.
+    pub(crate) fn new(stream: TcpStream, silence: Duration) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        sockopt::set_tcp_nodelay(&stream, true)?;
+        sockopt::set_socket_keepalive(&stream, true)?;
+        // The kernel knows whole seconds here; the user timeout, in milliseconds, also ends the probing.
+        let probe = Duration::from_secs((silence.as_secs() / 4).max(1));
+        sockopt::set_tcp_keepidle(&stream, probe)?;
+        sockopt::set_tcp_keepintvl(&stream, probe)?;
+        sockopt::set_tcp_keepcnt(&stream, 3)?;
+        sockopt::set_tcp_user_timeout(&stream, u32::try_from(silence.as_millis()).unwrap_or(u32::MAX))?;
+        Ok(Self { stream, closed: AtomicBool::new(false), counters: Arc::default() })
+    }
+
+    pub(crate) fn counters(&self) -> Arc<Counters> {
+        Arc::clone(&self.counters)
+    }
+
+    /// Ends the connection in both directions. Whoever waits on it returns.
+    pub(crate) fn shutdown(&self) {
+        self.closed.store(true, Ordering::Release);
+        // Fails only if the peer was faster.
+        let _ = shutdown(&self.stream, Shutdown::Both);
+    }
+
+    /// Tells the peer that nothing more will come.
+    pub(crate) fn finish(&self) {
+        let _ = shutdown(&self.stream, Shutdown::Write);
+    }
+
+    pub(crate) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn closed(&self) -> &AtomicBool {
+        &self.closed
+    }
+
+    /// Receives at least one byte; 0 says that the peer has ended the connection.
+    pub(crate) fn recv(&self, into: &mut [u8], deadline: Option<Instant>) -> Result<usize, LinkError> {
+        loop {
+            match self.try_recv(into, RecvFlags::empty()) {
+                Err(LinkError::TimedOut) => self.wait(PollFlags::IN, deadline)?,
+                Ok(bytes) => {
+                    self.counters.received.fetch_add(bytes as u64, Ordering::Relaxed);
+                    return Ok(bytes);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The first byte that is waiting to be received, which stays where it is. None at the connection's end.
+    pub(crate) fn peek(&self, deadline: Instant) -> Result<Option<u8>, LinkError> {
+        let mut byte = [0];
+        loop {
+            match self.try_recv(&mut byte, RecvFlags::PEEK) {
+                Err(LinkError::TimedOut) => self.wait(PollFlags::IN, Some(deadline))?,
+                Ok(0) => return Ok(None),
+                Ok(_) => return Ok(Some(byte[0])),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Sends what fits into the socket's buffer now; 0 if nothing does.
+    pub(crate) fn try_send(&self, parts: &[IoSlice<'_>]) -> Result<usize, LinkError> {
+        loop {
+            if self.is_closed() {
+                return Err(LinkError::Closed);
+            }
+            let mut control = SendAncillaryBuffer::default();
+            match sendmsg(&self.stream, parts, &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
+                Ok(bytes) => {
+                    self.counters.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+                    return Ok(bytes);
+                }
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Ok(0),
+                Err(errno) => return Err(self.lost(errno)),
+            }
+        }
+    }
+
+    /// Waits until something can be sent.
+    pub(crate) fn wait_to_send(&self, deadline: Option<Instant>) -> Result<(), LinkError> {
+        self.wait(PollFlags::OUT, deadline)
+    }
+
+    fn try_recv(&self, into: &mut [u8], flags: RecvFlags) -> Result<usize, LinkError> {
+        loop {
+            if self.is_closed() {
+                return Err(LinkError::Closed);
+            }
+            match recv(&self.stream, &mut *into, flags | RecvFlags::DONTWAIT) {
+                // A shutdown on this side also reads as the end.
+                Ok((_, 0)) if self.is_closed() => return Err(LinkError::Closed),
+                Ok((_, bytes)) => return Ok(bytes),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => return Err(LinkError::TimedOut),
+                Err(errno) => return Err(self.lost(errno)),
+            }
+        }
+    }
+
+    fn wait(&self, what: PollFlags, deadline: Option<Instant>) -> Result<(), LinkError> {
+        loop {
+            let timeout = match deadline {
+                None => None,
+                Some(deadline) => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return Err(LinkError::TimedOut);
+                    }
+                    Timespec::try_from(left).ok()
+                }
+            };
+            match poll(&mut [PollFd::new(&self.stream, what)], timeout.as_ref()) {
+                // Errors and hang-ups are told by the call that follows.
+                Ok(ready) if ready > 0 => return Ok(()),
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(errno) => return Err(self.lost(errno)),
+            }
+        }
+    }
+
+    fn lost(&self, errno: rustix::io::Errno) -> LinkError {
+        if self.is_closed() { LinkError::Closed } else { LinkError::Lost(errno.into()) }
+    }
+}

@@ -1,1 +1,47 @@
-//! whimbrel-memory
+//! Guest memory on its way: from the RAM blocks of a running QEMU over several streams into those of another one, with
+//! no page lost.
+//!
+//! ```text
+//!  source                                                                  destination
+//!  DirtyLog ─► Owed ─► Cleared ─► Readable ─► Sender ══ N streams ══► Receiver ─► BlockWriter
+//!              (marks cleared) (drained)        ▲  ◄══ Ack ══════
+//!                                          BlockReader
+//! ```
+//!
+//! | module | is |
+//! |---|---|
+//! | [`dirty`] | sets of pages |
+//! | [`round`] | the order of a round, as types: clear, drain, read |
+//! | [`ram`] | RAM blocks as bytes, on either side |
+//! | [`send`], [`receive`] | the two ends of the streams |
+//! | [`wire`] | what is needed of a connection |
+//!
+//! Threads and blocking calls throughout. Nothing here knows of QEMU's monitor, of the handover, or of how a
+//! connection comes about; it must never decide that a page need not be sent.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+mod chunk;
+pub mod dirty;
+pub mod ram;
+pub mod receive;
+pub mod round;
+pub mod send;
+pub mod wire;
+
+pub use chunk::{Contents, FRAME_PAGES};
+pub use dirty::{ChunkPages, DirtyBitmap};
+pub use ram::{BlockReader, BlockWriter};
+pub use receive::{
+    AttachError, DestinationRam, Discardable, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
+};
+pub use round::{Cleared, DirtyLog, DrainFailed, Owed, Readable, ScanError, ScanFailed, ScanStats};
+pub use send::{
+    Interrupted, Progress, RoundStats, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,
+};
+pub use wire::{DataStream, FrameSink, FrameSource, HangUp};
+
+/// Locks. A thread that died while it held the lock is told by its guard, so its lock need not tell it again.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,315 @@
+//! Which pages: a set of pages for each RAM block, kept chunk by chunk.
+//!
+//! The unit is the 4 KiB page whatever page size the host uses, the unit of order is the chunk of 2 MiB
+//! ([`proto::limits`]). A chunk's pages are 512 bits, eight words: small enough to be copied, so that a frame on its
+//! way is remembered by value ([`ChunkPages`]) and no list of runs has to be allocated for it.
+//!
+//! Pure data: nothing here does I/O or knows who writes.
+
+use std::ops::Range;
+
+use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
+
+const WORDS: usize = (CHUNK_PAGES / 64) as usize;
+
+/// A set of pages within one chunk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ChunkPages([u64; WORDS]);
+
+impl ChunkPages {
+    /// No page.
+    pub const EMPTY: Self = Self([0; WORDS]);
+
+    /// The pages of a range, which is cut at the chunk's end.
+    pub fn from_range(pages: Range<u64>) -> Self {
+        let mut set = Self::EMPTY;
+        for (index, word) in set.0.iter_mut().enumerate() {
+            *word = word_mask(&pages, index as u64 * 64);
+        }
+        set
+    }
+
+    /// Whether there is no page in it.
+    pub fn is_empty(&self) -> bool {
+        self.0 == [0; WORDS]
+    }
+
+    /// How many pages are in it.
+    pub fn count(&self) -> u64 {
+        self.0.iter().map(|word| u64::from(word.count_ones())).sum()
+    }
+
+    /// Whether a page, counted from the chunk's beginning, is in it.
+    pub fn contains(&self, page: u64) -> bool {
+        self.0.get((page / 64) as usize).is_some_and(|word| word >> (page % 64) & 1 == 1)
+    }
+
+    /// Adds all pages of another set.
+    pub fn insert(&mut self, other: &Self) {
+        self.0.iter_mut().zip(other.0).for_each(|(word, bits)| *word |= bits);
+    }
+
+    /// Takes all pages of another set out.
+    pub fn remove(&mut self, other: &Self) {
+        self.0.iter_mut().zip(other.0).for_each(|(word, bits)| *word &= !bits);
+    }
+
+    /// Neighbouring pages as ranges, ascending, as long as can be.
+    pub fn runs(&self) -> Runs {
+        Runs { left: *self, from: 0 }
+    }
+
+    /// First page at or after `from` that is in the set (or, with `present` false, is not).
+    fn find(&self, from: u64, present: bool) -> Option<u64> {
+        let mut page = from;
+        while page < CHUNK_PAGES {
+            let word = self.0[(page / 64) as usize];
+            let word = if present { word } else { !word } >> (page % 64);
+            if word != 0 {
+                return Some(page + u64::from(word.trailing_zeros()));
+            }
+            page = (page / 64 + 1) * 64;
+        }
+        None
+    }
+}
+
+/// Runs of a [`ChunkPages`], see [`ChunkPages::runs`].
+#[derive(Clone, Debug)]
+pub struct Runs {
+    left: ChunkPages,
+    from: u64,
+}
+
+impl Iterator for Runs {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Range<u64>> {
+        let start = self.left.find(self.from, true)?;
+        let end = self.left.find(start, false).unwrap_or(CHUNK_PAGES);
+        self.from = end;
+        Some(start..end)
+    }
+}
+
+/// The bits of the word that begins at page `base` for which the range has pages.
+fn word_mask(pages: &Range<u64>, base: u64) -> u64 {
+    let start = pages.start.clamp(base, base + 64) - base;
+    let end = pages.end.clamp(base, base + 64) - base;
+    if start >= end { 0 } else { u64::MAX >> (64 - (end - start)) << start }
+}
+
+/// A set of pages of one RAM block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DirtyBitmap {
+    chunks: Vec<ChunkPages>,
+    pages: u64,
+}
+
+impl DirtyBitmap {
+    /// No page of a block of that many bytes. A last piece that is shorter than a page counts as a page.
+    pub fn new(bytes: u64) -> Self {
+        let chunks = vec![ChunkPages::EMPTY; bytes.div_ceil(CHUNK_BYTES) as usize];
+        Self { chunks, pages: bytes.div_ceil(PAGE_BYTES) }
+    }
+
+    /// Every page of a block of that many bytes.
+    pub fn full(bytes: u64) -> Self {
+        let mut all = Self::new(bytes);
+        all.set(0..all.pages);
+        all
+    }
+
+    /// Pages of the block.
+    pub fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// Chunks of the block; the last one may be shorter.
+    pub fn chunks(&self) -> u64 {
+        self.chunks.len() as u64
+    }
+
+    /// Adds a range of pages; what lies beyond the block's end is ignored.
+    pub fn set(&mut self, pages: Range<u64>) {
+        self.for_parts(pages, |chunk, part| {
+            for (index, word) in chunk.0.iter_mut().enumerate() {
+                *word |= word_mask(&part, index as u64 * 64);
+            }
+        });
+    }
+
+    /// Takes a range of pages out; what lies beyond the block's end is ignored.
+    pub fn clear(&mut self, pages: Range<u64>) {
+        self.for_parts(pages, |chunk, part| chunk.remove(&ChunkPages::from_range(part)));
+    }
+
+    /// Adds a range of bytes: every page that it touches.
+    pub fn set_bytes(&mut self, bytes: Range<u64>) {
+        if bytes.start < bytes.end {
+            self.set(bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES));
+        }
+    }
+
+    /// Whether a page is in the set.
+    pub fn contains(&self, page: u64) -> bool {
+        self.chunk(page / CHUNK_PAGES).contains(page % CHUNK_PAGES)
+    }
+
+    /// How many pages are in the set.
+    pub fn count(&self) -> u64 {
+        self.chunks.iter().map(ChunkPages::count).sum()
+    }
+
+    /// Whether no page is in the set.
+    pub fn is_empty(&self) -> bool {
+        self.chunks.iter().all(ChunkPages::is_empty)
+    }
+
+    /// The pages of one chunk; none for a chunk beyond the end.
+    pub fn chunk(&self, chunk: u64) -> ChunkPages {
+        self.chunks.get(chunk as usize).copied().unwrap_or_default()
+    }
+
+    /// Takes pages of one chunk out.
+    pub fn remove_from_chunk(&mut self, chunk: u64, pages: &ChunkPages) {
+        if let Some(mine) = self.chunks.get_mut(chunk as usize) {
+            mine.remove(pages);
+        }
+    }
+
+    /// Chunks that have pages in the set, ascending.
+    pub fn dirty_chunks(&self) -> impl Iterator<Item = u64> + '_ {
+        (0_u64..).zip(&self.chunks).filter(|(_, pages)| !pages.is_empty()).map(|(chunk, _)| chunk)
+    }
+
+    /// Neighbouring pages as ranges of the block, ascending, cut at chunk borders.
+    pub fn runs(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        (0_u64..).zip(&self.chunks).flat_map(|(chunk, pages)| {
+            let base = chunk * CHUNK_PAGES;
+            pages.runs().map(move |run| base + run.start..base + run.end)
+        })
+    }
+
+    /// Adds all pages of another set of the same block.
+    pub fn insert(&mut self, other: &Self) {
+        self.chunks.iter_mut().zip(&other.chunks).for_each(|(mine, theirs)| mine.insert(theirs));
+    }
+
+    fn for_parts(&mut self, pages: Range<u64>, mut each: impl FnMut(&mut ChunkPages, Range<u64>)) {
+        let end = pages.end.min(self.pages);
+        let mut at = pages.start;
+        while at < end {
+            let base = at / CHUNK_PAGES * CHUNK_PAGES;
+            let part_end = end.min(base + CHUNK_PAGES);
+            each(&mut self.chunks[(at / CHUNK_PAGES) as usize], at - base..part_end - base);
+            at = part_end;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Clone, Debug)]
+    enum Op {
+        Set(Range<u64>),
+        Clear(Range<u64>),
+        SetBytes(Range<u64>),
+        Insert(Vec<Range<u64>>),
+        RemoveChunk(u64, Range<u64>),
+    }
+
+    fn ranges(max: u64) -> impl Strategy<Value = Range<u64>> {
+        // Borders of words and chunks are where mistakes live.
+        let near =
+            prop_oneof![0..=max, (0..=max / 64).prop_map(|n| n * 64), (0..=max / 512).prop_map(|n| n * 512)];
+        (near, prop_oneof![0_u64..70, 0..=max]).prop_map(|(start, len)| start..start + len)
+    }
+
+    fn ops(pages: u64) -> impl Strategy<Value = Op> {
+        let max = pages + 100;
+        prop_oneof![
+            ranges(max).prop_map(Op::Set),
+            ranges(max).prop_map(Op::Clear),
+            ranges(max * PAGE_BYTES).prop_map(Op::SetBytes),
+            prop::collection::vec(ranges(max), 0..4).prop_map(Op::Insert),
+            (0..pages / 512 + 2, ranges(600)).prop_map(|(chunk, range)| Op::RemoveChunk(chunk, range)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn agrees_with_a_set_of_page_numbers(
+            (pages, ops) in (1_u64..2000).prop_flat_map(|pages| (Just(pages), prop::collection::vec(ops(pages), 1..20)))
+        ) {
+            let mut bitmap = DirtyBitmap::new(pages * PAGE_BYTES);
+            let mut oracle = BTreeSet::new();
+            for op in ops {
+                match op {
+                    Op::Set(range) => {
+                        bitmap.set(range.clone());
+                        oracle.extend(range.filter(|page| *page < pages));
+                    }
+                    Op::Clear(range) => {
+                        bitmap.clear(range.clone());
+                        oracle.retain(|page| !range.contains(page));
+                    }
+                    Op::SetBytes(range) => {
+                        bitmap.set_bytes(range.clone());
+                        oracle.extend((0..pages).filter(|page| {
+                            page * PAGE_BYTES < range.end.max(range.start) && (page + 1) * PAGE_BYTES > range.start
+                                && range.start < range.end
+                        }));
+                    }
+                    Op::Insert(ranges) => {
+                        let mut other = DirtyBitmap::new(pages * PAGE_BYTES);
+                        for range in ranges {
+                            other.set(range.clone());
+                            oracle.extend(range.filter(|page| *page < pages));
+                        }
+                        bitmap.insert(&other);
+                    }
+                    Op::RemoveChunk(chunk, range) => {
+                        bitmap.remove_from_chunk(chunk, &ChunkPages::from_range(range.clone()));
+                        oracle.retain(|page| page / 512 != chunk || !range.contains(&(page % 512)));
+                    }
+                }
+                prop_assert_eq!(bitmap.count(), oracle.len() as u64);
+                prop_assert_eq!(bitmap.is_empty(), oracle.is_empty());
+                let listed: Vec<u64> = bitmap.runs().flatten().collect();
+                prop_assert_eq!(&listed, &oracle.iter().copied().collect::<Vec<_>>());
+                prop_assert!((0..pages + 600).all(|page| bitmap.contains(page) == oracle.contains(&page)));
+                let chunks: BTreeSet<u64> = oracle.iter().map(|page| page / 512).collect();
+                prop_assert!(bitmap.dirty_chunks().eq(chunks));
+            }
+        }
+
+        #[test]
+        fn runs_are_maximal_and_ascending(ranges in prop::collection::vec(ranges(512), 0..12)) {
+            let mut set = ChunkPages::EMPTY;
+            ranges.into_iter().for_each(|range| set.insert(&ChunkPages::from_range(range)));
+            let runs: Vec<_> = set.runs().collect();
+            prop_assert!(runs.iter().all(|run| run.start < run.end && run.end <= CHUNK_PAGES));
+            prop_assert!(runs.windows(2).all(|pair| pair[0].end < pair[1].start));
+            prop_assert_eq!(runs.iter().map(|run| run.end - run.start).sum::<u64>(), set.count());
+        }
+    }
+
+    #[test]
+    fn full_has_every_page_and_none_beyond() {
+        for bytes in
+            [PAGE_BYTES, CHUNK_BYTES - PAGE_BYTES, CHUNK_BYTES, CHUNK_BYTES + 1, 5 * CHUNK_BYTES + 8192]
+        {
+            let all = DirtyBitmap::full(bytes);
+            assert_eq!(all.count(), bytes.div_ceil(PAGE_BYTES));
+            assert_eq!(all.chunks(), bytes.div_ceil(CHUNK_BYTES));
+            assert!(!all.contains(all.pages()));
+        }
+    }
+}

@@ -1,0 +1,486 @@
+//! The destination's side of the streams: pages in, acknowledgements out.
+//!
+//! One thread for each data stream reads frames, checks them, applies them in the order in which they come, and
+//! acknowledges what it has applied: not each frame while more are there already, but always before it waits for more.
+//!
+//! # Generations
+//!
+//! [`Receiver::begin`] ends the workers of the generation before and **joins** them, and only then are streams of the
+//! new one accepted. A frame of an old connection may sit in a buffer or in a slow write when the new connections
+//! come; applied late, it would put an old page over a newer one (trap 7).
+//!
+//! # What a peer may do
+//!
+//! Everything it says is compared with what there is: block, chunk, runs, round, sequence number, and whether the
+//! chunk belongs on this stream. What does not fit ends the connection and changes nothing.
+
+use std::fmt;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::thread::{self, JoinHandle};
+
+use proto::Generation;
+use proto::frame::Kind;
+use proto::limits::CHUNK_BYTES;
+use proto::pages::{BadPages, Content, PagesHeader, Run, decode_round_end, encode_ack};
+
+use crate::lock;
+use crate::ram::BlockWriter;
+use crate::send::stream_of;
+use crate::wire::{DataStream, FrameSink, FrameSource, HangUp};
+
+/// Acknowledge at the latest after so many frames, or so many bytes, even if more are there already: what is not
+/// acknowledged when a connection breaks is sent again.
+const ACK_FRAMES: u64 = 64;
+const ACK_BYTES: u64 = 8 << 20;
+
+/// The blocks of the destination's RAM in the order of the proposal.
+pub type DestinationRam = Arc<[Box<dyn BlockWriter>]>;
+
+/// Why a data stream came to an end.
+#[derive(Debug, thiserror::Error)]
+pub enum ReceiveError {
+    /// The connection failed.
+    #[error("the data stream failed")]
+    Stream(#[source] io::Error),
+    /// The other side closed it in good order.
+    #[error("the other side closed the data stream")]
+    Closed,
+    /// A frame that has no place on a data stream.
+    #[error("{0:?} frame on a data stream")]
+    UnexpectedFrame(Kind),
+    /// A frame that cannot be read.
+    #[error("bad data frame")]
+    BadFrame(#[from] BadPages),
+    /// A frame was left out or came twice.
+    #[error("frame {found} of the data stream came where frame {expected} has to come")]
+    WrongSeq {
+        /// Which one it should have been.
+        expected: u64,
+        /// Which one it was.
+        found: u64,
+    },
+    /// A round that is over, or never was.
+    #[error("a frame of round {found}, but this stream is at round {at_least}")]
+    WrongRound {
+        /// The round must not be less than this one.
+        at_least: u32,
+        /// Which round it was.
+        found: u32,
+    },
+    /// No such block, no such chunk, or pages beyond the block's end.
+    #[error("a frame for RAM block {block}, chunk {chunk}, that goes beyond the RAM")]
+    Outside {
+        /// Index of the block.
+        block: u16,
+        /// The chunk.
+        chunk: u64,
+    },
+    /// The chunk belongs to another stream, so that its order would not be kept.
+    #[error("RAM block {block}, chunk {chunk}, came on stream {stream}; it belongs to another one")]
+    WrongStream {
+        /// Index of the block.
+        block: u16,
+        /// The chunk.
+        chunk: u64,
+        /// The stream on which it came.
+        stream: u16,
+    },
+    /// Guest memory cannot be written. No new connection can help.
+    #[error("cannot write guest memory: RAM block {block} at {offset:#x}; is there memory left?")]
+    Memory {
+        /// Name of the block.
+        block: String,
+        /// Where, in bytes.
+        offset: u64,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The thread died: a mistake in this program.
+    #[error("the thread of the data stream died; please report this")]
+    ThreadDied,
+}
+
+impl ReceiveError {
+    /// Whether new connections may help.
+    pub fn is_connection(&self) -> bool {
+        matches!(self, Self::Stream(_) | Self::Closed)
+    }
+}
+
+/// What the receiver has to tell. Told on the stream's own thread, which goes on when the call returns.
+#[derive(Debug)]
+pub enum ReceiverEvent {
+    /// The last stream has come to the end of a round. Told before that is acknowledged: until the call returns the
+    /// source sends nothing, and no frame is applied.
+    RoundEnded {
+        /// Which round.
+        round: u32,
+    },
+    /// A stream came to an end that the receiver was not asked for.
+    Broken {
+        /// Of which set of connections.
+        generation: Generation,
+        /// Which stream.
+        stream: u16,
+        /// Why.
+        cause: ReceiveError,
+    },
+}
+
+/// Why a stream was not taken.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// Not the generation that is open.
+    #[error("a data stream of generation {found}; the generation now is {current}")]
+    Generation {
+        /// The one that is open.
+        current: Generation,
+        /// Which one it says.
+        found: Generation,
+    },
+    /// No such stream, or it is there already.
+    #[error("data stream {stream} is one too many: there are {streams}, each of them once")]
+    Stream {
+        /// Which one it says.
+        stream: u16,
+        /// How many there are.
+        streams: u16,
+    },
+    /// The system gives no more threads.
+    #[error("cannot start a thread for a data stream")]
+    Thread(#[source] io::Error),
+}
+
+/// Memory that was zeroed and could be given back, in bytes of a block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Discardable {
+    /// Index of the block.
+    pub block: u16,
+    /// Where in the block, in whole pages of the host.
+    pub bytes: Range<u64>,
+}
+
+/// Applies what comes on the data streams to the destination's RAM. Dropping it ends connections and threads.
+#[derive(Debug)]
+pub struct Receiver {
+    shared: Arc<Shared>,
+    generation: Generation,
+    workers: Vec<Option<Worker>>,
+}
+
+struct Worker {
+    hang_up: Arc<dyn HangUp>,
+    thread: JoinHandle<()>,
+}
+
+impl fmt::Debug for Worker {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Worker").finish_non_exhaustive()
+    }
+}
+
+struct Shared {
+    ram: DestinationRam,
+    streams: u16,
+    observer: Box<dyn Fn(ReceiverEvent) + Send + Sync>,
+    /// Held for reading while a frame is applied.
+    gate: RwLock<()>,
+    rounds: Mutex<Rounds>,
+    /// The generation is being ended: what breaks now is no news.
+    ending: AtomicBool,
+    pages: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Rounds {
+    /// The newest round of which anything has come.
+    newest: u32,
+    /// For each stream the last round that it has ended.
+    ended: Vec<u32>,
+    /// The last round that all streams have ended.
+    complete: u32,
+}
+
+impl Receiver {
+    /// A receiver without connections. `observer` is called on the threads of the streams.
+    pub fn new(
+        ram: DestinationRam,
+        streams: u16,
+        observer: impl Fn(ReceiverEvent) + Send + Sync + 'static,
+    ) -> Self {
+        let rounds = Rounds { newest: 0, ended: vec![0; streams.into()], complete: 0 };
+        let shared = Shared {
+            ram,
+            streams,
+            observer: Box::new(observer),
+            gate: RwLock::default(),
+            rounds: Mutex::new(rounds),
+            ending: AtomicBool::new(false),
+            pages: AtomicU64::new(0),
+        };
+        Self { shared: Arc::new(shared), generation: Generation(0), workers: Vec::new() }
+    }
+
+    /// Opens a generation: ends and joins everything of the one before, then lets streams of the new one in.
+    pub fn begin(&mut self, generation: Generation) {
+        self.end_and_join();
+        self.generation = generation;
+        // A round that was cut off is not ended by the streams that had come to its end.
+        let mut rounds = lock(&self.shared.rounds);
+        let complete = rounds.complete;
+        rounds.ended.fill(complete);
+        drop(rounds);
+        self.shared.ending.store(false, Ordering::Release);
+        self.workers.resize_with(self.shared.streams.into(), || None);
+    }
+
+    /// Takes a data stream and begins to apply what comes on it.
+    pub fn attach(
+        &mut self,
+        generation: Generation,
+        stream: u16,
+        connection: DataStream,
+    ) -> Result<(), AttachError> {
+        if generation != self.generation {
+            return Err(AttachError::Generation { current: self.generation, found: generation });
+        }
+        let streams = self.shared.streams;
+        let Some(place @ None) = self.workers.get_mut(usize::from(stream)) else {
+            return Err(AttachError::Stream { stream, streams });
+        };
+        let hang_up: Arc<dyn HangUp> = Arc::from(connection.hang_up);
+        let mut worker = StreamWorker {
+            guard: Guard {
+                shared: Arc::clone(&self.shared),
+                hang_up: Arc::clone(&hang_up),
+                generation,
+                stream,
+            },
+            source: connection.source,
+            sink: connection.sink,
+            round: lock(&self.shared.rounds).newest,
+            applied: 0,
+            acked: 0,
+            bytes_since_ack: 0,
+        };
+        let thread = thread::Builder::new()
+            .name(format!("apply-{stream}"))
+            .spawn(move || {
+                let cause = worker.run();
+                worker.guard.broken(cause);
+            })
+            .map_err(AttachError::Thread)?;
+        *place = Some(Worker { hang_up, thread });
+        Ok(())
+    }
+
+    /// Ends all connections and waits until no thread applies anything any more. What had been applied stays.
+    pub fn end_and_join(&mut self) {
+        self.shared.ending.store(true, Ordering::Release);
+        self.workers.iter().flatten().for_each(|worker| worker.hang_up.hang_up());
+        for worker in self.workers.drain(..).flatten() {
+            // A thread that died has told so through its guard.
+            let _ = worker.thread.join();
+        }
+    }
+
+    /// The last round of which all streams have seen the end, 0 before the first.
+    pub fn completed_round(&self) -> u32 {
+        lock(&self.shared.rounds).complete
+    }
+
+    /// Pages applied so far, of whatever content.
+    pub fn applied_pages(&self) -> u64 {
+        self.shared.pages.load(Ordering::Relaxed)
+    }
+
+    /// For the observer and other threads.
+    pub fn handle(&self) -> ReceiverHandle {
+        ReceiverHandle(Arc::clone(&self.shared))
+    }
+}
+
+impl Drop for Receiver {
+    fn drop(&mut self) {
+        self.end_and_join();
+    }
+}
+
+/// A view of a [`Receiver`] from other threads, its observer too.
+#[derive(Clone, Debug)]
+pub struct ReceiverHandle(Arc<Shared>);
+
+impl ReceiverHandle {
+    /// Stops the application of frames, gives `discard` the memory that was zeroed where it could not be given back
+    /// from outside (anonymous RAM), and goes on when it returns. Each range is told once, unless it is zeroed anew.
+    ///
+    /// Meant for the end of a round that was long, not for a last one: giving memory back makes QEMU run a system
+    /// call, and the guest waits for it.
+    pub fn discard_with<R>(&self, discard: impl FnOnce(Vec<Discardable>) -> R) -> R {
+        let _quiet = self.0.gate.write().unwrap_or_else(PoisonError::into_inner);
+        let found = (0_u16..).zip(self.0.ram.iter()).flat_map(|(block, writer)| {
+            writer.take_discardable().into_iter().map(move |bytes| Discardable { block, bytes })
+        });
+        discard(found.collect())
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("rounds", &self.rounds).finish_non_exhaustive()
+    }
+}
+
+/// Tells the end of a worker, however it ends.
+struct Guard {
+    shared: Arc<Shared>,
+    hang_up: Arc<dyn HangUp>,
+    generation: Generation,
+    stream: u16,
+}
+
+impl Guard {
+    fn broken(&self, cause: ReceiveError) {
+        // The source notices by its connection.
+        self.hang_up.hang_up();
+        if !self.shared.ending.load(Ordering::Acquire) {
+            let (generation, stream) = (self.generation, self.stream);
+            (self.shared.observer)(ReceiverEvent::Broken { generation, stream, cause });
+        }
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.broken(ReceiveError::ThreadDied);
+        }
+    }
+}
+
+struct StreamWorker {
+    guard: Guard,
+    source: Box<dyn FrameSource>,
+    sink: Box<dyn FrameSink>,
+    /// The least round that may come.
+    round: u32,
+    /// Sequence number of the last frame that was applied.
+    applied: u64,
+    /// Sequence number of the last frame that was acknowledged.
+    acked: u64,
+    bytes_since_ack: u64,
+}
+
+impl StreamWorker {
+    fn run(&mut self) -> ReceiveError {
+        let mut payload = Vec::new();
+        let mut runs = Vec::new();
+        loop {
+            let result = self.acknowledge().and_then(|()| {
+                match self.source.receive(&mut payload).map_err(ReceiveError::Stream)? {
+                    Some(Kind::Pages) => self.apply(&payload, &mut runs),
+                    Some(Kind::RoundEnd) => self.end_round(&payload),
+                    Some(kind) => Err(ReceiveError::UnexpectedFrame(kind)),
+                    None => Err(ReceiveError::Closed),
+                }
+            });
+            if let Err(cause) = result {
+                return cause;
+            }
+        }
+    }
+
+    /// Acknowledges what was applied, unless more can be applied at once.
+    fn acknowledge(&mut self) -> Result<(), ReceiveError> {
+        let waiting = self.applied - self.acked;
+        let soon = waiting < ACK_FRAMES && self.bytes_since_ack < ACK_BYTES;
+        if waiting == 0 || (soon && self.source.has_more()) {
+            return Ok(());
+        }
+        let sent = self.sink.send(Kind::Ack, &[&encode_ack(self.applied)]);
+        sent.and_then(|()| self.sink.flush()).map_err(ReceiveError::Stream)?;
+        self.acked = self.applied;
+        self.bytes_since_ack = 0;
+        Ok(())
+    }
+
+    fn apply(&mut self, payload: &[u8], runs: &mut Vec<Run>) -> Result<(), ReceiveError> {
+        let shared = Arc::clone(&self.guard.shared);
+        let (header, data) = PagesHeader::decode(payload, runs)?;
+        let PagesHeader { seq, round, block, chunk } = header;
+        self.check_place(seq, round)?;
+        let outside = ReceiveError::Outside { block, chunk };
+        let Some(writer) = shared.ram.get(usize::from(block)) else { return Err(outside) };
+        let base = chunk.checked_mul(CHUNK_BYTES).filter(|base| *base < writer.bytes());
+        let Some(base) = base else { return Err(outside) };
+        // Runs ascend, so the last one tells for all.
+        if runs.last().is_some_and(|run| base + run.offset_bytes() + run.len_bytes() > writer.bytes()) {
+            return Err(outside);
+        }
+        let stream = self.guard.stream;
+        if stream_of(block, chunk, shared.streams) != stream {
+            return Err(ReceiveError::WrongStream { block, chunk, stream });
+        }
+
+        let _open = shared.gate.read().unwrap_or_else(PoisonError::into_inner);
+        let mut data = data;
+        for run in runs.iter() {
+            let offset = base + run.offset_bytes();
+            let written = match run.content {
+                Content::Data => {
+                    let (mine, rest) = data.split_at(run.len_bytes() as usize);
+                    data = rest;
+                    writer.write(offset, mine)
+                }
+                Content::Zero | Content::Hole => writer.drop_pages(offset..offset + run.len_bytes()),
+            };
+            written.map_err(|source| ReceiveError::Memory {
+                block: writer.name().to_owned(),
+                offset,
+                source,
+            })?;
+        }
+        let pages = runs.iter().map(|run| u64::from(run.pages)).sum();
+        shared.pages.fetch_add(pages, Ordering::Relaxed);
+        self.applied = seq;
+        self.bytes_since_ack += payload.len() as u64;
+        Ok(())
+    }
+
+    fn end_round(&mut self, payload: &[u8]) -> Result<(), ReceiveError> {
+        let (seq, round) = decode_round_end(payload)?;
+        self.check_place(seq, round)?;
+        self.applied = seq;
+        self.round = round.saturating_add(1);
+        let mut rounds = lock(&self.guard.shared.rounds);
+        rounds.ended[usize::from(self.guard.stream)] = round;
+        let complete = rounds.ended.iter().copied().min().unwrap_or(0);
+        let news = complete > rounds.complete;
+        rounds.complete = complete.max(rounds.complete);
+        drop(rounds);
+        if news {
+            (self.guard.shared.observer)(ReceiverEvent::RoundEnded { round: complete });
+        }
+        Ok(())
+    }
+
+    /// Whether a frame may come here and now.
+    fn check_place(&mut self, seq: u64, round: u32) -> Result<(), ReceiveError> {
+        let expected = self.applied + 1;
+        if seq != expected {
+            return Err(ReceiveError::WrongSeq { expected, found: seq });
+        }
+        if round < self.round || round == 0 {
+            return Err(ReceiveError::WrongRound { at_least: self.round.max(1), found: round });
+        }
+        if round > self.round {
+            self.round = round;
+            let mut rounds = lock(&self.guard.shared.rounds);
+            rounds.newest = rounds.newest.max(round);
+        }
+        Ok(())
+    }
+}

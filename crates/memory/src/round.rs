@@ -1,0 +1,216 @@
+//! The order of a round, as types: clear the marks, drain block I/O, only then read (design, traps 1 and 4).
+//!
+//! ```text
+//! Owed ──clear_marks──► Cleared ──drain──► Readable ──Sender::send_round──► Owed
+//! ```
+//!
+//! Why this order: a disk read with O_DIRECT is DMA into guest pages. The page is marked when the read is submitted,
+//! not when the data lands, so a page that is read between the two is sent with old bytes and no mark is left. Once
+//! all requests that were in flight when the marks were cleared have completed, every later change has a mark of its
+//! own, which the next round finds.
+//!
+//! Each stage is consumed by the next one and each failure gives the pages back: what is owed to the other side can
+//! be neither read too early nor lost on the way.
+//!
+//! ```compile_fail,E0308
+//! # use whimbrel_memory as memory;
+//! # fn f(owed: memory::Owed, log: &mut dyn memory::DirtyLog, sender: memory::Sender) {
+//! let cleared = owed.clear_marks(log).unwrap();
+//! sender.send_round(cleared); // not drained: does not compile
+//! # }
+//! ```
+//!
+//! ```no_run
+//! # use whimbrel_memory as memory;
+//! # fn f(owed: memory::Owed, log: &mut dyn memory::DirtyLog, sender: memory::Sender) {
+//! let cleared = owed.clear_marks(log).unwrap();
+//! let readable = cleared.drain(|| Ok::<(), std::io::Error>(())).unwrap();
+//! sender.send_round(readable).unwrap();
+//! # }
+//! ```
+
+use crate::dirty::DirtyBitmap;
+
+/// What one look into the dirty log found and took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ScanStats {
+    /// Pages found written (or none where there had been one), all blocks together.
+    pub pages: u64,
+    /// How long it took, in microseconds.
+    pub duration_us: u64,
+}
+
+/// Why the dirty log could not be read.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot read the dirty log of RAM block {block}")]
+pub struct ScanError {
+    /// Name of the block.
+    pub block: String,
+    /// What the system said.
+    pub source: std::io::Error,
+}
+
+/// Knows which pages were written.
+pub trait DirtyLog: Send {
+    /// Adds to `into`, which has one bitmap for each block in the order of the proposal, all pages that were written
+    /// since the last call (for the first call: since the log began), and forgets them.
+    ///
+    /// Taking a mark and watching the page again have to be one step, and pages that were written and then dropped
+    /// count as written (traps 3 and 4). On an error, `into` holds what had been taken by then.
+    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError>;
+}
+
+/// Pages that the other side has to get before the guest may run there: what was written since it was last sent, and
+/// what was sent but never acknowledged.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Owed {
+    pub(crate) blocks: Vec<DirtyBitmap>,
+    pub(crate) round: u32,
+}
+
+impl Owed {
+    /// Everything, as before the first round; takes the length of each block in bytes, in the order of the proposal.
+    pub fn everything(block_bytes: impl IntoIterator<Item = u64>) -> Self {
+        Self { blocks: block_bytes.into_iter().map(DirtyBitmap::full).collect(), round: 0 }
+    }
+
+    /// How many pages are owed.
+    pub fn pages(&self) -> u64 {
+        self.blocks.iter().map(DirtyBitmap::count).sum()
+    }
+
+    /// The pages of each block.
+    pub fn blocks(&self) -> &[DirtyBitmap] {
+        &self.blocks
+    }
+
+    /// The last round that was begun; 0 before the first. Counts on over all generations of connections.
+    pub fn round(&self) -> u32 {
+        self.round
+    }
+
+    /// Begins a round: takes the marks out of the log. Pages that were owed before stay so.
+    pub fn clear_marks(mut self, log: &mut dyn DirtyLog) -> Result<Cleared, ScanFailed> {
+        match log.take(&mut self.blocks) {
+            Ok(scan) => Ok(Cleared { owed: self, scan }),
+            Err(source) => Err(ScanFailed { owed: self, source }),
+        }
+    }
+}
+
+/// The dirty log failed; nothing that it had told is lost.
+#[derive(Debug, thiserror::Error)]
+#[error("the round could not begin")]
+pub struct ScanFailed {
+    /// The pages owed, with those that the log had given before it failed.
+    pub owed: Owed,
+    /// Why.
+    pub source: ScanError,
+}
+
+/// The marks are cleared; block I/O that was submitted before may still be writing into guest memory, so the pages
+/// must not be read yet.
+#[must_use = "the pages in it are owed to the other side"]
+#[derive(Debug)]
+pub struct Cleared {
+    owed: Owed,
+    scan: ScanStats,
+}
+
+impl Cleared {
+    /// What the log found.
+    pub fn scan(&self) -> ScanStats {
+        self.scan
+    }
+
+    /// How many pages this round has to send.
+    pub fn pages(&self) -> u64 {
+        self.owed.pages()
+    }
+
+    /// Runs `drain`, which returns when all block I/O that was in flight when it was called has completed (an empty
+    /// QMP `transaction`), and lets the pages be read.
+    pub fn drain<E>(self, drain: impl FnOnce() -> Result<(), E>) -> Result<Readable, DrainFailed<E>>
+    where
+        E: std::error::Error + 'static,
+    {
+        match drain() {
+            Ok(()) => Ok(Readable { owed: self.owed }),
+            Err(source) => Err(DrainFailed { owed: self.owed, source }),
+        }
+    }
+
+    /// Lets the pages be read because the guest had been stopped **before** the marks were cleared: QEMU's `stop`
+    /// drains by itself, and since then nothing was submitted.
+    pub fn stopped_before(self) -> Readable {
+        Readable { owed: self.owed }
+    }
+
+    /// Gives the round up; its pages stay owed.
+    pub fn give_up(self) -> Owed {
+        self.owed
+    }
+}
+
+/// Block I/O could not be drained; the pages stay owed.
+#[derive(Debug, thiserror::Error)]
+#[error("block I/O in flight could not be drained")]
+pub struct DrainFailed<E: std::error::Error + 'static> {
+    /// The pages owed.
+    pub owed: Owed,
+    /// What the caller's drain said.
+    pub source: E,
+}
+
+/// Pages that may be read and sent.
+#[must_use = "the pages in it are owed to the other side"]
+#[derive(Debug)]
+pub struct Readable {
+    pub(crate) owed: Owed,
+}
+
+impl Readable {
+    /// How many pages this round has to send.
+    pub fn pages(&self) -> u64 {
+        self.owed.pages()
+    }
+
+    /// Gives the round up; its pages stay owed.
+    pub fn give_up(self) -> Owed {
+        self.owed
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Log(Vec<u64>, bool);
+
+    impl DirtyLog for Log {
+        fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+            self.0.iter().for_each(|page| into[0].set(*page..page + 1));
+            if self.1 {
+                return Err(ScanError {
+                    block: "pc.ram".into(),
+                    source: std::io::ErrorKind::NotFound.into(),
+                });
+            }
+            Ok(ScanStats { pages: self.0.drain(..).count() as u64, duration_us: 0 })
+        }
+    }
+
+    #[test]
+    fn a_failure_at_any_stage_gives_the_pages_back() {
+        let nothing = Owed { blocks: vec![DirtyBitmap::new(1 << 20)], round: 3 };
+        let failed = nothing.clear_marks(&mut Log(vec![1, 5], true)).unwrap_err();
+        assert_eq!(failed.owed.pages(), 2);
+        let cleared = failed.owed.clear_marks(&mut Log(vec![7], false)).unwrap();
+        assert_eq!((cleared.pages(), cleared.scan().pages), (3, 1));
+        let failed = cleared.drain(|| Err(std::io::Error::from(std::io::ErrorKind::TimedOut))).unwrap_err();
+        assert_eq!(failed.owed.pages(), 3);
+        let cleared = failed.owed.clear_marks(&mut Log(vec![], false)).unwrap();
+        let readable = cleared.drain(|| Ok::<(), std::io::Error>(())).unwrap();
+        assert_eq!(readable.give_up().pages(), 3);
+    }
+}

@@ -1,0 +1,40 @@
+//! Which stream sends which chunks.
+
+use crate::dirty::DirtyBitmap;
+
+/// The stream on which a chunk travels, in every round (trap 6).
+pub fn stream_of(block: u16, chunk: u64, streams: u16) -> u16 {
+    ((chunk + u64::from(block)) % u64::from(streams.max(1))) as u16
+}
+
+/// A chunk that has pages to send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) block: u16,
+    /// 64 TiB of RAM are 2²⁵ chunks.
+    pub(super) chunk: u32,
+}
+
+/// The work of a round.
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub(super) round: u32,
+    pub(super) pages: u64,
+    /// For each stream its chunks, in ascending order.
+    pub(super) shares: Vec<Vec<Place>>,
+}
+
+impl Plan {
+    pub(super) fn new(blocks: &[DirtyBitmap], streams: u16, round: u32) -> Self {
+        let mut shares = vec![Vec::new(); usize::from(streams)];
+        let mut pages = 0;
+        for (block, bitmap) in (0_u16..).zip(blocks) {
+            for chunk in bitmap.dirty_chunks() {
+                pages += bitmap.chunk(chunk).count();
+                shares[usize::from(stream_of(block, chunk, streams))]
+                    .push(Place { block, chunk: chunk as u32 });
+            }
+        }
+        Self { round, pages, shares }
+    }
+}

@@ -1,0 +1,312 @@
+//! What the threads of a sender share, and what each of them does.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use proto::frame::{HEADER_BYTES, Kind};
+use proto::pages::{PagesHeader, ROUND_END_BYTES, decode_ack, encode_round_end};
+
+use crate::chunk::Contents;
+use crate::dirty::DirtyBitmap;
+use crate::lock;
+use crate::send::plan::{Place, Plan};
+use crate::send::stream::{InFlight, Outlet, Stream};
+use crate::send::{Progress, SendError, SourceRam};
+use crate::wire::{DataStream, FrameSource};
+
+pub(super) struct Shared {
+    ram: SourceRam,
+    streams: Vec<Stream>,
+    /// Pages of the round that are not acknowledged. Emptied by acknowledgements alone.
+    owed: Mutex<Vec<DirtyBitmap>>,
+    state: Mutex<State>,
+    /// Workers wait for a round.
+    begin: Condvar,
+    /// The caller waits for the round's end.
+    settled: Condvar,
+    /// Set together with the first failure: do nothing any more.
+    pub(super) stopped: AtomicBool,
+    counters: Counters,
+}
+
+#[derive(Default)]
+struct State {
+    /// The last round that the workers were given; None for rounds that the caller sends himself.
+    work: Option<Arc<Plan>>,
+    /// Streams whose end of the round is not acknowledged.
+    unsettled: u16,
+    failure: Option<SendError>,
+}
+
+#[derive(Default)]
+struct Counters {
+    round: AtomicU32,
+    pages: AtomicU64,
+    data: AtomicU64,
+    zero: AtomicU64,
+    hole: AtomicU64,
+    wire_bytes: AtomicU64,
+}
+
+impl Shared {
+    pub(super) fn new(
+        ram: SourceRam,
+        streams: Vec<DataStream>,
+        window: usize,
+    ) -> (Self, Vec<Box<dyn FrameSource>>) {
+        let mut sources = Vec::new();
+        let streams = streams
+            .into_iter()
+            .map(|stream| {
+                sources.push(stream.source);
+                Stream::new(stream.sink, stream.hang_up, window)
+            })
+            .collect();
+        let shared = Self {
+            ram,
+            streams,
+            owed: Mutex::default(),
+            state: Mutex::default(),
+            begin: Condvar::new(),
+            settled: Condvar::new(),
+            stopped: AtomicBool::new(false),
+            counters: Counters::default(),
+        };
+        (shared, sources)
+    }
+
+    pub(super) fn stream_count(&self) -> u16 {
+        self.streams.len() as u16
+    }
+
+    // ---- the caller of a round
+
+    /// Opens a round; its pages are owed from here on.
+    pub(super) fn begin(&self, owed: Vec<DirtyBitmap>, plan: &Plan) {
+        let counters = &self.counters;
+        counters.round.store(plan.round, Ordering::Relaxed);
+        counters.pages.store(plan.pages, Ordering::Relaxed);
+        for counter in [&counters.data, &counters.zero, &counters.hole, &counters.wire_bytes] {
+            counter.store(0, Ordering::Relaxed);
+        }
+        *lock(&self.owed) = owed;
+        lock(&self.state).unsettled = self.stream_count();
+    }
+
+    pub(super) fn wake_workers(&self, plan: &Arc<Plan>) {
+        lock(&self.state).work = Some(Arc::clone(plan));
+        self.begin.notify_all();
+    }
+
+    /// Waits until every stream's end of the round is acknowledged, or something failed.
+    pub(super) fn wait_settled(&self) -> Option<SendError> {
+        let mut state = lock(&self.state);
+        loop {
+            if state.unsettled == 0 {
+                return None;
+            }
+            if self.stopped.load(Ordering::Acquire) {
+                return Some(state.failure.take().unwrap_or(SendError::Cancelled));
+            }
+            state = self.settled.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    pub(super) fn take_owed(&self) -> Vec<DirtyBitmap> {
+        std::mem::take(&mut lock(&self.owed))
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counters = &self.counters;
+        let sent =
+            Contents { data: get(&counters.data), zero: get(&counters.zero), hole: get(&counters.hole) };
+        Progress {
+            round: counters.round.load(Ordering::Relaxed),
+            pages: get(&counters.pages),
+            sent,
+            wire_bytes: get(&counters.wire_bytes),
+        }
+    }
+
+    /// Ends everything, once: the first failure is the one that is told.
+    pub(super) fn fail(&self, cause: SendError) {
+        let mut state = lock(&self.state);
+        if self.stopped.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        state.failure = Some(cause);
+        drop(state);
+        self.streams.iter().for_each(Stream::close);
+        self.begin.notify_all();
+        self.settled.notify_all();
+    }
+
+    // ---- workers
+
+    /// A worker's life: one share of each round that is given to the workers.
+    pub(super) fn work(&self, stream: u16) {
+        let _guard = DeathGuard { shared: self, stream };
+        let mut done = 0;
+        while let Some(plan) = self.next_work(done) {
+            self.send_share(stream, &plan);
+            done = plan.round;
+        }
+    }
+
+    fn next_work(&self, done: u32) -> Option<Arc<Plan>> {
+        let mut state = lock(&self.state);
+        loop {
+            if self.stopped.load(Ordering::Acquire) {
+                return None;
+            }
+            match &state.work {
+                Some(plan) if plan.round > done => return Some(Arc::clone(plan)),
+                _ => state = self.begin.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    /// Sends a stream's chunks of a round and the round's end.
+    pub(super) fn send_share(&self, stream: u16, plan: &Plan) {
+        let mut outlet = lock(&self.streams[usize::from(stream)].outlet);
+        let share = &plan.shares[usize::from(stream)];
+        let sent = share
+            .iter()
+            .try_for_each(|place| self.send_chunk(stream, &mut outlet, plan.round, *place))
+            .and_then(|()| self.end_round(stream, &mut outlet, plan.round));
+        if let Err(cause) = sent {
+            self.fail(cause);
+        }
+    }
+
+    fn send_chunk(
+        &self,
+        stream: u16,
+        outlet: &mut Outlet,
+        round: u32,
+        place: Place,
+    ) -> Result<(), SendError> {
+        let Place { block, chunk } = place;
+        let (Some(reader), Some(mut left)) = (
+            self.ram.get(usize::from(block)),
+            lock(&self.owed).get(usize::from(block)).map(|pages| pages.chunk(chunk.into())),
+        ) else {
+            return Ok(());
+        };
+        while !left.is_empty() {
+            if self.stopped.load(Ordering::Acquire) {
+                return Err(SendError::Cancelled);
+            }
+            let (taken, contents) =
+                outlet.builder.fill(reader.as_ref(), chunk.into(), &left).map_err(|failed| {
+                    SendError::Memory {
+                        block: reader.name().to_owned(),
+                        offset: failed.offset,
+                        source: failed.source,
+                    }
+                })?;
+            let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken })?;
+            let header = PagesHeader { seq, round, block, chunk: chunk.into() };
+            let payload = outlet.builder.payload(&header);
+            let bytes = HEADER_BYTES + payload.iter().map(|part| part.len()).sum::<usize>();
+            outlet.sink.send(Kind::Pages, &payload).map_err(|source| SendError::Stream { stream, source })?;
+
+            let counters = &self.counters;
+            counters.data.fetch_add(contents.data, Ordering::Relaxed);
+            counters.zero.fetch_add(contents.zero, Ordering::Relaxed);
+            counters.hole.fetch_add(contents.hole, Ordering::Relaxed);
+            counters.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+            left.remove(&taken);
+        }
+        Ok(())
+    }
+
+    fn end_round(&self, stream: u16, outlet: &mut Outlet, round: u32) -> Result<(), SendError> {
+        let seq = self.enter(stream, outlet, InFlight::RoundEnd)?;
+        let sent = outlet.sink.send(Kind::RoundEnd, &[&encode_round_end(seq, round)]);
+        sent.and_then(|()| outlet.sink.flush()).map_err(|source| SendError::Stream { stream, source })?;
+        self.counters.wire_bytes.fetch_add((HEADER_BYTES + ROUND_END_BYTES) as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn enter(&self, stream: u16, outlet: &mut Outlet, frame: InFlight) -> Result<u64, SendError> {
+        let state = &self.streams[usize::from(stream)];
+        if !state.has_room() {
+            // What waits in a buffer on this side would never be acknowledged.
+            outlet.sink.flush().map_err(|source| SendError::Stream { stream, source })?;
+        }
+        state.enter(frame).ok_or(SendError::Cancelled)
+    }
+
+    // ---- readers of acknowledgements
+
+    /// Takes acknowledgements until the connection ends.
+    pub(super) fn read_acks(&self, stream: u16, mut source: Box<dyn FrameSource>) {
+        let _guard = DeathGuard { shared: self, stream };
+        let mut payload = Vec::new();
+        let mut done = Vec::new();
+        let cause = loop {
+            match source.receive(&mut payload) {
+                Ok(Some(Kind::Ack)) => {}
+                Ok(Some(kind)) => break SendError::UnexpectedFrame { stream, kind },
+                Ok(None) => break SendError::Closed { stream },
+                Err(source) => break SendError::Stream { stream, source },
+            }
+            let seq = match decode_ack(&payload) {
+                Ok(seq) => seq,
+                Err(source) => break SendError::BadAck { stream, source },
+            };
+            if let Err(expected) = self.streams[usize::from(stream)].acknowledge(seq, &mut done) {
+                break SendError::WrongAck { stream, seq, expected };
+            }
+            self.settle(&mut done);
+        };
+        self.fail(cause);
+    }
+
+    /// Acknowledged pages are owed no more.
+    fn settle(&self, done: &mut Vec<InFlight>) {
+        let mut round_ended = false;
+        let mut owed = lock(&self.owed);
+        for frame in done.drain(..) {
+            match frame {
+                InFlight::Pages { block, chunk, pages } => {
+                    if let Some(bitmap) = owed.get_mut(usize::from(block)) {
+                        bitmap.remove_from_chunk(chunk.into(), &pages);
+                    }
+                }
+                InFlight::RoundEnd => round_ended = true,
+            }
+        }
+        drop(owed);
+        if round_ended {
+            let mut state = lock(&self.state);
+            state.unsettled = state.unsettled.saturating_sub(1);
+            if state.unsettled == 0 {
+                self.settled.notify_one();
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("streams", &self.streams.len()).finish_non_exhaustive()
+    }
+}
+
+/// A thread that dies must not leave the caller waiting.
+struct DeathGuard<'a> {
+    shared: &'a Shared,
+    stream: u16,
+}
+
+impl Drop for DeathGuard<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.shared.fail(SendError::ThreadDied { stream: self.stream });
+        }
+    }
+}

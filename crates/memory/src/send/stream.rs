@@ -1,0 +1,86 @@
+//! One stream of a sender: what goes out, and what waits for its acknowledgement.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex};
+
+use crate::chunk::FrameBuilder;
+use crate::dirty::ChunkPages;
+use crate::lock;
+use crate::send::AckRange;
+use crate::wire::{FrameSink, HangUp};
+
+/// What a frame on its way carries.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum InFlight {
+    Pages { block: u16, chunk: u32, pages: ChunkPages },
+    RoundEnd,
+}
+
+/// What only the thread that sends may touch.
+pub(super) struct Outlet {
+    pub(super) sink: Box<dyn FrameSink>,
+    pub(super) builder: FrameBuilder,
+}
+
+pub(super) struct Stream {
+    pub(super) outlet: Mutex<Outlet>,
+    pub(super) hang_up: Box<dyn HangUp>,
+    flight: Mutex<Flight>,
+    room: Condvar,
+    window: usize,
+}
+
+#[derive(Default)]
+struct Flight {
+    frames: VecDeque<InFlight>,
+    /// Sequence number of the last frame that was acknowledged; those in `frames` follow it.
+    acked: u64,
+    closed: bool,
+}
+
+impl Stream {
+    pub(super) fn new(sink: Box<dyn FrameSink>, hang_up: Box<dyn HangUp>, window: usize) -> Self {
+        let outlet = Mutex::new(Outlet { sink, builder: FrameBuilder::new() });
+        Self { outlet, hang_up, flight: Mutex::default(), room: Condvar::new(), window }
+    }
+
+    /// Whether another frame may be sent without waiting for acknowledgements.
+    pub(super) fn has_room(&self) -> bool {
+        lock(&self.flight).frames.len() < self.window
+    }
+
+    /// Takes note of a frame that is about to be sent and numbers it. Waits for room; None when the stream is closed.
+    ///
+    /// Before the frame is sent, because its acknowledgement may come before the sending call returns.
+    pub(super) fn enter(&self, frame: InFlight) -> Option<u64> {
+        let mut flight = lock(&self.flight);
+        while flight.frames.len() >= self.window && !flight.closed {
+            flight = self.room.wait(flight).unwrap_or_else(std::sync::PoisonError::into_inner);
+        }
+        if flight.closed {
+            return None;
+        }
+        flight.frames.push_back(frame);
+        Some(flight.acked + flight.frames.len() as u64)
+    }
+
+    /// Everything up to a sequence number has been applied: moves it to `done`.
+    pub(super) fn acknowledge(&self, seq: u64, done: &mut Vec<InFlight>) -> Result<(), AckRange> {
+        let mut flight = lock(&self.flight);
+        let expected = AckRange { from: flight.acked, to: flight.acked + flight.frames.len() as u64 };
+        if seq < expected.from || seq > expected.to {
+            return Err(expected);
+        }
+        done.extend(flight.frames.drain(..(seq - expected.from) as usize));
+        flight.acked = seq;
+        self.room.notify_one();
+        Ok(())
+    }
+
+    /// Ends the connection; nobody waits for room any more.
+    pub(super) fn close(&self) {
+        lock(&self.flight).closed = true;
+        self.room.notify_all();
+        self.hang_up.hang_up();
+    }
+}

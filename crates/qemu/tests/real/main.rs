@@ -1,4 +1,5 @@
 //! Tests on real QEMUs; see `support` for which.
 
+mod handover;
 mod ram;
 mod support;

@@ -158,3 +158,14 @@ pub(crate) fn ticker_disk(dir: &Path) -> String {
     std::fs::write(&path, sector).unwrap();
     path.to_str().unwrap().to_owned()
 }
+
+/// Makes an empty qcow2 image.
+pub(crate) fn qcow2(path: &Path, size: &str) {
+    let made = std::process::Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2"])
+        .arg(path)
+        .arg(size)
+        .status()
+        .unwrap();
+    assert!(made.success());
+}

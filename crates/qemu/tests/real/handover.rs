@@ -1,0 +1,412 @@
+//! A guest handed from one QEMU to another by the crate's own means, and the recipe for the
+//! destination: before it is let go no virtual CPU has run, no image lock is taken, no packet has
+//! left. Each ingredient is also left out once, to see the accident that it prevents.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use whimbrel_qemu::control::{announce_self, blocked_reasons, cont, drain, status, stop};
+use whimbrel_qemu::device_state::{
+    Incoming, LoadError, StateError, any_block_node_active, capture, complete, machine_type,
+};
+use whimbrel_qemu::ram::ram_blocks;
+
+use crate::support::{Version, Vm, args, deadline, qcow2, ticker_disk, until, versions};
+
+/// Two QEMUs of one guest, and what they share.
+struct Pair {
+    source: Vm,
+    destination: Vm,
+    disk: PathBuf,
+    /// Packets that the destination's guest (or QEMU for it) sent arrive here.
+    wire: UnixDatagram,
+    dir: tempfile::TempDir,
+}
+
+const DEVICES: &str = "-machine q35 -m 64 -vga std -device qemu-xhci -device usb-tablet
+    -device virtio-balloon-pci -device virtio-rng-pci -device virtio-serial-pci";
+
+impl Pair {
+    fn new(version: &Version, destination_options: &str) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        let boot = ticker_disk(dir.path());
+        let disk = path("disk.qcow2");
+        qcow2(&disk, "16M");
+        let options = |name: &str| {
+            args(&format!(
+                "{DEVICES} -serial file:{serial} -drive file={boot},format=raw,if=ide,readonly=off
+                 -drive file={disk},if=none,id=d0,cache=none,format=qcow2 -device virtio-blk-pci,drive=d0
+                 -netdev dgram,id=n0,local.type=unix,local.path={local},remote.type=unix,remote.path={remote}
+                 -device virtio-net-pci,netdev=n0 -device e1000,netdev=n1
+                 -netdev dgram,id=n1,local.type=unix,local.path={local}1,remote.type=unix,remote.path={remote}",
+                serial = path(&format!("{name}.serial")).display(),
+                disk = disk.display(),
+                local = path(&format!("{name}.net")).display(),
+                remote = path(&format!("{name}.wire")).display(),
+            ))
+        };
+        let wire = UnixDatagram::bind(path("dst.wire")).unwrap();
+        wire.set_nonblocking(true).unwrap();
+        let mut source = version.start(dir.path(), "src", &options("src"));
+        source.wait_ticking();
+        let mut arguments = options("dst");
+        arguments.extend(args(destination_options));
+        let destination = version.start(dir.path(), "dst", &arguments);
+        Self { source, destination, disk, wire, dir }
+    }
+
+    /// Stops the source, saves its device state and copies its memory.
+    fn save(&mut self) -> Vec<u8> {
+        stop(&mut self.source.qmp).unwrap();
+        let raw = capture(&mut self.source.qmp).unwrap();
+        // After saving, because saving may write guest memory.
+        self.for_all_memory(|source, destination, address, chunk| {
+            source.0.read_exact_at(chunk, source.1 + address).unwrap();
+            destination.0.write_all_at(chunk, destination.1 + address).unwrap();
+        });
+        raw
+    }
+
+    fn assert_memory_equal(&mut self) {
+        let mut other = Vec::new();
+        self.for_all_memory(|source, destination, address, chunk| {
+            source.0.read_exact_at(chunk, source.1 + address).unwrap();
+            other.resize(chunk.len(), 0);
+            destination.0.read_exact_at(&mut other, destination.1 + address).unwrap();
+            assert!(*chunk == other, "memory differs at {address:#x}");
+        });
+    }
+
+    fn for_all_memory(
+        &mut self,
+        mut with: impl FnMut((&std::fs::File, u64), (&std::fs::File, u64), u64, &mut Vec<u8>),
+    ) {
+        let (from, to) = (self.source.pid(), self.destination.pid());
+        let ours = ram_blocks(&mut self.source.qmp, from).unwrap();
+        let theirs = ram_blocks(&mut self.destination.qmp, to).unwrap();
+        let open =
+            |pid: u32| OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/mem")).unwrap();
+        let (from, to) = (open(from), open(to));
+        for block in &ours {
+            let other = theirs.iter().find(|other| other.name == block.name).unwrap();
+            assert_eq!(block.used_bytes, other.used_bytes);
+            let mut at = 0;
+            while at < block.used_bytes {
+                let mut chunk = vec![0; (block.used_bytes - at).min(4 << 20) as usize];
+                with((&from, block.host_address), (&to, other.host_address), at, &mut chunk);
+                at += chunk.len() as u64;
+            }
+        }
+    }
+
+    fn prepare(&mut self) -> Incoming {
+        let socket = self.dir.path().join("state");
+        let log = self.destination.started.log.clone();
+        Incoming::prepare(&mut self.destination.qmp, &socket, Some(&log)).unwrap()
+    }
+
+    fn hand_over(&mut self) {
+        let incoming = self.prepare();
+        let raw = self.save();
+        let machine = machine_type(&mut self.source.qmp).unwrap();
+        let state = complete(&raw, &machine).unwrap();
+        incoming.load(&mut self.destination.qmp, &state, deadline()).unwrap();
+    }
+
+    fn packets(&self) -> usize {
+        let mut packet = [0; 2048];
+        std::iter::from_fn(|| self.wire.recv(&mut packet).ok()).count()
+    }
+}
+
+/// How many locks are held on an image by which somebody writes, or forbids others to write. QEMU
+/// marks permissions by read locks on single bytes: 100 + p where it has permission p, 200 + p where
+/// it does not let others have it, and p is 1 for writing. A lock on byte 100 alone, held by a 7.2
+/// that gave its image up, only says that it would like to read and is in nobody's way.
+fn locks(path: &Path) -> usize {
+    let inode = format!(":{}", path.metadata().unwrap().ino());
+    let locks = std::fs::read_to_string("/proc/locks").unwrap();
+    let is_held = |line: &&str| {
+        let words: Vec<&str> = line.split_whitespace().filter(|word| *word != "->").collect();
+        let byte = |at: usize| words[at].parse().unwrap_or(u64::MAX);
+        words[5].ends_with(&inode) && [101, 201].iter().any(|wanted| (byte(6)..=byte(7)).contains(wanted))
+    };
+    locks.lines().filter(is_held).count()
+}
+
+fn registers(vm: &mut Vm) -> String {
+    vm.qmp.human("info registers").unwrap()
+}
+
+fn instruction_pointer(vm: &mut Vm) -> String {
+    let text = registers(vm);
+    text.split_whitespace()
+        .find(|word| word.starts_with("EIP=") || word.starts_with("RIP="))
+        .unwrap()
+        .to_owned()
+}
+
+fn on_each(options: &str, test: impl Fn(&mut Pair)) {
+    for version in versions() {
+        println!("QEMU {}", version.name);
+        test(&mut Pair::new(&version, options));
+    }
+}
+
+const RECIPE: &str = "-S -incoming defer";
+
+#[test]
+fn before_it_is_let_go_nothing_has_happened() {
+    on_each(RECIPE, |pair| {
+        assert!(locks(&pair.disk) > 0, "the source holds its image");
+        pair.hand_over();
+        let disk = pair.disk.clone();
+        let (source, destination) = (&mut pair.source, &mut pair.destination);
+        // No virtual CPU has run.
+        assert_eq!(status(&mut destination.qmp).unwrap().status, "paused");
+        assert_eq!(registers(source), registers(destination));
+        let counted = source.count();
+        assert_eq!(destination.count(), counted);
+        assert_eq!(destination.dir.join("dst.serial").metadata().unwrap().len(), 0);
+        // No lock is taken: by nobody, the source has given its up.
+        assert_eq!(locks(&disk), 0);
+        for vm in [&mut *source, &mut *destination] {
+            assert_ne!(any_block_node_active(&mut vm.qmp).unwrap(), Some(true));
+        }
+        // No packet has left.
+        assert_eq!(pair.packets(), 0);
+        pair.assert_memory_equal();
+
+        cont(&mut pair.destination.qmp).unwrap();
+        assert!(locks(&disk) > 0, "the destination holds the image now");
+        pair.destination.wait_ticking();
+        assert!(pair.destination.count() > counted, "it went on where it was");
+        until("dots appear", || pair.destination.dir.join("dst.serial").metadata().unwrap().len() > 0);
+        // Nor has QEMU announced it by itself since; only when it is asked to.
+        assert_eq!(pair.packets(), 0);
+        announce_self(&mut pair.destination.qmp).unwrap();
+        let mut announced = 0;
+        until("both cards are announced", || {
+            announced += pair.packets();
+            announced >= 2
+        });
+    });
+}
+
+#[test]
+fn the_source_can_take_the_guest_back() {
+    on_each(RECIPE, |pair| {
+        pair.hand_over();
+        let counted = pair.source.count();
+        assert_eq!(locks(&pair.disk), 0);
+        cont(&mut pair.source.qmp).unwrap();
+        assert!(locks(&pair.disk) > 0);
+        pair.source.wait_ticking();
+        assert!(pair.source.count() > counted);
+        // It can be saved a second time.
+        stop(&mut pair.source.qmp).unwrap();
+        assert!(capture(&mut pair.source.qmp).unwrap().len() > 1000);
+    });
+}
+
+#[test]
+fn there_and_back() {
+    for version in versions() {
+        let mut pair = Pair::new(&version, RECIPE);
+        pair.hand_over();
+        cont(&mut pair.destination.qmp).unwrap();
+        pair.destination.wait_ticking();
+        let counted = pair.destination.count();
+        // The second destination takes the first source's place.
+        pair.source.command("quit", Value::Null);
+        pair.source.started.wait(deadline());
+        let command = std::fs::read(format!("/proc/{}/cmdline", pair.destination.pid())).unwrap();
+        let argv = command
+            .split(|byte| *byte == 0)
+            .filter(|word| !word.is_empty())
+            .map(|word| std::ffi::OsString::from(String::from_utf8_lossy(word).replace("/dst.", "/back.")))
+            .collect();
+        let back = version.launch(pair.dir.path(), "back", argv, pair.dir.path().join("back.qmp"));
+        pair.source = std::mem::replace(&mut pair.destination, back);
+        pair.hand_over();
+        cont(&mut pair.destination.qmp).unwrap();
+        pair.destination.wait_ticking();
+        assert!(pair.destination.count() > counted);
+    }
+}
+
+#[test]
+fn without_s_the_guest_runs_at_once() {
+    on_each("-incoming defer", |pair| {
+        let incoming = pair.prepare();
+        let raw = pair.save();
+        let state = complete(&raw, &machine_type(&mut pair.source.qmp).unwrap()).unwrap();
+        let error = incoming.load(&mut pair.destination.qmp, &state, deadline()).unwrap_err();
+        assert!(matches!(error, LoadError::NotPaused { .. }), "{error}");
+        pair.destination.wait_ticking();
+    });
+}
+
+/// Loads without one of the ingredients that [`Incoming::prepare`] sees to.
+fn load_bare(pair: &mut Pair, late_block_activate: bool, announce_rounds: Option<u64>, state: &[u8]) -> bool {
+    let socket = pair.dir.path().join("state");
+    let destination = &mut pair.destination;
+    destination.command(
+        "migrate-set-capabilities",
+        json!({"capabilities": [
+            {"capability": "late-block-activate", "state": late_block_activate},
+            {"capability": "events", "state": true}]}),
+    );
+    if let Some(rounds) = announce_rounds {
+        destination.command("migrate-set-parameters", json!({"announce-rounds": rounds}));
+    }
+    destination.command("migrate-incoming", json!({"uri": format!("unix:{}", socket.display())}));
+    {
+        use std::io::Write as _;
+        let mut stream = std::os::unix::net::UnixStream::connect(&socket).unwrap();
+        let _ = stream.write_all(state);
+    }
+    loop {
+        match destination.qmp.wait_event("MIGRATION", deadline()) {
+            Ok(event) if event.data["status"] == "completed" => return true,
+            Ok(event) if event.data["status"] == "failed" => return false,
+            Ok(_) => {}
+            Err(_) => return false,
+        }
+    }
+}
+
+#[test]
+fn without_late_block_activate_locks_are_taken() {
+    on_each(RECIPE, |pair| {
+        let raw = pair.save();
+        let state = complete(&raw, &machine_type(&mut pair.source.qmp).unwrap()).unwrap();
+        assert_eq!(locks(&pair.disk), 0);
+        assert!(load_bare(pair, false, Some(0), &state));
+        // 10.0 leaves images alone under -S even so; 7.2 takes them, and there is no way back.
+        println!("locks after loading without late-block-activate: {}", locks(&pair.disk));
+        if pair.destination.qmp.version().major == 7 {
+            assert!(locks(&pair.disk) > 0);
+            assert!(cont(&mut pair.source.qmp).is_err());
+        }
+    });
+}
+
+#[test]
+fn with_the_default_announcement_packets_leave_unasked() {
+    // Under -S they are queued until the guest is let go; else they leave at once.
+    for (options, let_go) in [(RECIPE, true), ("-incoming defer", false)] {
+        on_each(options, |pair| {
+            let raw = pair.save();
+            let state = complete(&raw, &machine_type(&mut pair.source.qmp).unwrap()).unwrap();
+            assert!(load_bare(pair, true, None, &state));
+            if let_go {
+                println!("packets before it is let go: {}", pair.packets());
+                cont(&mut pair.destination.qmp).unwrap();
+            }
+            until("packets leave that nobody asked for", || pair.packets() > 0);
+        });
+    }
+}
+
+#[test]
+fn an_incomplete_or_foreign_state_is_refused_with_qemus_reason() {
+    for version in versions() {
+        let machine = |pair: &mut Pair| machine_type(&mut pair.source.qmp).unwrap();
+        // Without the configuration section.
+        let mut pair = Pair::new(&version, RECIPE);
+        let incoming = pair.prepare();
+        let raw = pair.save();
+        let error = incoming.load(&mut pair.destination.qmp, &raw, deadline()).unwrap_err();
+        println!("{error}");
+        assert!(matches!(&error, LoadError::Failed { reason } if !reason.is_empty()), "{error:?}");
+        // Of another machine.
+        let mut pair = Pair::new(&version, RECIPE);
+        let incoming = pair.prepare();
+        let raw = pair.save();
+        let state = complete(&raw, "pc-i440fx-2.1").unwrap();
+        let error = incoming.load(&mut pair.destination.qmp, &state, deadline()).unwrap_err();
+        println!("{error}");
+        assert!(
+            matches!(&error, LoadError::Failed { reason } if reason.contains("pc-i440fx-2.1")),
+            "{error:?}"
+        );
+        // Cut in the middle.
+        let mut pair = Pair::new(&version, RECIPE);
+        let incoming = pair.prepare();
+        let raw = pair.save();
+        let state = complete(&raw, &machine(&mut pair)).unwrap();
+        let error =
+            incoming.load(&mut pair.destination.qmp, &state[..state.len() / 2], deadline()).unwrap_err();
+        println!("{error}");
+        assert!(matches!(error, LoadError::Failed { .. }), "{error:?}");
+        // All that did no harm to the source.
+        cont(&mut pair.source.qmp).unwrap();
+        pair.source.wait_ticking();
+    }
+}
+
+#[test]
+fn what_we_put_in_is_what_qemu_itself_writes() {
+    for version in versions() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut vm = version.start(dir.path(), "a", &args(DEVICES));
+        stop(&mut vm.qmp).unwrap();
+        let state = complete(&capture(&mut vm.qmp).unwrap(), &machine_type(&mut vm.qmp).unwrap()).unwrap();
+        let file = dir.path().join("native");
+        vm.command(
+            "migrate-set-capabilities",
+            json!({"capabilities": [{"capability": "events", "state": true}]}),
+        );
+        vm.command("migrate", json!({"uri": format!("exec:cat > {}", file.display())}));
+        while vm.qmp.wait_event("MIGRATION", deadline()).unwrap().data["status"] != "completed" {}
+        let native = std::fs::read(file).unwrap();
+        // Header, 0x07, length and name of the machine.
+        let name = machine_type(&mut vm.qmp).unwrap();
+        let head = 8 + 1 + 4 + name.len();
+        assert_eq!(state[..head], native[..head]);
+        // The description begins with 0x06 and its length, and ends the stream.
+        let description = native.iter().rposition(|byte| *byte == 0).unwrap();
+        let text = native[description..].iter().position(|byte| *byte == b'{').unwrap() + description;
+        assert_eq!(native[text - 5], 0x06);
+        let length = u32::from_be_bytes(native[text - 4..text].try_into().unwrap()) as usize;
+        assert_eq!(native.len(), text + length);
+        assert_eq!(native[text - 6], 0, "end of sections");
+    }
+}
+
+#[test]
+fn a_running_guest_is_not_saved() {
+    on_each(RECIPE, |pair| {
+        assert!(matches!(capture(&mut pair.source.qmp), Err(StateError::NotStopped { .. })));
+        drain(&mut pair.source.qmp).unwrap();
+        assert_eq!(blocked_reasons(&mut pair.source.qmp).unwrap(), Vec::<String>::new());
+        // A destination that does not wait is told apart, too.
+        let socket = pair.dir.path().join("x");
+        let error = Incoming::prepare(&mut pair.source.qmp, &socket, None).unwrap_err();
+        assert!(matches!(error, LoadError::NotWaiting { .. }));
+        assert!(instruction_pointer(&mut pair.source).contains("IP="));
+    });
+}
+
+#[test]
+fn what_qemu_would_not_migrate_is_told() {
+    for version in versions() {
+        let dir = tempfile::tempdir().unwrap();
+        let share = dir.path().display();
+        let mut vm = version.start(
+            dir.path(),
+            "a",
+            &args(&format!(
+                "-machine q35 -m 64 -S -fsdev local,id=f0,path={share},security_model=none
+                 -device virtio-9p-pci,fsdev=f0,mount_tag=t -device nvme,serial=1"
+            )),
+        );
+        let reasons = blocked_reasons(&mut vm.qmp).unwrap();
+        println!("{reasons:?}");
+    }
+}

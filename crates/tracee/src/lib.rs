@@ -1,1 +1,40 @@
-//! whimbrel-tracee
+//! All that Whimbrel does to another process.
+//!
+//! A QEMU that already runs, unmodified, has to tell which pages its guest writes, and to let its
+//! memory be read and written. This crate does that from outside:
+//!
+//! | module | does |
+//! |---|---|
+//! | [`Process`] | names a process so that it cannot be mistaken for another |
+//! | [`Kernel`] | says whether this kernel has what is needed |
+//! | [`Injector`] | makes the process run single system calls (ptrace, from a small process of its own) |
+//! | [`WriteTracker`] | tells which pages were written since it was last asked (userfaultfd, `PAGEMAP_SCAN`) |
+//! | [`maps`], [`Pagemap`] | what is mapped, and which pages are there at all |
+//! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
+//!
+//! It is the only crate with `unsafe`, and it knows nothing of virtual machines, networks or
+//! migrations. Everything that changes the other process has an undo that works when it is dropped
+//! and when this process dies.
+
+mod abi;
+mod arch;
+mod inject;
+mod kernel;
+pub mod maps;
+mod pagemap;
+mod process;
+mod ram_file;
+mod range;
+mod remote;
+mod tracker;
+
+#[doc(hidden)]
+pub use inject::holds_a_thread;
+pub use inject::{InjectError, Injector, injector_main};
+pub use kernel::{Feature, Kernel, MissingFeatures};
+pub use pagemap::Pagemap;
+pub use process::{Process, ProcessError, Signal, Status};
+pub use ram_file::{FileRange, Mapper, Mappers, RamFile, RamFileError, RamFileKind, other_mappers};
+pub use range::{AddressRange, PAGE_SIZE, merge_from};
+pub use remote::{RemoteError, RemoteMemory};
+pub use tracker::{TrackError, WriteTracker};

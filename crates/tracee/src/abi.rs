@@ -1,0 +1,142 @@
+//! The kernel's numbers and calls that tracking needs, proved where they can be proved at compile time.
+//!
+//! Structures come from `linux-raw-sys`, which is generated from the kernel's own headers. Each call is wrapped once, so that the reason
+//! why it is sound stands in one place.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+
+use linux_raw_sys::general as raw;
+use nix::libc;
+use rustix::ioctl::opcode;
+
+pub(crate) use raw::{
+    page_region, pm_scan_arg, uffdio_api, uffdio_range, uffdio_register, uffdio_writeprotect,
+};
+
+/// Reads, and write-protects in the same step, what a page table says.
+const PAGEMAP_SCAN: u32 = opcode::read_write::<pm_scan_arg>(b'f', 16) as u32;
+/// Asks for one mapping of a process, since Linux 6.11.
+const PROCMAP_QUERY: u32 = opcode::read_write::<raw::procmap_query>(b'f', 17) as u32;
+
+const _: () = assert!(PAGEMAP_SCAN == 0xC060_6610);
+const _: () = assert!(PROCMAP_QUERY == 0xC068_6611);
+const _: () = assert!(size_of::<pm_scan_arg>() == 96 && size_of::<page_region>() == 24);
+const _: () =
+    assert!(linux_raw_sys::ioctl::UFFDIO_API == opcode::read_write::<uffdio_api>(0xAA, 0x3F) as u32);
+const _: () = assert!(
+    linux_raw_sys::ioctl::UFFDIO_REGISTER == opcode::read_write::<uffdio_register>(0xAA, 0x00) as u32
+);
+const _: () =
+    assert!(linux_raw_sys::ioctl::UFFDIO_UNREGISTER == opcode::read::<uffdio_range>(0xAA, 0x01) as u32);
+const _: () = assert!(
+    linux_raw_sys::ioctl::UFFDIO_WRITEPROTECT == opcode::read_write::<uffdio_writeprotect>(0xAA, 0x06) as u32
+);
+
+/// Everything that a [`crate::WriteTracker`] asks a userfaultfd for.
+pub(crate) const TRACKING_FEATURES: u64 = (raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP
+    | raw::UFFD_FEATURE_WP_HUGETLBFS_SHMEM
+    | raw::UFFD_FEATURE_WP_UNPOPULATED
+    | raw::UFFD_FEATURE_WP_ASYNC) as u64;
+
+/// An ioctl whose argument is a structure.
+///
+/// # Safety
+/// `T` must be the structure that `request` takes, and every pointer in it must be valid for what the kernel does with it.
+unsafe fn ioctl<T>(fd: &impl AsFd, request: u32, argument: &mut T) -> io::Result<i32> {
+    let fd = fd.as_fd().as_raw_fd();
+    // SAFETY: the descriptor is open as long as it is borrowed; the rest is promised by the caller.
+    let result = unsafe { libc::ioctl(fd, libc::c_ulong::from(request), std::ptr::from_mut(argument)) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// A userfaultfd of this very process, which only user-mode faults reach: allowed to everybody.
+pub(crate) fn own_userfaultfd() -> io::Result<OwnedFd> {
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | raw::UFFD_USER_MODE_ONLY as i32;
+    // SAFETY: takes flags alone.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor, and nobody else knows it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// Takes a userfaultfd into use with `features`; returns the features and calls that the kernel has. With no features it only asks, once.
+pub(crate) fn uffd_api(uffd: &impl AsFd, features: u64) -> io::Result<uffdio_api> {
+    let mut argument = uffdio_api { api: u64::from(raw::UFFD_API), features, ioctls: 0 };
+    // SAFETY: the structure of this request, without pointers.
+    unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_API, &mut argument) }?;
+    Ok(argument)
+}
+
+/// Registers `len` bytes at `start` for write protection.
+pub(crate) fn uffd_register_wp(uffd: &impl AsFd, start: u64, len: u64) -> io::Result<()> {
+    let range = uffdio_range { start, len };
+    let mut argument = uffdio_register { range, mode: u64::from(raw::UFFDIO_REGISTER_MODE_WP), ioctls: 0 };
+    // SAFETY: the structure of this request, without pointers: addresses in it are of the traced process and only name ranges.
+    unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_REGISTER, &mut argument) }.map(drop)
+}
+
+/// Takes the registration back, and the protection with it.
+pub(crate) fn uffd_unregister(uffd: &impl AsFd, start: u64, len: u64) -> io::Result<()> {
+    let mut argument = uffdio_range { start, len };
+    // SAFETY: as in `uffd_register_wp`.
+    unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_UNREGISTER, &mut argument) }.map(drop)
+}
+
+/// Protects `len` bytes at `start`, so that the next write to each page is noted.
+pub(crate) fn uffd_write_protect(uffd: &impl AsFd, start: u64, len: u64) -> io::Result<()> {
+    let range = uffdio_range { start, len };
+    let mut argument = uffdio_writeprotect { range, mode: 1 };
+    // SAFETY: as in `uffd_register_wp`.
+    unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_WRITEPROTECT, &mut argument) }.map(drop)
+}
+
+/// What a scan looks for: pages whose categories, after turning over `inverted`, include all of `required`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ScanQuery {
+    pub(crate) flags: u64,
+    pub(crate) inverted: u64,
+    pub(crate) required: u64,
+    pub(crate) any_of: u64,
+    pub(crate) returned: u64,
+}
+
+/// One step of a scan over `[start, end)`: fills `found`, returns how many entries were filled and up to where the kernel came.
+pub(crate) fn pagemap_scan(
+    pagemap: &impl AsFd,
+    query: ScanQuery,
+    start: u64,
+    end: u64,
+    found: &mut [page_region],
+) -> io::Result<(usize, u64)> {
+    let mut argument = pm_scan_arg {
+        size: size_of::<pm_scan_arg>() as u64,
+        flags: query.flags,
+        start,
+        end,
+        walk_end: 0,
+        vec: found.as_mut_ptr() as u64,
+        vec_len: found.len() as u64,
+        max_pages: 0,
+        category_inverted: query.inverted,
+        category_mask: query.required,
+        category_anyof_mask: query.any_of,
+        return_mask: query.returned,
+    };
+    // SAFETY: the structure of this request; `vec` points to `vec_len` writable entries that outlive the call.
+    let count = unsafe { ioctl(pagemap, PAGEMAP_SCAN, &mut argument) }?;
+    Ok((count as usize, argument.walk_end))
+}
+
+/// The range of the mapping that holds `address`, and the size of its pages in bytes (Linux 6.11; `ENOTTY` before, `ENOENT` if unmapped).
+pub(crate) fn procmap_query(maps: &impl AsFd, address: u64) -> io::Result<(u64, u64, u64)> {
+    // SAFETY: a plain structure of integers, for which zeros are valid and mean "not asked for".
+    let mut argument: raw::procmap_query = unsafe { std::mem::zeroed() };
+    argument.size = size_of::<raw::procmap_query>() as u64;
+    argument.query_addr = address;
+    // SAFETY: the structure of this request; the sizes of both optional buffers are zero, so their addresses are not used.
+    unsafe { ioctl(maps, PROCMAP_QUERY, &mut argument) }?;
+    Ok((argument.vma_start, argument.vma_end, argument.vma_page_size))
+}

@@ -1,0 +1,10 @@
+//! What depends on the processor: registers, instructions, the frame that a signal handler returns
+//! through. One module per architecture, all with the same items.
+
+#[cfg(target_arch = "x86_64")]
+mod x86_64;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86_64::*;
+
+#[cfg(not(target_arch = "x86_64"))]
+compile_error!("system calls can be injected on x86-64 only: write arch/<this one>.rs");

@@ -1,0 +1,187 @@
+//! The injector: what runs in the small process of its own.
+//!
+//! It reads a request from its standard input, does it, answers, and waits for the next; it ends
+//! when the other side does. It is a session leader of its own, so that neither Ctrl-C nor the
+//! end of the agent reaches it, blocks every signal, is locked into memory, and is the last that
+//! the OOM killer takes, as far as it is permitted to arrange all that.
+
+use std::fs;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::process::ExitCode;
+
+use nix::libc;
+use nix::sys::mman::{MlockAllFlags, mlockall};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
+
+use super::thread::{Buffers, Held, Refusal, Steps, Target};
+use super::wire::{Failure, MAX_WORDS, Operation, Reply, Request, USERFAULTFD_FLAGS};
+use crate::Process;
+
+/// Runs the injector on standard input, which has to be one end of the socket pair of an
+/// [`crate::Injector`]. Called from `main` by the program that [`crate::Injector::new`] names, and
+/// before any other thread is started.
+pub fn injector_main() -> ExitCode {
+    let _ = rustix::process::setsid();
+    let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
+    // SAFETY: the default action is no function of ours. An ignored signal would not be queued.
+    let _ = unsafe { nix::sys::signal::signal(Signal::SIGCHLD, nix::sys::signal::SigHandler::SigDfl) };
+    let _ = fs::write("/proc/self/oom_score_adj", "-1000");
+    let mut buffers = Buffers::new();
+    let _ = mlockall(MlockAllFlags::MCL_CURRENT | MlockAllFlags::MCL_FUTURE);
+    let stdin = std::io::stdin();
+    let mut bytes = vec![0; MAX_WORDS * 8 + 1];
+    loop {
+        let len = match recv(&stdin, bytes.as_mut_slice(), RecvFlags::empty()) {
+            Ok((len, _)) if len > 0 => len,
+            Err(rustix::io::Errno::INTR) => continue,
+            // The agent has ended.
+            Ok(_) => return ExitCode::SUCCESS,
+            Err(_) => return ExitCode::FAILURE,
+        };
+        let (reply, descriptor, stuck) = match Request::decode(&bytes[..len]) {
+            Some(request) => serve(&request, &mut buffers),
+            None => (failed(Failure::Request), None, false),
+        };
+        let sent = send(stdin.as_fd(), &reply, descriptor.as_ref().map(AsFd::as_fd));
+        if stuck || sent.is_err() {
+            // A thread that did not stop in time is let go by the end of this process.
+            return ExitCode::FAILURE;
+        }
+    }
+}
+
+fn failed(failure: Failure) -> Reply {
+    Reply { result: Err(failure), done: 0, steps: 0, thread: 0, self_restoring: false }
+}
+
+fn send(
+    socket: BorrowedFd<'_>,
+    reply: &Reply,
+    descriptor: Option<BorrowedFd<'_>>,
+) -> rustix::io::Result<usize> {
+    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let descriptors = descriptor.map(|one| [one]);
+    if let Some(descriptors) = &descriptors {
+        control.push(SendAncillaryMessage::ScmRights(descriptors));
+    }
+    let bytes = reply.encode();
+    sendmsg(socket, &[std::io::IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
+}
+
+/// Does what was asked. The last value says that a thread is stuck and this process has to end.
+fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>, bool) {
+    let Ok(process) = Process::open_exact(request.pid as u32, request.start_time) else {
+        return (failed(Failure::Gone), None, false);
+    };
+    let Some(calls) = calls(request) else { return (failed(Failure::Request), None, false) };
+    let sigreturn = (request.sigreturn != 0).then_some(request.sigreturn);
+    let target = Target { pid: request.pid, gadget: request.gadget, sigreturn };
+    let mut steps = Steps { taken: 0, die_at: request.die_at };
+    let mut reply = failed(Failure::Gone);
+    let mut stuck = false;
+    let mut descriptor = None;
+    for &thread in &request.threads {
+        let mut late = false;
+        let used = Held::stop(thread, target, &calls, buffers, &mut steps, &mut late).map(|mut held| {
+            (reply.thread, reply.self_restoring) = (held.thread(), held.is_self_restoring());
+            // `held` is let go at the end of this block.
+            run(&mut held, request.operation, &calls, &process)
+        });
+        stuck |= late;
+        match used {
+            Ok(outcome) => {
+                (reply.result, reply.done, descriptor) = outcome;
+                break;
+            }
+            Err(Refusal::TryAnother(failure)) => reply.result = Err(failure),
+            Err(Refusal::GiveUp(failure)) => {
+                reply.result = Err(match failure {
+                    Failure::NotPermitted => why_not_permitted(&process, thread),
+                    failure => failure,
+                });
+                break;
+            }
+        }
+    }
+    reply.steps = steps.taken;
+    (reply, descriptor, stuck)
+}
+
+/// The calls of an operation, to be looked at before the first is made.
+fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
+    let arguments = &request.arguments[..];
+    Some(match request.operation {
+        Operation::TakeUserfaultfd => vec![
+            (libc::SYS_userfaultfd as u64, [USERFAULTFD_FLAGS, 0, 0]),
+            // With the number that the first call returns.
+            (libc::SYS_close as u64, [0; 3]),
+        ],
+        Operation::Close => arguments.iter().map(|&fd| (libc::SYS_close as u64, [fd, 0, 0])).collect(),
+        Operation::Discard => {
+            let (pairs, []) = arguments.as_chunks::<2>() else { return None };
+            let advice = libc::MADV_DONTNEED as u64;
+            pairs.iter().map(|&[start, len]| (libc::SYS_madvise as u64, [start, len, advice])).collect()
+        }
+    })
+}
+
+/// Makes the calls; returns how it went, how many were made, and the descriptor if one was asked for.
+fn run(
+    held: &mut Held<'_>,
+    operation: Operation,
+    calls: &[(u64, [u64; 3])],
+    process: &Process,
+) -> (Result<(), Failure>, u64, Option<OwnedFd>) {
+    if operation == Operation::TakeUserfaultfd {
+        return match take(held, calls, process) {
+            Ok(descriptor) => (Ok(()), 1, Some(descriptor)),
+            Err(failure) => (Err(failure), 0, None),
+        };
+    }
+    let mut done = 0;
+    for &(number, arguments) in calls {
+        if let Err(failure) = call(held, number, arguments) {
+            return (Err(failure), done, None);
+        }
+        done += 1;
+    }
+    (Ok(()), done, None)
+}
+
+/// Makes a userfaultfd there, takes it over and closes it there.
+fn take(held: &mut Held<'_>, calls: &[(u64, [u64; 3])], process: &Process) -> Result<OwnedFd, Failure> {
+    let &[(userfaultfd, flags), (close, _)] = calls else { return Err(Failure::Request) };
+    let there = call(held, userfaultfd, flags)?;
+    held.step();
+    // SAFETY: takes numbers alone; the pidfd is open.
+    let here = unsafe { libc::syscall(libc::SYS_pidfd_getfd, process.as_fd().as_raw_fd(), there as i32, 0) };
+    let taken = if here < 0 {
+        Err(Failure::Kernel(super::ptrace::errno() as u64))
+    } else {
+        // SAFETY: the kernel has just made this descriptor, and nobody else knows it.
+        Ok(unsafe { OwnedFd::from_raw_fd(here as i32) })
+    };
+    held.step();
+    call(held, close, [there, 0, 0])?;
+    taken
+}
+
+fn call(held: &mut Held<'_>, number: u64, arguments: [u64; 3]) -> Result<u64, Failure> {
+    let result = held.call(number, arguments)?;
+    u64::try_from(result).map_err(|_| Failure::Call(result.unsigned_abs()))
+}
+
+/// A thread that may not be seized is traced by somebody else, has just ended, or is not ours.
+fn why_not_permitted(process: &Process, thread: i32) -> Failure {
+    if !process.is_alive() {
+        return Failure::Gone;
+    }
+    let status = fs::read_to_string(process.path(&format!("task/{thread}/status"))).unwrap_or_default();
+    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:")?.trim().parse().ok());
+    match tracer {
+        None | Some(0) => Failure::NotPermitted,
+        Some(tracer) => Failure::Traced(tracer),
+    }
+}

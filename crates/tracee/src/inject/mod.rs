@@ -1,0 +1,484 @@
+//! Making another process run a system call.
+//!
+//! Two things can be done only from inside a process: making a userfaultfd for its memory, and
+//! giving back anonymous memory. An [`Injector`] makes one of its threads do so, with ptrace, in
+//! about 100 µs, and puts the thread back exactly as it was.
+//!
+//! **A process of its own.** Who traces a process and is killed in the middle leaves it in a
+//! strange place. So the tracing is done by a tiny process that does nothing else, and that the
+//! agent's end does not touch ([`injector_main`]). And should that one be killed, the thread
+//! restores itself: see `arch` and `thread` for how. What remains:
+//!
+//! - Without an `rt_sigreturn` or a `syscall; ret` in the program (no C library has none), with a
+//!   shadow stack (CET), or with a stack that has no room for a signal frame, the thread cannot
+//!   restore itself. The injection works, but a SIGKILL of the injector within its 100 µs leaves
+//!   the interrupted system call with a wrong result.
+//! - `nanosleep`, `poll` and `futex` with a relative timeout begin their time anew if the injector
+//!   was killed; otherwise not.
+//! - System calls that the kernel never restarts after a stop (`epoll_wait`, `io_getevents`,
+//!   `io_uring_enter`, `semop`, `sigtimedwait`, sockets with a timeout) return `EINTR`, as they do
+//!   after SIGSTOP and SIGCONT. Threads in such calls are taken last; QEMU's main thread sits in
+//!   `ppoll`, which is restarted.
+//! - A userfaultfd that the injector could not close any more stays inside;
+//!   [`Injector::close_leftovers`] closes it.
+
+mod child;
+mod gadgets;
+mod ptrace;
+mod seccomp;
+mod thread;
+mod wire;
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::io::IoSliceMut;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use nix::libc;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketFlags, SocketType,
+    recvmsg, send, socketpair,
+};
+
+use crate::{AddressRange, Process, ProcessError};
+use wire::{Failure, MAX_ARGUMENTS, MAX_THREADS, Operation, REPLY_BYTES, Reply, Request, USERFAULTFD_FLAGS};
+
+pub use child::injector_main;
+
+/// Whether the injector in this process holds a thread of another process at this moment. For
+/// tests of the claim that it does not allocate while it does.
+#[doc(hidden)]
+pub fn holds_a_thread() -> bool {
+    thread::is_attached()
+}
+
+/// Why nothing could be injected. Unless said otherwise the process is as it was.
+#[derive(Debug, thiserror::Error)]
+pub enum InjectError {
+    /// The process could not be looked at.
+    #[error("cannot inject a system call")]
+    Process(#[from] ProcessError),
+    /// A debugger is attached.
+    #[error("process {pid} is traced by process {tracer} ({comm}): detach that debugger first")]
+    Traced {
+        /// The process.
+        pid: u32,
+        /// Who traces it.
+        tracer: u32,
+        /// Name of the tracer's program.
+        comm: String,
+    },
+    /// Tracing is not permitted.
+    #[error(
+        "not permitted to trace process {pid}: run as root, or as its user with kernel.yama.ptrace_scope=0 and the \
+         process dumpable"
+    )]
+    NotPermitted {
+        /// The process.
+        pid: u32,
+    },
+    /// No thread stopped in time.
+    #[error(
+        "no thread of process {pid} can be stopped: all are in uninterruptible calls (a disk or NFS that does not answer?)"
+    )]
+    Uninterruptible {
+        /// The process.
+        pid: u32,
+    },
+    /// A seccomp filter forbids the call; it was not made.
+    #[error(
+        "a seccomp filter of process {pid} answers {action} to the call: permit userfaultfd, close and madvise"
+    )]
+    Seccomp {
+        /// The process.
+        pid: u32,
+        /// What the filter would do.
+        action: String,
+    },
+    /// There is a seccomp filter that cannot be read, so the call was not risked.
+    #[error(
+        "process {pid} has a seccomp filter that cannot be read: run as root on a kernel with CONFIG_CHECKPOINT_RESTORE"
+    )]
+    SeccompUnknown {
+        /// The process.
+        pid: u32,
+        /// What the kernel answered.
+        #[source]
+        source: io::Error,
+    },
+    /// The process runs 32-bit code.
+    #[error("process {pid} is a 32-bit one, which is not supported")]
+    Not64Bit {
+        /// The process.
+        pid: u32,
+    },
+    /// The process has its system calls handed to itself.
+    #[error(
+        "process {pid} dispatches its system calls to itself (PR_SET_SYSCALL_USER_DISPATCH), which is not supported"
+    )]
+    Dispatched {
+        /// The process.
+        pid: u32,
+    },
+    /// There is no instruction to make a system call with.
+    #[error("process {pid} has no syscall instruction in its memory")]
+    NoGadget {
+        /// The process.
+        pid: u32,
+    },
+    /// The process changed while it was looked at; the next try may succeed.
+    #[error("process {pid} changed while it was looked at: try again")]
+    Changed {
+        /// The process.
+        pid: u32,
+    },
+    /// The call was made and failed.
+    #[error("process {pid} was refused the call {call}")]
+    Call {
+        /// The process.
+        pid: u32,
+        /// Name of the call.
+        call: &'static str,
+        /// What the kernel answered.
+        #[source]
+        source: io::Error,
+    },
+    /// The injected call ended in a signal, which the process did not get to see if it was a fault.
+    #[error("the injected call in process {pid} ended in signal {signal}")]
+    Signal {
+        /// The process.
+        pid: u32,
+        /// Number of the signal.
+        signal: u64,
+    },
+    /// The injector could not be started or spoken to.
+    #[error("cannot {action} the injector {program}")]
+    Injector {
+        /// What was tried.
+        action: &'static str,
+        /// Its program.
+        program: PathBuf,
+        /// What the kernel answered.
+        #[source]
+        source: io::Error,
+    },
+    /// The injector ended before it answered. The process restores itself, but it may hold a
+    /// userfaultfd: [`Injector::close_leftovers`].
+    #[error("the injector {program} was killed before it answered")]
+    Killed {
+        /// Its program.
+        program: PathBuf,
+    },
+    /// The injector answered something that is not understood: another version of the program?
+    #[error("the injector {program} gave an answer that is not understood")]
+    Answer {
+        /// Its program.
+        program: PathBuf,
+    },
+}
+
+/// Starts the injector when it is first needed, and speaks to it.
+///
+/// One injection runs at a time; several threads may share an `Injector`. An injector that ended
+/// is started anew.
+#[derive(Debug)]
+pub struct Injector {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+    running: Mutex<Option<Running>>,
+    die_at: AtomicU64,
+    only_thread: AtomicU64,
+    steps: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Running {
+    child: Child,
+    socket: OwnedFd,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It ends by itself when its socket is closed; it may be in the middle of something.
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+        let _ = self.child.wait();
+    }
+}
+
+impl Injector {
+    /// An injector that is started as `program arguments…`; that program has to call
+    /// [`injector_main`]. Usually the running program itself with a hidden subcommand.
+    pub fn new(program: PathBuf, arguments: Vec<OsString>) -> Self {
+        Self {
+            program,
+            arguments,
+            running: Mutex::new(None),
+            die_at: AtomicU64::new(0),
+            only_thread: AtomicU64::new(0),
+            steps: AtomicU64::new(0),
+        }
+    }
+
+    /// Makes a userfaultfd for the memory of `process` and takes it over. Inside the process it is
+    /// closed again at once: what is returned is the only reference, and whatever is registered
+    /// with it ends when it is closed.
+    pub fn take_userfaultfd(&self, process: &Process) -> Result<OwnedFd, InjectError> {
+        let (_, descriptor) = self.inject(process, Operation::TakeUserfaultfd, &[USERFAULTFD_FLAGS])?;
+        descriptor.ok_or_else(|| InjectError::Answer { program: self.program.clone() })
+    }
+
+    /// Closes the userfaultfds that an injector left inside `process` when it was killed between
+    /// making and closing one; returns how many there were.
+    ///
+    /// A userfaultfd of the process itself is not touched. The two are told apart by the handshake
+    /// `UFFDIO_API`: the agent does it only after the descriptor inside is closed, so a leftover
+    /// never had it, while a program does it right after making the descriptor (QEMU makes one only
+    /// for its own migration or snapshots). The kernel shows which is which in `/proc/PID/fdinfo`.
+    /// Descriptors in `keep`, known from before, are left alone in any case.
+    pub fn close_leftovers(&self, process: &Process, keep: &[i32]) -> Result<usize, InjectError> {
+        let leftovers: Vec<u64> = unused_userfaultfds(process)?
+            .into_iter()
+            .filter(|fd| !keep.contains(fd))
+            .filter_map(|fd| u64::try_from(fd).ok())
+            .collect();
+        for some in leftovers.chunks(MAX_ARGUMENTS) {
+            self.inject(process, Operation::Close, some)?;
+        }
+        Ok(leftovers.len())
+    }
+
+    /// Makes `process` give back memory: private anonymous pages in `ranges` read as zeros
+    /// afterwards (`MADV_DONTNEED`).
+    ///
+    /// # Errors
+    /// Ranges before the one that failed have been given back.
+    pub fn discard(&self, process: &Process, ranges: &[AddressRange]) -> Result<(), InjectError> {
+        for some in ranges.chunks(MAX_ARGUMENTS / 2) {
+            let arguments: Vec<u64> = some.iter().flat_map(|range| [range.start, range.len()]).collect();
+            self.inject(process, Operation::Discard, &arguments)?;
+        }
+        Ok(())
+    }
+
+    /// For tests: the injector kills itself at this step of each operation, counted from 1; 0 for
+    /// never.
+    #[doc(hidden)]
+    pub fn die_at_step(&self, step: u64) {
+        self.die_at.store(step, Ordering::Relaxed);
+    }
+
+    /// For tests: only this thread is used; 0 for any.
+    #[doc(hidden)]
+    pub fn use_only_thread(&self, thread: u32) {
+        self.only_thread.store(u64::from(thread), Ordering::Relaxed);
+    }
+
+    /// For tests: how many steps the last operation took.
+    #[doc(hidden)]
+    pub fn steps_taken(&self) -> u64 {
+        self.steps.load(Ordering::Relaxed)
+    }
+
+    /// For tests: the number of the injector's process, if it runs.
+    #[doc(hidden)]
+    pub fn injector_pid(&self) -> Option<u32> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|running| running.child.id())
+    }
+
+    fn inject(
+        &self,
+        process: &Process,
+        operation: Operation,
+        arguments: &[u64],
+    ) -> Result<(u64, Option<OwnedFd>), InjectError> {
+        let pid = process.pid();
+        let status = process.status()?;
+        if let Some(tracer) = status.tracer {
+            return Err(traced(pid, tracer));
+        }
+        let gadgets = gadgets::find(process)?.ok_or(InjectError::NoGadget { pid })?;
+        let sigreturn = gadgets.sigreturn.filter(|_| !status.shadow_stack);
+        let only = self.only_thread.load(Ordering::Relaxed) as i32;
+        let request = Request {
+            operation,
+            pid: pid as i32,
+            start_time: process.start_time(),
+            gadget: gadgets.call,
+            sigreturn: sigreturn.unwrap_or(0),
+            die_at: self.die_at.load(Ordering::Relaxed),
+            threads: if only == 0 { best_threads(process)? } else { vec![only] },
+            arguments: arguments.to_vec(),
+        };
+        let (reply, descriptor) = self.ask(&request)?;
+        self.steps.store(reply.steps, Ordering::Relaxed);
+        match reply.result {
+            Ok(()) => Ok((reply.done, descriptor)),
+            Err(failure) => Err(self.explain(pid, &request, failure)),
+        }
+    }
+
+    /// Sends a request and waits for the answer.
+    fn ask(&self, request: &Request) -> Result<(Reply, Option<OwnedFd>), InjectError> {
+        let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        // One that has been killed since the last request is found out here, and replaced.
+        if running.as_mut().is_some_and(|running| !matches!(running.child.try_wait(), Ok(None))) {
+            *running = None;
+        }
+        let this = match running.take() {
+            Some(this) => this,
+            None => self.start()?,
+        };
+        let killed = || InjectError::Killed { program: self.program.clone() };
+        send(&this.socket, &request.encode(), SendFlags::NOSIGNAL).map_err(|_| killed())?;
+        let mut bytes = [0; REPLY_BYTES];
+        let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let received = loop {
+            let mut pieces = [IoSliceMut::new(&mut bytes)];
+            match recvmsg(&this.socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
+                Err(rustix::io::Errno::INTR) => {}
+                received => break received.map_err(|_| killed())?,
+            }
+        };
+        if received.bytes == 0 {
+            return Err(killed());
+        }
+        let descriptor = control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+            _ => None,
+        });
+        let reply = Reply::decode(&bytes[..received.bytes])
+            .ok_or_else(|| InjectError::Answer { program: self.program.clone() })?;
+        *running = Some(this);
+        Ok((reply, descriptor))
+    }
+
+    fn start(&self) -> Result<Running, InjectError> {
+        let failed = |action, source| InjectError::Injector { action, program: self.program.clone(), source };
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .map_err(|error| failed("make a socket for", error.into()))?;
+        let child = Command::new(&self.program)
+            .args(&self.arguments)
+            .stdin(theirs)
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(|source| failed("start", source))?;
+        Ok(Running { child, socket: ours })
+    }
+
+    fn explain(&self, pid: u32, request: &Request, failure: Failure) -> InjectError {
+        let error = |number: u64| io::Error::from_raw_os_error(number as i32);
+        let call = match request.operation {
+            Operation::TakeUserfaultfd => "userfaultfd",
+            Operation::Close => "close",
+            Operation::Discard => "madvise",
+        };
+        match failure {
+            Failure::Gone => ProcessError::Gone { pid }.into(),
+            Failure::Traced(tracer) => traced(pid, tracer as u32),
+            Failure::NotPermitted => InjectError::NotPermitted { pid },
+            Failure::Uninterruptible => InjectError::Uninterruptible { pid },
+            Failure::Seccomp(answer) => InjectError::Seccomp { pid, action: seccomp_action(answer as u32) },
+            Failure::SeccompUnknown(number) => InjectError::SeccompUnknown { pid, source: error(number) },
+            Failure::Not64Bit => InjectError::Not64Bit { pid },
+            Failure::Dispatched => InjectError::Dispatched { pid },
+            Failure::Moved | Failure::Busy => InjectError::Changed { pid },
+            Failure::Call(number) => InjectError::Call { pid, call, source: error(number) },
+            Failure::Signal(signal) => InjectError::Signal { pid, signal },
+            Failure::Kernel(number) => InjectError::Injector {
+                action: "trace with",
+                program: self.program.clone(),
+                source: error(number),
+            },
+            Failure::Request => InjectError::Answer { program: self.program.clone() },
+        }
+    }
+}
+
+fn traced(pid: u32, tracer: u32) -> InjectError {
+    let comm = fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
+    InjectError::Traced { pid, tracer, comm: comm.trim_end().to_owned() }
+}
+
+/// The answer of a seccomp filter in words.
+fn seccomp_action(answer: u32) -> String {
+    match answer & libc::SECCOMP_RET_ACTION_FULL {
+        libc::SECCOMP_RET_KILL_PROCESS => "\"kill the process\"".into(),
+        libc::SECCOMP_RET_KILL_THREAD => "\"kill the thread\"".into(),
+        libc::SECCOMP_RET_TRAP => "SIGSYS".into(),
+        libc::SECCOMP_RET_ERRNO => {
+            io::Error::from_raw_os_error((answer & libc::SECCOMP_RET_DATA) as i32).to_string()
+        }
+        other => format!("{other:#x}"),
+    }
+}
+
+/// Userfaultfds inside a process on which `UFFDIO_API` was never done.
+fn unused_userfaultfds(process: &Process) -> Result<Vec<i32>, ProcessError> {
+    let all = process.descriptors()?.into_iter();
+    let userfaultfds = all.filter(|(_, target)| target == Path::new("anon_inode:[userfaultfd]"));
+    let unused = userfaultfds.filter(|(fd, _)| {
+        let info = fs::read_to_string(process.path(&format!("fdinfo/{fd}"))).unwrap_or_default();
+        // "API:\taa:FEATURES:KNOWN"; once in use, a bit of the kernel's own is among the features.
+        info.lines()
+            .any(|line| line.strip_prefix("API:\t").and_then(|api| api.split(':').nth(1)) == Some("0"))
+    });
+    let found = unused.map(|(fd, _)| fd).collect();
+    process.check_alive()?;
+    Ok(found)
+}
+
+/// The threads of a process, those first that a stop disturbs least.
+fn best_threads(process: &Process) -> Result<Vec<i32>, ProcessError> {
+    let mut threads: Vec<(u8, i32)> = Vec::new();
+    for thread in process.threads()? {
+        let rank = rank(process, thread);
+        threads.extend(rank.map(|rank| (rank, thread as i32)));
+    }
+    // Stable: the main thread stays first among its equals.
+    threads.sort_by_key(|&(rank, _)| rank);
+    threads.truncate(MAX_THREADS);
+    Ok(threads.into_iter().map(|(_, thread)| thread).collect())
+}
+
+/// How much a stop would disturb a thread: 0 not at all, 1 it may see `EINTR`, 2 it may not stop.
+/// `None`: it has ended.
+fn rank(process: &Process, thread: u32) -> Option<u8> {
+    let stat = fs::read_to_string(process.path(&format!("task/{thread}/stat"))).ok()?;
+    let (_, fields) = stat.rsplit_once(')')?;
+    match fields.trim_start().chars().next()? {
+        'Z' | 'X' => return None,
+        'D' => return Some(2),
+        _ => {}
+    }
+    let call = fs::read_to_string(process.path(&format!("task/{thread}/syscall"))).unwrap_or_default();
+    let number = call.split(' ').next().and_then(|number| number.parse::<i64>().ok());
+    Some(u8::from(number.is_some_and(|number| NEVER_RESTARTED.contains(&number))))
+}
+
+/// Calls that return `EINTR` after every stop, signal(7); those that wait on sockets do so only if
+/// the socket has a timeout.
+const NEVER_RESTARTED: [i64; 14] = [
+    libc::SYS_epoll_wait,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_io_getevents,
+    // io_pgetevents
+    333,
+    libc::SYS_io_uring_enter,
+    libc::SYS_semop,
+    libc::SYS_semtimedop,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_msgrcv,
+    libc::SYS_msgsnd,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    // KVM_RUN; QEMU's virtual processors expect EINTR, but the main thread is the better choice.
+    libc::SYS_ioctl,
+];

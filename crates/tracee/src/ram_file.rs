@@ -1,0 +1,279 @@
+//! The file behind shared RAM of another process.
+//!
+//! RAM of a memfd, of tmpfs or of hugetlbfs can be read and written through the file, without
+//! asking the process. It is opened through `/proc/PID/map_files`, or where that is not permitted
+//! through the descriptor that the process itself still holds.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use nix::libc;
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstatfs, seek};
+
+use crate::maps::{self, Backing, FileId, Mapping};
+use crate::{Process, ProcessError};
+
+/// What kind of file holds the RAM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RamFileKind {
+    /// tmpfs or a memfd.
+    Tmpfs,
+    /// hugetlbfs, or a memfd with huge pages. It can be read and punched, but has no `write(2)`,
+    /// and does not say where its holes are.
+    Hugetlbfs,
+    /// A file on a disk, or on a file system that is not known here.
+    Other,
+}
+
+/// Why the file behind RAM could not be used. Offsets and lengths in bytes.
+#[derive(Debug, thiserror::Error)]
+pub enum RamFileError {
+    /// The process could not be looked at.
+    #[error("cannot reach the file behind RAM")]
+    Process(#[from] ProcessError),
+    /// The mapping has no file, or not a shared one.
+    #[error("the memory at {address:#x} is not a shared file")]
+    NotShared {
+        /// First address of the mapping.
+        address: u64,
+    },
+    /// Neither way to open it worked.
+    #[error(
+        "cannot open the file {name} behind the RAM of process {pid}: run as root, or with CAP_CHECKPOINT_RESTORE"
+    )]
+    Open {
+        /// Number of the process.
+        pid: u32,
+        /// Name of the file, as the kernel writes it.
+        name: PathBuf,
+        /// What the kernel answered.
+        #[source]
+        source: io::Error,
+    },
+    /// hugetlbfs has no `write(2)`.
+    #[error("a file on hugetlbfs cannot be written with write(2): write through the memory of the process")]
+    NoWrite,
+    /// Any other error.
+    #[error("cannot {action} {len} bytes at {offset} of the file behind RAM")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// Where.
+        offset: u64,
+        /// How much.
+        len: u64,
+        /// What the kernel answered.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Bytes of a file from `start` to just before `end`.
+pub type FileRange = std::ops::Range<u64>;
+
+/// A file that holds RAM.
+#[derive(Debug)]
+pub struct RamFile {
+    file: File,
+    id: Option<FileId>,
+    kind: RamFileKind,
+    page_size: u64,
+}
+
+impl RamFile {
+    /// Opens the file behind a shared mapping of another process, for reading and writing.
+    pub fn open(process: &Process, mapping: &Mapping) -> Result<Self, RamFileError> {
+        let address = mapping.range.start;
+        let Backing::SharedFile(id) = mapping.backing else {
+            return Err(RamFileError::NotShared { address });
+        };
+        let map_file = format!("map_files/{:x}-{:x}", address, mapping.range.end);
+        let opened = open_both_ways(&process.path(&map_file)).or_else(|error| {
+            let candidates = process.descriptors().unwrap_or_default();
+            let mut links = candidates.iter().map(|(fd, _)| process.path(&format!("fd/{fd}")));
+            // `stat` through the link does not open anything (pipes, sockets, devices).
+            links
+                .find(|link| fs::metadata(link).is_ok_and(|found| found.is_file() && is_file(&found, id)))
+                .map_or(Err(error), |link| open_both_ways(&link))
+        });
+        let name = mapping.name.clone().unwrap_or_default();
+        let file = opened.map_err(|source| RamFileError::Open { pid: process.pid(), name, source })?;
+        process.check_alive()?;
+        let mut opened = Self::from_file(file)?;
+        opened.id = Some(id);
+        Ok(opened)
+    }
+
+    /// Takes a file that this process has open already, such as a memfd that it made for a new QEMU.
+    pub fn from_file(file: File) -> Result<Self, RamFileError> {
+        let system = fstatfs(&file).map_err(|error| RamFileError::Io {
+            action: "look at",
+            offset: 0,
+            len: 0,
+            source: error.into(),
+        })?;
+        let (kind, page_size) = match system.f_type {
+            libc::HUGETLBFS_MAGIC => (RamFileKind::Hugetlbfs, system.f_bsize as u64),
+            libc::TMPFS_MAGIC => (RamFileKind::Tmpfs, crate::PAGE_SIZE),
+            _ => (RamFileKind::Other, crate::PAGE_SIZE),
+        };
+        Ok(Self { file, id: None, kind, page_size })
+    }
+
+    /// The file itself.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Which file it is, if it was found behind a mapping.
+    pub fn id(&self) -> Option<FileId> {
+        self.id
+    }
+
+    /// What kind of file it is.
+    pub fn kind(&self) -> RamFileKind {
+        self.kind
+    }
+
+    /// Size in bytes of its pages, in which holes are punched.
+    pub fn page_size(&self) -> u64 {
+        self.page_size
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> Result<u64, RamFileError> {
+        let found = self.file.metadata();
+        found.map(|found| found.len()).map_err(|source| RamFileError::Io {
+            action: "measure",
+            offset: 0,
+            len: 0,
+            source,
+        })
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> Result<bool, RamFileError> {
+        Ok(self.len()? == 0)
+    }
+
+    /// Fills `buffer` with the bytes from `offset` on.
+    pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<(), RamFileError> {
+        let len = buffer.len() as u64;
+        let read = self.file.read_exact_at(buffer, offset);
+        read.map_err(|source| RamFileError::Io { action: "read", offset, len, source })
+    }
+
+    /// Writes `data` from `offset` on.
+    ///
+    /// # Errors
+    /// [`RamFileError::NoWrite`] for hugetlbfs; go through [`crate::RemoteMemory`] there.
+    pub fn write_at(&self, offset: u64, data: &[u8]) -> Result<(), RamFileError> {
+        if self.kind == RamFileKind::Hugetlbfs {
+            return Err(RamFileError::NoWrite);
+        }
+        let len = data.len() as u64;
+        let written = self.file.write_all_at(data, offset);
+        written.map_err(|source| RamFileError::Io { action: "write", offset, len, source })
+    }
+
+    /// Whether [`RamFile::data_runs`] tells holes: not on hugetlbfs, where all is called data.
+    pub fn tells_holes(&self) -> bool {
+        self.kind != RamFileKind::Hugetlbfs
+    }
+
+    /// Appends the parts of `range` that hold data; the rest are holes and read as zeros.
+    pub fn data_runs(&self, range: FileRange, found: &mut Vec<FileRange>) -> Result<(), RamFileError> {
+        // A descriptor of our own for the position, which `lseek` moves and threads would share.
+        let file = &self.file;
+        let mut at = range.start;
+        while at < range.end {
+            let io = |source: rustix::io::Errno| RamFileError::Io {
+                action: "find data within",
+                offset: at,
+                len: range.end - at,
+                source: source.into(),
+            };
+            let data = match seek(file, SeekFrom::Data(at)) {
+                Ok(data) if data < range.end => data,
+                // No data behind this point.
+                Ok(_) | Err(rustix::io::Errno::NXIO) => break,
+                Err(error) => return Err(io(error)),
+            };
+            let hole = seek(file, SeekFrom::Hole(data)).map_err(io)?.min(range.end);
+            if hole <= data {
+                // It became a hole in between.
+                at = data + self.page_size;
+                continue;
+            }
+            found.push(data..hole);
+            at = hole;
+        }
+        Ok(())
+    }
+
+    /// Gives the pages of `range` back: they read as zeros, in every process.
+    pub fn punch_hole(&self, range: FileRange) -> Result<(), RamFileError> {
+        let (offset, len) = (range.start, range.end - range.start);
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fallocate(&self.file, flags, offset, len).map_err(|error| RamFileError::Io {
+            action: "punch out",
+            offset,
+            len,
+            source: error.into(),
+        })
+    }
+}
+
+/// A process that maps a file, and the name of its program.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Mapper {
+    /// Its number.
+    pub pid: u32,
+    /// Name of its program, at most 15 bytes.
+    pub comm: String,
+}
+
+/// Who maps a file.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Mappers {
+    /// Those that were found, with a writable or read-only mapping.
+    pub found: Vec<Mapper>,
+    /// How many processes could not be looked at. Unless it is 0, `found` may not be all.
+    pub unreadable: usize,
+}
+
+/// Finds the processes other than `except` that map `file`: writes of theirs go through their own
+/// page tables and are not tracked (vhost-user, virtiofsd).
+pub fn other_mappers(file: FileId, except: u32) -> io::Result<Mappers> {
+    let mut mappers = Mappers::default();
+    for entry in fs::read_dir("/proc")? {
+        let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
+            continue;
+        };
+        if pid == except {
+            continue;
+        }
+        let found = Process::open(pid).and_then(|process| {
+            let maps = maps::mappings(&process)?;
+            let maps_it = maps.iter().any(|one| one.file() == Some(file));
+            Ok(if maps_it { Some(Mapper { pid, comm: process.comm()? }) } else { None })
+        });
+        match found {
+            Ok(found) => mappers.found.extend(found),
+            Err(ProcessError::Gone { .. }) => {}
+            Err(_) => mappers.unreadable += 1,
+        }
+    }
+    Ok(mappers)
+}
+
+fn open_both_ways(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).open(path)
+}
+
+fn is_file(found: &fs::Metadata, id: FileId) -> bool {
+    let device = found.dev();
+    found.ino() == id.inode && (libc::major(device), libc::minor(device)) == id.device
+}

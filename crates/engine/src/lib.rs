@@ -1,1 +1,10 @@
-//! whimbrel-engine
+//! Pure state machines of a migration. Events and time go in, effects come out.
+//!
+//! Nothing here reads a clock, opens a file or draws a random number, so that the same code runs in the agent, under
+//! the model checker and in a simulator, and any run can be replayed from its events.
+//!
+//! - [`handover`]: who owns the VM; the two roles' transition functions and the register's compare-and-set.
+//! - [`precopy`]: when to stop the guest.
+//! - [`phase`]: the parts of a migration in their order, for progress and report.
+
+pub mod handover;

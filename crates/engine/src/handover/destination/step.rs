@@ -1,0 +1,437 @@
+//! The destination's transitions, state by state. None stands for an illegal event.
+
+#![allow(clippy::match_same_arms, reason = "one arm for each case, with its own reason")]
+
+use proto::Incarnation;
+use proto::message::{RegisterRequest, Verdict};
+
+use super::DestinationEffect as Do;
+use super::DestinationEvent as On;
+use super::DestinationReport as Say;
+use super::DestinationState as In;
+use crate::handover::recover::Decision;
+use crate::handover::register::{self, RegisterAnswer, Standing, Use};
+use crate::handover::{Found, Ignored, Move, Step, Terms};
+
+type Moved = Move<In, Do>;
+type Taken = Option<Step<In, Do>>;
+
+pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
+    match state {
+        In::Idle => idle(event),
+        In::Prepared => prepared(event),
+        In::Ready { incarnation } => ready(terms, incarnation, event),
+        // Only with a register is there anything to take or to give back.
+        In::Taking { .. } | In::Refusing if terms.register.is_none() => None,
+        In::Taking { incarnation, run } => taking(terms, incarnation, *run, event),
+        In::Starting { incarnation, again } => starting(terms, incarnation, *again, event),
+        In::Active { incarnation } => active(incarnation, event),
+        In::Refusing => refusing(terms, event),
+        In::Refused | In::Discarded => gone(state, event),
+        In::Bereft => bereft(terms, event),
+        In::Crashed { ran } => crashed(*ran, event),
+    }
+}
+
+fn idle(event: &On) -> Taken {
+    match event {
+        On::Prepare => moved(enter(In::Prepared)),
+        // PREPARED is synced before the source is told, so what is not in the journal was never prepared. Saying
+        // that it never will be has to be journalled too.
+        On::Go { .. } | On::Asked { .. } => moved(enter(In::Refused).then([Do::SendRefused])),
+        On::AbortReceived { .. } => ignored(Ignored::TooLate),
+        _ => None,
+    }
+}
+
+fn prepared(event: &On) -> Taken {
+    match event {
+        On::Loaded { incarnation } => {
+            let incarnation = incarnation.clone();
+            moved(enter(In::Ready { incarnation: incarnation.clone() }).then([Do::SendReady { incarnation }]))
+        }
+        // READY was never said: nobody counts on this copy.
+        On::AbortReceived { .. } => moved(discard(Say::Discarded)),
+        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::Discarded)),
+        On::Failed | On::Cancel | On::PeerSilent | On::PeerLost | On::ContactLostForGood | On::QemuDied => {
+            moved(discard(Say::Discarded).then([Do::SendRefused]))
+        }
+        On::Restarted(Found::Running | Found::Paused | Found::Gone) => {
+            moved(discard(Say::Discarded).when("same-boot").then([Do::SendRefused]))
+        }
+        On::Restarted(Found::Rebooted) => moved(bereave().when("rebooted")),
+        On::Asked { .. } => ignored(Ignored::NotYet),
+        On::Repeat => stay(In::Prepared),
+        _ => None,
+    }
+}
+
+fn ready(terms: &Terms, incarnation: &Incarnation, event: &On) -> Taken {
+    let state = || In::Ready { incarnation: incarnation.clone() };
+    let here = || Move::to(state());
+    let ready = || Do::SendReady { incarnation: incarnation.clone() };
+    let read = || terms.register.map(|_| register::read(terms));
+    match event {
+        On::Go { incarnation: named, run, .. } if named == incarnation => {
+            moved(obey(terms, incarnation, *run))
+        }
+        // Starts nothing, and says who is here.
+        On::Go { .. } => moved(here().when("other-incarnation").then([ready()])),
+        On::SourceSays { verdict: Verdict::Committed { incarnation: named, run }, .. } => {
+            let told = if named == incarnation {
+                obey(terms, incarnation, *run)
+            } else {
+                here().when("other-incarnation").then([ready()])
+            };
+            moved(told.within("committed"))
+        }
+        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::SourceKept).when("aborted")),
+        On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
+        On::SourceSays { verdict: Verdict::Undecided, .. } => {
+            moved(here().when("undecided").asking(Use::Read, read()))
+        }
+        On::RegisterSays(answer) => match heard(terms, answer) {
+            Heard::Record(Standing::Open(Some(offer)))
+                if offer.epoch == terms.epoch() && offer.incarnation == *incarnation =>
+            {
+                moved(obey(terms, incarnation, offer.run).within("offered"))
+            }
+            // The source took it back, or has owned it since in a later epoch.
+            Heard::Record(Standing::Source | Standing::MovedOn) => {
+                moved(discard(Say::SourceKept).when("source-owns"))
+            }
+            Heard::Record(Standing::Foreign) => {
+                moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            }
+            // Nothing has been taken from here: a record that says otherwise is not this incarnation's.
+            Heard::Record(Standing::Destination) => None,
+            Heard::Record(Standing::Open(_)) | Heard::Unreachable | Heard::Unknown => {
+                moved(here().when("otherwise"))
+            }
+        },
+        On::Asked { .. } => moved(here().then([ready()])),
+        On::Repeat => moved(here().then([ready(), Do::AskSource]).asking(Use::Read, read())),
+        On::Restarted(Found::Paused) => {
+            let ask_all = [ready(), Do::AskSource];
+            moved(here().when("paused").then(ask_all).asking(Use::Read, read()))
+        }
+        // It cannot run any more, and has not: no `cont` was ever sent.
+        On::QemuDied => moved(refuse()),
+        On::Restarted(Found::Gone) => moved(refuse().when("qemu-gone")),
+        On::Restarted(Found::Rebooted) => moved(bereave().when("rebooted")),
+        // Somebody else continued it. That is no state of this protocol.
+        On::Restarted(Found::Running) => None,
+        On::OperatorDecides(Decision::RunHere { .. }) => {
+            moved(obey(terms, incarnation, true).within("run-here"))
+        }
+        On::OperatorDecides(Decision::RunElsewhere) => moved(refuse().when("run-elsewhere")),
+        On::ContactLostForGood if terms.register.is_some() => moved(here().asking(Use::Read, read())),
+        On::ContactLostForGood => moved(here().when("no-register").then([Do::Report(Say::OperatorNeeded)])),
+        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        // In doubt: neither silence nor a failure of anything but QEMU decides.
+        On::Failed | On::PeerSilent | On::PeerLost => stay(state()),
+        _ => None,
+    }
+}
+
+fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Taken {
+    let state = || In::Taking { incarnation: incarnation.clone(), run };
+    let here = || Move::to(state());
+    let read = || ask(Use::Read, Some(register::read(terms)));
+    match event {
+        On::RegisterSays(answer) => match heard(terms, answer) {
+            Heard::Record(Standing::Destination) => moved(start(incarnation, run).within("destination-owns")),
+            Heard::Record(Standing::Open(_)) => {
+                moved(here().when("open").then(ask(Use::Take, register::take_by_destination(terms))))
+            }
+            Heard::Record(Standing::Source | Standing::MovedOn) => {
+                moved(discard(Say::SourceKept).when("source-owns"))
+            }
+            Heard::Record(Standing::Foreign) => {
+                moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            }
+            Heard::Unknown => moved(here().when("unknown").then(read())),
+            Heard::Unreachable => moved(here().when("unreachable")),
+        },
+        On::Repeat => moved(here().then(ask(Use::Take, register::take_by_destination(terms)))),
+        On::Restarted(Found::Paused) => moved(here().when("paused").then(read())),
+        // `cont` was not sent: STARTING would stand in the journal.
+        On::QemuDied => moved(give_back(terms)),
+        On::Restarted(Found::Gone) => moved(give_back(terms).when("qemu-gone")),
+        On::Restarted(Found::Rebooted) => moved(bereave().when("rebooted")),
+        On::OperatorDecides(Decision::RunElsewhere) => moved(give_back(terms).when("run-elsewhere")),
+        On::OperatorDecides(Decision::RunHere { .. }) => moved(here().when("run-here").then(read())),
+        // The source may have taken it back meanwhile; the register knows.
+        On::AbortReceived { .. } => moved(here().then(read())),
+        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(here().when("aborted").then(read())),
+        On::Go { .. } | On::SourceSays { .. } => ignored(Ignored::TooLate),
+        On::Asked { .. } => ignored(Ignored::NotYet),
+        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::Failed | On::PeerSilent | On::PeerLost | On::ContactLostForGood => stay(state()),
+        _ => None,
+    }
+}
+
+fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -> Taken {
+    let state = |again| In::Starting { incarnation: incarnation.clone(), again };
+    match event {
+        On::Contd => moved(activate(incarnation)),
+        On::Restarted(Found::Running) => moved(activate(incarnation).when("running")),
+        // `cont` may have been sent or not. Sending it again is safe while the guest is this host's: an operator may
+        // have given it to the source since.
+        On::Restarted(Found::Paused) => moved(cont_again(terms, enter(state(true))).within("paused")),
+        On::Repeat if again => moved(cont_again(terms, Move::to(state(true))).within("again")),
+        On::RegisterSays(answer) if again => match heard(terms, answer) {
+            Heard::Record(Standing::Destination) => {
+                moved(Move::to(state(true)).when("destination-owns").then([Do::Cont]))
+            }
+            Heard::Record(Standing::Source | Standing::MovedOn) => {
+                moved(discard(Say::SourceKept).when("source-owns"))
+            }
+            Heard::Record(Standing::Open(_) | Standing::Foreign) => {
+                moved(Move::to(state(true)).when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            }
+            Heard::Unknown => {
+                let read = ask(Use::Read, Some(register::read(terms)));
+                moved(Move::to(state(true)).when("unknown").then(read))
+            }
+            Heard::Unreachable => moved(Move::to(state(true)).when("unreachable")),
+        },
+        On::ContFailed if again => {
+            moved(Move::to(state(true)).when("again").then([Do::Report(Say::ContFailed)]))
+        }
+        On::ContFailed => moved(refuse_through_register(terms).within("first")),
+        // The operator's word that it never ran stands in for the proof.
+        On::OperatorDecides(Decision::RunElsewhere) if again => {
+            moved(refuse_through_register(terms).within("again").within("run-elsewhere"))
+        }
+        On::QemuDied => moved(crash(false)),
+        On::Restarted(Found::Gone | Found::Rebooted) => moved(crash(false).when("qemu-gone")),
+        On::Cancel => moved(Move::to(state(again)).then([Do::Report(Say::TooLate)])),
+        On::Go { .. } | On::Asked { .. } => ignored(Ignored::NotYet),
+        On::SourceSays { verdict: Verdict::Committed { .. }, .. } => ignored(Ignored::NotYet),
+        On::SourceSays { verdict: Verdict::Undecided, .. } | On::RegisterSays(_) => ignored(Ignored::TooLate),
+        On::OperatorDecides(_) => moved(Move::to(state(again)).then([Do::Report(Say::TooLate)])),
+        On::Repeat => moved(Move::to(state(again)).when("first")),
+        On::Failed | On::PeerSilent | On::PeerLost | On::ContactLostForGood => stay(state(again)),
+        // An honest source does not abort what it has committed, but an operator can.
+        _ => None,
+    }
+}
+
+fn active(incarnation: &Incarnation, event: &On) -> Taken {
+    let here = || Move::to(In::Active { incarnation: incarnation.clone() });
+    match event {
+        On::Go { .. } | On::Asked { .. } => moved(here().then([Do::SendRunning])),
+        On::Restarted(Found::Running | Found::Paused) => {
+            moved(here().when("qemu-lives").then([Do::SendRunning]))
+        }
+        On::QemuDied => moved(crash(true)),
+        On::Restarted(Found::Gone | Found::Rebooted) => moved(crash(true).when("qemu-gone")),
+        On::SourceSays { verdict: Verdict::Aborted, .. } | On::AbortReceived { .. } => None,
+        On::Prepare | On::Loaded { .. } => None,
+        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        _ => ignored(Ignored::TooLate),
+    }
+}
+
+fn refusing(terms: &Terms, event: &On) -> Taken {
+    let here = || Move::to(In::Refusing);
+    let give_back = || ask(Use::GiveBack, Some(register::give_back(terms)));
+    match event {
+        On::RegisterSays(answer) => match heard(terms, answer) {
+            Heard::Record(Standing::Source | Standing::MovedOn) => moved(refuse().when("source-owns")),
+            Heard::Record(Standing::Destination) => moved(here().when("destination-owns").then(give_back())),
+            // Not taken, but a request of this host's may still be on its way: shut the door for it.
+            Heard::Record(Standing::Open(_)) => {
+                moved(here().when("open").then(ask(Use::GiveBack, register::take_by_source(terms))))
+            }
+            Heard::Record(Standing::Foreign) => {
+                moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            }
+            Heard::Unknown => moved(here().when("unknown").then(ask(Use::Read, Some(register::read(terms))))),
+            Heard::Unreachable => moved(here().when("unreachable")),
+        },
+        On::Repeat | On::Restarted(_) => moved(here().then(give_back())),
+        On::Go { .. } | On::Asked { .. } => ignored(Ignored::NotYet),
+        On::Prepare | On::Loaded { .. } => None,
+        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        _ => ignored(Ignored::TooLate),
+    }
+}
+
+/// Refused or discarded: has not run it, will never run it.
+fn gone(state: &In, event: &On) -> Taken {
+    let here = || Move::to(state.clone());
+    match event {
+        On::Go { .. } | On::Asked { .. } => moved(here().then([Do::SendRefused])),
+        // The agent may have died before it had removed everything.
+        On::Restarted(_) => moved(here().then([Do::Discard, Do::SendRefused])),
+        On::Prepare | On::Loaded { .. } => None,
+        _ => ignored(Ignored::TooLate),
+    }
+}
+
+fn bereft(terms: &Terms, event: &On) -> Taken {
+    let here = || Move::to(In::Bereft);
+    let read = || terms.register.map(|_| register::read(terms));
+    match event {
+        // A source that has not committed has sent no GO.
+        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::SourceKept).when("aborted")),
+        On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
+        // GO may have been obeyed before the boot. Ownership is taken before `cont`, so the register knows; without
+        // one nobody does, and only an operator can say that it never ran.
+        On::Go { .. } | On::SourceSays { verdict: Verdict::Committed { .. }, .. } => {
+            let told = if terms.register.is_some() {
+                here().asking(Use::Read, read())
+            } else {
+                crash(false).when("no-register")
+            };
+            moved(if matches!(event, On::Go { .. }) { told } else { told.within("committed") })
+        }
+        On::RegisterSays(answer) => match heard(terms, answer) {
+            Heard::Record(Standing::Destination) => moved(crash(false).when("destination-owns")),
+            Heard::Record(Standing::Source | Standing::MovedOn) => {
+                moved(discard(Say::SourceKept).when("source-owns"))
+            }
+            // Never taken, so never run.
+            Heard::Record(Standing::Open(_)) => moved(give_back(terms).when("open")),
+            Heard::Record(Standing::Foreign) => {
+                moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            }
+            Heard::Unknown => moved(here().when("unknown").asking(Use::Read, read())),
+            Heard::Unreachable => moved(here().when("unreachable")),
+        },
+        // The source's copy is gone as well.
+        On::Asked { .. } => moved(here().then([Do::SendCrashed])),
+        On::Repeat | On::Restarted(_) => moved(here().then([Do::AskSource]).asking(Use::Read, read())),
+        On::OperatorDecides(Decision::RunElsewhere) => {
+            moved(refuse_through_register(terms).within("run-elsewhere"))
+        }
+        On::OperatorDecides(Decision::RunHere { .. }) => {
+            moved(here().when("run-here").then([Do::Report(Say::TooLate)]))
+        }
+        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::ContactLostForGood => moved(here().then([Do::Report(Say::OperatorNeeded)])),
+        On::SourceSays { .. } => moved(here().when("undecided")),
+        On::QemuDied | On::Failed | On::PeerSilent | On::PeerLost => stay(In::Bereft),
+        _ => None,
+    }
+}
+
+fn crashed(ran: bool, event: &On) -> Taken {
+    let here = || Move::to(In::Crashed { ran });
+    match event {
+        // It was this host's, and is: the source's copy is out of date.
+        On::Go { .. } | On::Asked { .. } if ran => moved(here().when("ran").then([Do::SendRunning])),
+        On::Go { .. } | On::Asked { .. } => moved(here().when("may-have-run").then([Do::SendCrashed])),
+        On::Prepare | On::Loaded { .. } => None,
+        _ => ignored(Ignored::TooLate),
+    }
+}
+
+// ---- ways that several states take
+
+/// GO, from the source, the register's offer, or an operator.
+fn obey(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
+    match register::take_by_destination(terms) {
+        None => start(incarnation, run).within("no-register"),
+        take => enter(In::Taking { incarnation: incarnation.clone(), run })
+            .when("register")
+            .then(ask(Use::Take, take)),
+    }
+}
+
+/// The guest is this host's. STARTING stands in the journal before `cont` is sent, so that a restarted agent knows
+/// that a vCPU may have run.
+fn start(incarnation: &Incarnation, run: bool) -> Moved {
+    if run {
+        enter(In::Starting { incarnation: incarnation.clone(), again: false }).when("run").then([Do::Cont])
+    } else {
+        activate(incarnation).when("paused")
+    }
+}
+
+/// Another `cont`, after the register has said again whose the guest is.
+fn cont_again(terms: &Terms, to: Moved) -> Moved {
+    if terms.register.is_some() {
+        to.when("register").then(ask(Use::Read, Some(register::read(terms))))
+    } else {
+        to.when("no-register").then([Do::Cont])
+    }
+}
+
+fn activate(incarnation: &Incarnation) -> Moved {
+    enter(In::Active { incarnation: incarnation.clone() }).then([
+        Do::Announce,
+        Do::SendRunning,
+        Do::Report(Say::Active),
+    ])
+}
+
+fn refuse_through_register(terms: &Terms) -> Moved {
+    if terms.register.is_some() { give_back(terms).when("register") } else { refuse().when("no-register") }
+}
+
+fn give_back(terms: &Terms) -> Moved {
+    enter(In::Refusing).then(ask(Use::GiveBack, Some(register::give_back(terms))))
+}
+
+/// REFUSED is said only when nothing is left that could hold the disks' locks.
+fn refuse() -> Moved {
+    enter(In::Refused).then([Do::Discard, Do::SendRefused, Do::Report(Say::Refused)])
+}
+
+fn discard(why: Say) -> Moved {
+    enter(In::Discarded).then([Do::Discard, Do::Report(why)])
+}
+
+fn crash(ran: bool) -> Moved {
+    let tell = if ran { Do::SendRunning } else { Do::SendCrashed };
+    enter(In::Crashed { ran }).then([tell, Do::Report(Say::Crashed)])
+}
+
+fn bereave() -> Moved {
+    enter(In::Bereft).then([Do::Report(Say::Bereft), Do::AskSource])
+}
+
+// ---- small words
+
+/// Into a state, by way of the journal.
+fn enter(state: In) -> Moved {
+    let durable = state.durable();
+    Move::to(state.clone()).then([Do::Journal { state, durable }])
+}
+
+fn ask(why: Use, request: Option<RegisterRequest>) -> Option<Do> {
+    request.map(|request| Do::Register { why, request })
+}
+
+enum Heard {
+    Record(Standing),
+    Unreachable,
+    Unknown,
+}
+
+fn heard(terms: &Terms, answer: &RegisterAnswer) -> Heard {
+    match answer {
+        RegisterAnswer::Stands(record) => Heard::Record(register::standing(terms, record.as_ref())),
+        RegisterAnswer::Unreachable => Heard::Unreachable,
+        RegisterAnswer::Unknown => Heard::Unknown,
+    }
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
+fn moved(to: Moved) -> Taken {
+    Some(Step::Moved(to))
+}
+
+/// Legal, and nothing to do.
+fn stay(state: In) -> Taken {
+    moved(Move::to(state))
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
+fn ignored(why: Ignored) -> Taken {
+    Some(Step::Ignored(why))
+}

@@ -1,0 +1,359 @@
+//! The source's transitions, state by state. None stands for an illegal event.
+
+#![allow(clippy::match_same_arms, reason = "one arm for each case, with its own reason")]
+
+use proto::Incarnation;
+use proto::message::{RegisterRequest, Verdict};
+
+use super::SourceEffect as Do;
+use super::SourceEvent as On;
+use super::SourceReport as Say;
+use super::SourceState as In;
+use crate::handover::recover::Decision;
+use crate::handover::register::{self, RegisterAnswer, Standing, Use};
+use crate::handover::{Found, Ignored, Move, Step, Terms};
+
+type Moved = Move<In, Do>;
+type Taken = Option<Step<In, Do>>;
+
+pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
+    match state {
+        In::Idle => idle(event),
+        In::Prepared { run } => prepared(*run, event),
+        In::Stopped { run } => stopped(terms, *run, event),
+        In::Bereft { run } => bereft(terms, *run, event),
+        In::Committed { incarnation, run } => committed(terms, incarnation, *run, event),
+        // Only with a register is there anything to reclaim from.
+        In::Reclaiming { .. } if terms.register.is_none() => None,
+        In::Reclaiming { incarnation, run, force } => {
+            reclaiming(terms, incarnation.as_ref(), *run, *force, event)
+        }
+        In::Aborting | In::Returning => continuing(state, event),
+        In::Aborted | In::Returned => back(state, event),
+        In::Done { incarnation, run } => done(incarnation.as_ref(), *run, event),
+    }
+}
+
+fn idle(event: &On) -> Taken {
+    match event {
+        // The first entry, synced: a host that reboots during the migration asks before it starts the VM.
+        On::Begin { run } => moved(enter(In::Prepared { run: *run })),
+        _ => None,
+    }
+}
+
+fn prepared(run: bool, event: &On) -> Taken {
+    match event {
+        // Journalled before `stop` is sent, so that whoever finds a stopped guest knows that it has to go on.
+        On::Stop { run } => moved(enter(In::Stopped { run: *run }).then([Do::StopVm])),
+        On::Cancel => moved(abort(Say::Cancelled)),
+        On::Failed => moved(abort(Say::Failed)),
+        // A destination asks so early only after a reboot; a source that has not committed answers ABORTED.
+        On::PeerSilent | On::PeerLost | On::ContactLostForGood | On::Refused { .. } | On::Asked { .. } => {
+            moved(abort(Say::PeerGaveUp))
+        }
+        On::QemuDied => moved(abort(Say::VmCrashed)),
+        On::Restarted(Found::Running | Found::Paused) => moved(abort(Say::Interrupted).when("qemu-lives")),
+        On::Restarted(Found::Gone) => moved(abort(Say::VmCrashed).when("qemu-gone")),
+        // Entries may be missing: the guest may have been stopped, committed, and started at the destination.
+        On::Restarted(Found::Rebooted) => moved(bereave(run).when("rebooted")),
+        On::Repeat => stay(In::Prepared { run }),
+        _ => None,
+    }
+}
+
+fn stopped(terms: &Terms, run: bool, event: &On) -> Taken {
+    match event {
+        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run)),
+        On::Cancel => moved(abort_stopped(run, Say::Cancelled)),
+        On::Failed => moved(abort_stopped(run, Say::Failed)),
+        On::PeerSilent | On::PeerLost | On::ContactLostForGood | On::Refused { .. } | On::Asked { .. } => {
+            moved(abort_stopped(run, Say::PeerGaveUp))
+        }
+        On::Restarted(Found::Running | Found::Paused) => {
+            moved(abort_stopped(run, Say::Interrupted).within("qemu-lives"))
+        }
+        // All may have been sent already, and the destination be ready with the only copy there is.
+        On::Restarted(Found::Gone | Found::Rebooted) => moved(bereave(run).when("qemu-gone")),
+        On::QemuDied => moved(bereave(run)),
+        On::Repeat => stay(In::Stopped { run }),
+        _ => None,
+    }
+}
+
+fn bereft(terms: &Terms, run: bool, event: &On) -> Taken {
+    let here = || Move::to(In::Bereft { run });
+    match event {
+        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run)),
+        // COMMITTED had been written, and was lost with the host's memory.
+        On::Running { .. } => moved(finish(None, run)),
+        // There is no other copy, or this side knows that it did not send all of it.
+        On::Refused { .. } | On::Crashed { .. } | On::Failed => moved(abort(Say::VmCrashed)),
+        On::Asked { .. } => moved(here().then([Do::Answer(Verdict::Undecided), Do::AskDestination])),
+        On::Repeat | On::Restarted(_) => moved(here().then([Do::AskDestination])),
+        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::ContactLostForGood => moved(here().then([Do::Report(Say::OperatorNeeded)])),
+        On::OperatorDecides(Decision::RunHere { force }) => {
+            moved(take_back(terms, None, run, *force).within("run-here"))
+        }
+        On::OperatorDecides(Decision::RunElsewhere) => moved(finish(None, run).when("run-elsewhere")),
+        On::PeerSilent | On::PeerLost | On::QemuDied | On::RegisterSays(_) => stay(In::Bereft { run }),
+        _ => None,
+    }
+}
+
+fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Taken {
+    let here = || Move::to(In::Committed { incarnation: incarnation.clone(), run });
+    let go = || Do::SendGo { incarnation: incarnation.clone(), run };
+    let offer = || register::offer(terms, incarnation, run);
+    match event {
+        On::Running { .. } => moved(finish(Some(incarnation), run)),
+        On::Refused { .. } => moved(take_back(terms, Some(incarnation), run, false)),
+        On::Crashed { .. } => moved(here().then([Do::Report(Say::DestinationCrashed)])),
+        On::Asked { .. } => {
+            let verdict = Verdict::Committed { incarnation: incarnation.clone(), run };
+            moved(here().then([Do::Answer(verdict)]))
+        }
+        On::Ready { incarnation: other, .. } if other != incarnation => ignored(Ignored::OtherIncarnation),
+        On::Ready { .. } => moved(here().then([go()])),
+        On::Repeat => moved(here().then([go()]).asking(Use::Offer, offer())),
+        // Somebody else may have sent SIGCONT since, or the agent may have died before its own SIGSTOP.
+        On::Restarted(Found::Running | Found::Paused) => {
+            moved(here().when("qemu-lives").then([Do::PauseQemu, go()]).asking(Use::Offer, offer()))
+        }
+        On::Restarted(Found::Gone | Found::Rebooted) => moved(
+            here().when("qemu-gone").then([Do::Report(Say::CopyLost), go()]).asking(Use::Offer, offer()),
+        ),
+        On::QemuDied => moved(here().then([Do::Report(Say::CopyLost)])),
+        On::RegisterSays(answer) => match read(terms, answer) {
+            // The destination gave it back and its REFUSED was lost.
+            Heard::Record(Standing::Source) => moved(give_return(run).within("source-owns")),
+            // Best effort: `Repeat` offers again.
+            _ => moved(here().when("otherwise")),
+        },
+        On::ContactLostForGood if terms.register.is_some() => {
+            moved(take_back(terms, Some(incarnation), run, false))
+        }
+        On::ContactLostForGood => moved(here().when("no-register").then([Do::Report(Say::OperatorNeeded)])),
+        On::OperatorDecides(Decision::RunHere { force }) => {
+            moved(take_back(terms, Some(incarnation), run, *force).within("run-here"))
+        }
+        On::OperatorDecides(Decision::RunElsewhere) => {
+            moved(finish(Some(incarnation), run).when("run-elsewhere"))
+        }
+        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        // The point of no return is behind: whatever fails here or on the link, the guest is not run by guess.
+        On::Failed | On::PeerSilent | On::PeerLost => {
+            stay(In::Committed { incarnation: incarnation.clone(), run })
+        }
+        _ => None,
+    }
+}
+
+fn reclaiming(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force: bool, event: &On) -> Taken {
+    let state = |force| In::Reclaiming { incarnation: incarnation.cloned(), run, force };
+    let take = || ask(Use::Take, register::take_by_source(terms));
+    match event {
+        On::RegisterSays(answer) => match read(terms, answer) {
+            Heard::Record(Standing::Source) => moved(give_return(run).within("source-owns")),
+            Heard::Record(Standing::Open(_)) => moved(Move::to(state(force)).when("open").then(take())),
+            Heard::Record(Standing::Destination) if force => {
+                let seize = ask(Use::GiveBack, Some(register::give_back(terms)));
+                moved(Move::to(state(force)).when("destination-owns").when("force").then(seize))
+            }
+            Heard::Record(Standing::Destination | Standing::MovedOn) => {
+                moved(give_up_reclaim(incarnation, run))
+            }
+            Heard::Record(Standing::Foreign) => {
+                moved(Move::to(state(force)).when("foreign").then([Do::Report(Say::RegisterForeign)]))
+            }
+            Heard::Unknown => moved(
+                Move::to(state(force)).when("unknown").then(ask(Use::Read, Some(register::read(terms)))),
+            ),
+            Heard::Unreachable => moved(Move::to(state(force)).when("unreachable")),
+        },
+        // The destination had won, and runs it.
+        On::Running { .. } => moved(finish(incarnation, run)),
+        On::Repeat | On::Refused { .. } => moved(Move::to(state(force)).then(take())),
+        On::Restarted(Found::Running | Found::Paused) => {
+            moved(Move::to(state(force)).when("qemu-lives").then([Do::PauseQemu]).then(take()))
+        }
+        On::Restarted(Found::Gone | Found::Rebooted) => {
+            moved(Move::to(state(force)).when("qemu-gone").then([Do::Report(Say::CopyLost)]).then(take()))
+        }
+        // Either answer could turn out wrong before the register has spoken.
+        On::Asked { .. } => moved(Move::to(state(force)).then([Do::Answer(Verdict::Undecided)])),
+        On::OperatorDecides(Decision::RunHere { force: true }) => {
+            moved(enter(state(true)).when("run-here").when("force").then(take()))
+        }
+        On::OperatorDecides(_) | On::Cancel => moved(Move::to(state(force)).then([Do::Report(Say::TooLate)])),
+        On::Crashed { .. } => moved(Move::to(state(force)).then([Do::Report(Say::DestinationCrashed)])),
+        On::QemuDied => moved(Move::to(state(force)).then([Do::Report(Say::CopyLost)])),
+        On::Ready { .. } => ignored(Ignored::TooLate),
+        On::Failed | On::PeerSilent | On::PeerLost | On::ContactLostForGood => stay(state(force)),
+        _ => None,
+    }
+}
+
+/// The decision that the guest runs on here is journalled; QEMU is being told.
+fn continuing(state: &In, event: &On) -> Taken {
+    let (end, first) = match state {
+        In::Aborting => (In::Aborted, vec![]),
+        _ => (In::Returned, vec![Do::ResumeQemu]),
+    };
+    let here = || Move::to(state.clone());
+    match event {
+        On::Continued => moved(enter(end).then([Do::UndoAll])),
+        On::QemuDied => moved(enter(end).then([Do::UndoAll, Do::Report(Say::VmCrashed)])),
+        On::Restarted(Found::Gone | Found::Rebooted) => {
+            moved(enter(end).when("qemu-gone").then([Do::UndoAll, Do::Report(Say::VmCrashed)]))
+        }
+        On::Restarted(Found::Running | Found::Paused) => {
+            moved(here().when("qemu-lives").then(first).then([Do::ContinueVm]))
+        }
+        On::Repeat => moved(here().then(first).then([Do::ContinueVm])),
+        On::ContinueFailed => moved(here().then([Do::Report(Say::ContinueFailed)])),
+        On::Asked { .. } | On::Ready { .. } => moved(here().then([Do::Answer(Verdict::Aborted)])),
+        On::Cancel | On::Failed | On::PeerSilent | On::PeerLost | On::Refused { .. } | On::Crashed { .. } => {
+            ignored(Ignored::TooLate)
+        }
+        On::ContactLostForGood | On::RegisterSays(_) | On::OperatorDecides(_) => ignored(Ignored::TooLate),
+        _ => None,
+    }
+}
+
+fn back(state: &In, event: &On) -> Taken {
+    let here = || Move::to(state.clone());
+    match event {
+        On::Asked { .. } | On::Ready { .. } => moved(here().then([Do::Answer(Verdict::Aborted)])),
+        // The agent may have died before it had undone everything. SIGCONT reaches a guest that stays paused too.
+        On::Restarted(_) if *state == In::Returned => moved(here().then([Do::ResumeQemu, Do::UndoAll])),
+        On::Restarted(_) => moved(here().then([Do::UndoAll, Do::SendAbort])),
+        // It cannot run there: say it aloud.
+        On::Running { .. } => None,
+        On::Begin { .. } | On::Stop { .. } => None,
+        _ => ignored(Ignored::TooLate),
+    }
+}
+
+fn done(incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
+    let here = || Move::to(In::Done { incarnation: incarnation.cloned(), run });
+    match (event, incarnation) {
+        // After an operator's decision the destination may not have heard GO yet.
+        (On::Asked { .. }, Some(incarnation)) => {
+            let verdict = Verdict::Committed { incarnation: incarnation.clone(), run };
+            moved(here().then([Do::Answer(verdict)]))
+        }
+        (On::Ready { incarnation: ready, .. }, Some(incarnation)) if ready == incarnation => {
+            moved(here().then([Do::SendGo { incarnation: incarnation.clone(), run }]))
+        }
+        (On::Restarted(_), _) => moved(here().then([Do::QuitQemu])),
+        (On::Begin { .. } | On::Stop { .. }, _) => None,
+        _ => ignored(Ignored::TooLate),
+    }
+}
+
+// ---- ways that several states take
+
+/// COMMITTED: journalled, and this side's QEMU held, before GO can reach anybody.
+fn commit(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
+    enter(In::Committed { incarnation: incarnation.clone(), run })
+        .then([Do::PauseQemu, Do::SendGo { incarnation: incarnation.clone(), run }])
+        .asking(Use::Offer, register::offer(terms, incarnation, run))
+}
+
+/// ABORTED where the guest was not stopped, or is no more.
+fn abort(why: Say) -> Moved {
+    enter(In::Aborted).then([Do::UndoAll, Do::SendAbort, Do::Report(why)])
+}
+
+/// ABORTED where the guest is stopped: it goes on first, the tidying waits.
+fn abort_stopped(run: bool, why: Say) -> Moved {
+    if run {
+        enter(In::Aborting).when("run").then([Do::ContinueVm, Do::SendAbort, Do::Report(why)])
+    } else {
+        abort(why).when("paused")
+    }
+}
+
+fn bereave(run: bool) -> Moved {
+    enter(In::Bereft { run }).then([Do::Report(Say::Bereft), Do::AskDestination])
+}
+
+/// Towards RETURNED: through the register where there is one.
+fn take_back(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force: bool) -> Moved {
+    match register::take_by_source(terms) {
+        None => give_return(run).within("no-register"),
+        take => {
+            let state = In::Reclaiming { incarnation: incarnation.cloned(), run, force };
+            enter(state).when("register").then(ask(Use::Take, take))
+        }
+    }
+}
+
+/// RETURNED: the destination has refused, or the register or an operator has decided.
+fn give_return(run: bool) -> Moved {
+    if run {
+        enter(In::Returning).when("run").then([Do::ResumeQemu, Do::ContinueVm, Do::Report(Say::Returned)])
+    } else {
+        enter(In::Returned).when("paused").then([Do::ResumeQemu, Do::UndoAll, Do::Report(Say::Returned)])
+    }
+}
+
+/// The destination owns it: wait as before.
+fn give_up_reclaim(incarnation: Option<&Incarnation>, run: bool) -> Moved {
+    let lost = Do::Report(Say::DestinationOwns);
+    match incarnation {
+        Some(incarnation) => enter(In::Committed { incarnation: incarnation.clone(), run })
+            .when("destination-owns")
+            .then([lost, Do::SendGo { incarnation: incarnation.clone(), run }]),
+        None => {
+            enter(In::Bereft { run }).when("destination-owns").when("bereft").then([lost, Do::AskDestination])
+        }
+    }
+}
+
+fn finish(incarnation: Option<&Incarnation>, run: bool) -> Moved {
+    enter(In::Done { incarnation: incarnation.cloned(), run }).then([Do::QuitQemu, Do::Report(Say::Done)])
+}
+
+// ---- small words
+
+/// Into a state, by way of the journal.
+fn enter(state: In) -> Moved {
+    let durable = state.durable();
+    Move::to(state.clone()).then([Do::Journal { state, durable }])
+}
+
+fn ask(why: Use, request: Option<RegisterRequest>) -> Option<Do> {
+    request.map(|request| Do::Register { why, request })
+}
+
+enum Heard {
+    Record(Standing),
+    Unreachable,
+    Unknown,
+}
+
+fn read(terms: &Terms, answer: &RegisterAnswer) -> Heard {
+    match answer {
+        RegisterAnswer::Stands(record) => Heard::Record(register::standing(terms, record.as_ref())),
+        RegisterAnswer::Unreachable => Heard::Unreachable,
+        RegisterAnswer::Unknown => Heard::Unknown,
+    }
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
+fn moved(to: Moved) -> Taken {
+    Some(Step::Moved(to))
+}
+
+/// Legal, and nothing to do.
+fn stay(state: In) -> Taken {
+    moved(Move::to(state))
+}
+
+#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
+fn ignored(why: Ignored) -> Taken {
+    Some(Step::Ignored(why))
+}

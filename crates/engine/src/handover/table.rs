@@ -1,0 +1,295 @@
+//! The table of legal transitions, got by asking the two functions about every state and every kind of event.
+//!
+//! There is no second list to keep in step: what this module holds are samples of states, events and terms that tell
+//! all the cases apart, and a test shows that transitions of one name agree in everything.
+
+use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
+
+use proto::message::{Offer, Ownership, Verdict};
+use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
+
+use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
+use super::recover::Decision;
+use super::register::RegisterAnswer;
+use super::source::{SourceEffect, SourceEvent, SourceState, source};
+use super::{Found, Illegal, Move, Role, Step, Terms};
+
+/// One legal transition.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Transition {
+    /// Which side.
+    pub role: Role,
+    /// Name of the state before.
+    pub from: &'static str,
+    /// Name of the event.
+    pub event: &'static str,
+    /// What else it depends on.
+    pub guards: Vec<&'static str>,
+    /// Name of the state after.
+    pub to: &'static str,
+    /// Names of the effects, in their order.
+    pub effects: Vec<&'static str>,
+}
+
+impl Transition {
+    /// Stable name, such as `source/committed/refused[register]`.
+    pub fn name(&self) -> String {
+        let guards =
+            if self.guards.is_empty() { String::new() } else { format!("[{}]", self.guards.join(",")) };
+        format!("{}/{}/{}{guards}", self.role, self.from, self.event)
+    }
+}
+
+/// A moment within a transition at which an agent can be killed.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FaultPoint {
+    /// Name of the transition.
+    pub transition: String,
+    /// How many of its effects have been done.
+    pub done: usize,
+    /// The effect that was done last; none before the first.
+    pub after: Option<&'static str>,
+    /// Whether all have been done.
+    pub last: bool,
+}
+
+impl fmt::Display for FaultPoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.after, self.last) {
+            (None, _) => write!(f, "{}:before-effects", self.transition),
+            (Some(_), true) => write!(f, "{}:after-effects", self.transition),
+            (Some(effect), false) => write!(f, "{}:after-{}-{effect}", self.transition, self.done),
+        }
+    }
+}
+
+/// All legal transitions of both roles, in the order of states and events.
+pub fn transitions() -> Vec<Transition> {
+    let mut all = outcomes();
+    all.dedup_by_key(|transition| transition.name());
+    all
+}
+
+/// All moments at which the tests kill agents: before, between and after the effects of every transition that has any.
+pub fn fault_points() -> Vec<FaultPoint> {
+    transitions().iter().flat_map(points_of).collect()
+}
+
+fn points_of(transition: &Transition) -> Vec<FaultPoint> {
+    let count = transition.effects.len();
+    let point = |done: usize| FaultPoint {
+        transition: transition.name(),
+        done,
+        after: done.checked_sub(1).map(|last| transition.effects[last]),
+        last: done == count,
+    };
+    if count == 0 { vec![] } else { (0..=count).map(point).collect() }
+}
+
+/// The table as it stands in `docs/architecture.md`. Events that do the same in a state share a line.
+pub fn table_markdown() -> String {
+    let mut lines: Vec<(Transition, Vec<&'static str>)> = Vec::new();
+    for transition in transitions() {
+        let same = |(line, _): &&mut (Transition, Vec<_>)| {
+            *line == Transition { event: line.event, ..transition.clone() }
+        };
+        match lines.iter_mut().find(same) {
+            Some((_, events)) => events.push(transition.event),
+            None => lines.push((transition.clone(), vec![transition.event])),
+        }
+    }
+    let mut text = String::new();
+    for role in [Role::Source, Role::Destination] {
+        let _ = writeln!(text, "| {role} | event | if | next state | effects |\n|---|---|---|---|---|");
+        for (t, events) in lines.iter().filter(|(t, _)| t.role == role) {
+            let (events, guards) = (events.join(", "), t.guards.join(", "));
+            let to = if t.to == t.from { "stays" } else { t.to };
+            let effects = if t.effects.is_empty() { "none".to_owned() } else { t.effects.join(", ") };
+            let _ = writeln!(text, "| {} | {events} | {guards} | {to} | {effects} |", t.from);
+        }
+        text.push('\n');
+    }
+    text
+}
+
+/// Every sample of every transition, those of one name together and in the order of the table.
+fn outcomes() -> Vec<Transition> {
+    let mut found = Vec::new();
+    for terms in sample_terms() {
+        let states = source_states();
+        for (s, e, event, step) in ask_all(&states, &source_events(&terms), |s, e| source(&terms, s, e)) {
+            let effects = step.effects.iter().map(SourceEffect::name).collect();
+            let names = (states[s].name(), event.name(), step.to.name());
+            found.push(((Role::Source, s, e), names, step.guards, effects));
+        }
+        let states = destination_states();
+        for (s, e, event, step) in
+            ask_all(&states, &destination_events(&terms), |s, e| destination(&terms, s, e))
+        {
+            let effects = step.effects.iter().map(DestinationEffect::name).collect();
+            let names = (states[s].name(), event.name(), step.to.name());
+            found.push(((Role::Destination, s, e), names, step.guards, effects));
+        }
+    }
+    // Several samples share a name: the first one's place stands for all.
+    let mut places = BTreeMap::new();
+    for ((role, s, e), (from, event, _), _, _) in &found {
+        let place: &mut (usize, usize) = places.entry((*role, *from, *event)).or_insert((*s, *e));
+        *place = (*place).min((*s, *e));
+    }
+    let mut all: Vec<_> = found
+        .into_iter()
+        .map(|((role, ..), (from, event, to), guards, effects)| {
+            let place = places.get(&(role, from, event)).copied();
+            (role, place, Transition { role, from, event, guards, to, effects })
+        })
+        .collect();
+    all.sort();
+    all.into_iter().map(|(_, _, transition)| transition).collect()
+}
+
+/// Asks a function about every pair, and keeps what moves.
+fn ask_all<'a, S, E, F>(
+    states: &[S],
+    events: &'a [E],
+    step: impl Fn(&S, &E) -> Result<Step<S, F>, Illegal>,
+) -> Vec<(usize, usize, &'a E, Move<S, F>)> {
+    let mut moves = Vec::new();
+    for (s, state) in states.iter().enumerate() {
+        for (e, event) in events.iter().enumerate() {
+            if let Ok(Step::Moved(step)) = step(state, event) {
+                moves.push((s, e, event, step));
+            }
+        }
+    }
+    moves
+}
+
+// ---- samples
+
+const EPOCH: Epoch = Epoch(7);
+const BASE: Epoch = Epoch(4);
+
+/// With a register and without. (No name here is one that the check refuses; a test shows that the table is there.)
+fn sample_terms() -> Vec<Terms> {
+    let names = (VmName::new("vm"), HostId::new("source"), HostId::new("destination"));
+    let (Ok(vm), Ok(source), Ok(destination)) = names else { return vec![] };
+    let migration = MigrationId { vm, epoch: EPOCH };
+    let terms = Terms { migration, source, destination, register: None };
+    vec![Terms { register: Some(BASE), ..terms.clone() }, terms]
+}
+
+fn incarnation(pid: u32) -> Incarnation {
+    Incarnation { boot_id: "boot".to_owned(), pid, start_time_ticks: 1, generation: Generation(1) }
+}
+
+fn source_states() -> Vec<SourceState> {
+    use SourceState as In;
+    let one = || incarnation(1);
+    let mut states = vec![In::Idle];
+    for run in [true, false] {
+        states.extend([
+            In::Prepared { run },
+            In::Stopped { run },
+            In::Bereft { run },
+            In::Committed { incarnation: one(), run },
+            In::Reclaiming { incarnation: Some(one()), run, force: false },
+            In::Reclaiming { incarnation: Some(one()), run, force: true },
+            In::Reclaiming { incarnation: None, run, force: false },
+        ]);
+    }
+    states.extend([In::Aborting, In::Aborted, In::Returning, In::Returned]);
+    states.extend([Some(one()), None].map(|incarnation| In::Done { incarnation, run: true }));
+    states
+}
+
+fn destination_states() -> Vec<DestinationState> {
+    use DestinationState as In;
+    let one = || incarnation(1);
+    vec![
+        In::Idle,
+        In::Prepared,
+        In::Ready { incarnation: one() },
+        In::Taking { incarnation: one(), run: true },
+        In::Taking { incarnation: one(), run: false },
+        In::Starting { incarnation: one(), again: false },
+        In::Starting { incarnation: one(), again: true },
+        In::Active { incarnation: one() },
+        In::Refusing,
+        In::Refused,
+        In::Discarded,
+        In::Bereft,
+        In::Crashed { ran: true },
+        In::Crashed { ran: false },
+    ]
+}
+
+const FOUND: [Found; 4] = [Found::Running, Found::Paused, Found::Gone, Found::Rebooted];
+
+const DECISIONS: [Decision; 3] =
+    [Decision::RunHere { force: false }, Decision::RunHere { force: true }, Decision::RunElsewhere];
+
+/// Every answer of a register that a role may tell from another; none where there is no register.
+fn answers(terms: &Terms) -> Vec<RegisterAnswer> {
+    let Some(base) = terms.register else { return vec![] };
+    let owned = |epoch, owner: &HostId, offer| Some(Ownership { epoch, owner: owner.clone(), offer });
+    let offered = |pid, run| Some(Offer { epoch: EPOCH, incarnation: incarnation(pid), run });
+    [
+        owned(base, &terms.source, None),
+        owned(base, &terms.source, offered(1, true)),
+        owned(base, &terms.source, offered(1, false)),
+        owned(base, &terms.source, offered(2, true)),
+        owned(EPOCH, &terms.destination, None),
+        owned(EPOCH, &terms.source, None),
+        owned(EPOCH.next(), &terms.source, None),
+        owned(EPOCH.next(), &terms.destination, None),
+        owned(base, &terms.destination, None),
+        None,
+    ]
+    .map(RegisterAnswer::Stands)
+    .into_iter()
+    .chain([RegisterAnswer::Unreachable, RegisterAnswer::Unknown])
+    .collect()
+}
+
+fn source_events(terms: &Terms) -> Vec<SourceEvent> {
+    use SourceEvent as On;
+    let epoch = EPOCH;
+    let mut events = vec![];
+    events.extend([true, false].map(|run| On::Begin { run }));
+    events.extend([true, false].map(|run| On::Stop { run }));
+    events.extend([1, 2].map(|pid| On::Ready { epoch, incarnation: incarnation(pid) }));
+    events.extend([On::Running { epoch }, On::Refused { epoch }, On::Crashed { epoch }, On::Asked { epoch }]);
+    events.extend([On::Running { epoch: BASE }, On::Cancel, On::Failed, On::PeerSilent, On::PeerLost]);
+    events.extend([On::QemuDied, On::Continued, On::ContinueFailed]);
+    events.extend(FOUND.map(On::Restarted));
+    events.push(On::ContactLostForGood);
+    events.extend(answers(terms).into_iter().map(On::RegisterSays));
+    events.extend(DECISIONS.map(On::OperatorDecides));
+    events.push(On::Repeat);
+    events
+}
+
+fn destination_events(terms: &Terms) -> Vec<DestinationEvent> {
+    use DestinationEvent as On;
+    let epoch = EPOCH;
+    let says = |verdict| On::SourceSays { epoch, verdict };
+    let mut events = vec![On::Prepare, On::Loaded { incarnation: incarnation(1) }];
+    for (pid, run) in [(1, true), (1, false), (2, true)] {
+        events.push(On::Go { epoch, incarnation: incarnation(pid), run });
+        events.push(says(Verdict::Committed { incarnation: incarnation(pid), run }));
+    }
+    events.extend([says(Verdict::Aborted), says(Verdict::Undecided)]);
+    events.extend([On::AbortReceived { epoch }, On::AbortReceived { epoch: BASE }, On::Asked { epoch }]);
+    events.extend([On::Failed, On::Cancel, On::PeerSilent, On::PeerLost, On::ContactLostForGood]);
+    events.extend([On::QemuDied, On::Contd, On::ContFailed]);
+    events.extend(FOUND.map(On::Restarted));
+    events.extend(answers(terms).into_iter().map(On::RegisterSays));
+    events.extend(DECISIONS.map(On::OperatorDecides));
+    events.push(On::Repeat);
+    events
+}
+
+#[cfg(test)]
+mod tests;

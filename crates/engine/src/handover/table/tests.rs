@@ -1,0 +1,82 @@
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use super::*;
+
+/// Transitions of one name do the same: a guard that the functions forget to name is found here.
+#[test]
+fn one_name_one_transition() {
+    let mut seen: BTreeMap<String, Transition> = BTreeMap::new();
+    for transition in outcomes() {
+        let first = seen.entry(transition.name()).or_insert_with(|| transition.clone());
+        assert_eq!(*first, transition, "two transitions are called {}", transition.name());
+    }
+    assert_eq!(seen.len(), transitions().len());
+    assert!(seen.len() > 100, "the table is not there");
+}
+
+/// The samples cover every state, and the functions name every one of them.
+#[test]
+fn every_state_is_reached_and_left() {
+    let all = transitions();
+    for role in [Role::Source, Role::Destination] {
+        let names = |pick: fn(&Transition) -> &'static str| -> BTreeSet<&str> {
+            all.iter().filter(|t| t.role == role).map(pick).collect()
+        };
+        let from = names(|t| t.from);
+        let mut to = names(|t| t.to);
+        to.insert("idle");
+        assert_eq!(from, to, "{role}");
+    }
+}
+
+#[test]
+fn fault_points_are_between_all_effects() {
+    let points = fault_points();
+    let names: BTreeSet<String> = points.iter().map(ToString::to_string).collect();
+    assert_eq!(names.len(), points.len(), "every point has a name of its own");
+    for t in transitions() {
+        let count = points.iter().filter(|p| p.transition == t.name()).count();
+        assert_eq!(count, if t.effects.is_empty() { 0 } else { t.effects.len() + 1 }, "{}", t.name());
+    }
+    println!("{} transitions, {} fault points", transitions().len(), points.len());
+}
+
+/// The journal comes first: whatever else a transition into another state does, it can be found out afterwards.
+#[test]
+fn a_change_of_state_is_journalled_before_anything_else() {
+    for t in transitions() {
+        let first = t.effects.first().copied().unwrap_or("nothing");
+        if t.from == t.to {
+            continue;
+        }
+        assert!(first.starts_with("journal"), "{} begins with {first}", t.name());
+    }
+}
+
+const BEGIN: &str = "<!-- handover-table -->\n";
+const END: &str = "<!-- /handover-table -->";
+
+/// `UPDATE_DOCS=1` writes the table into docs/architecture.md; without it the page has to be current.
+#[test]
+fn the_page_has_the_table() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/architecture.md");
+    let Ok(page) = std::fs::read_to_string(&path) else {
+        assert!(std::env::var_os("CI").is_none(), "docs/architecture.md cannot be read");
+        return;
+    };
+    let (before, rest) =
+        page.split_once(BEGIN).expect("docs/architecture.md has the mark <!-- handover-table -->");
+    let (table, after) =
+        rest.split_once(END).expect("docs/architecture.md has the mark <!-- /handover-table -->");
+    let fresh = format!("\n{}", table_markdown());
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(&path, format!("{before}{BEGIN}{fresh}{END}{after}"))
+            .expect("docs/architecture.md is writable");
+    } else {
+        assert_eq!(
+            table, fresh,
+            "docs/architecture.md is out of date: UPDATE_DOCS=1 cargo test -p whimbrel-engine"
+        );
+    }
+}

@@ -1,0 +1,51 @@
+//! The bare-metal guest: one boot sector (`guest/bare/bare.S`) that rewrites 48 MiB on each of one or two processors for ever, and checks each page
+//! before it rewrites it. It runs where no operating system does, such as under a nested KVM.
+
+use std::time::Duration;
+
+use crate::error::Result;
+use crate::follow::Follow;
+
+/// The assembled boot sector; a test assembles the source again and compares.
+const SECTOR: &[u8; 512] = include_bytes!("../../guest/bare/bare.bin");
+
+/// The image of a disk that boots it.
+pub fn image() -> Vec<u8> {
+    let mut image = SECTOR.to_vec();
+    // The firmware does not boot from a disk of a single sector.
+    image.resize(1 << 20, 0);
+    image
+}
+
+/// What the guest has said so far.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Lines of each processor: one every eight passes over its memory.
+    pub lines: [u64; 2],
+    /// Wrong pages found by the guest itself.
+    pub wrong: u64,
+}
+
+impl Progress {
+    /// Adds a line of output. With two processors a line may hold words of both, or none.
+    pub fn add(&mut self, line: &str) {
+        for letter in line.chars() {
+            match letter {
+                'a' => self.lines[0] += 1,
+                'b' => self.lines[1] += 1,
+                '!' => self.wrong += 1,
+                _ => {}
+            }
+        }
+    }
+
+    /// Waits until every one of `vcpus` processors has said `lines` lines more than now.
+    pub fn wait(&mut self, output: &mut Follow, vcpus: usize, lines: u64, deadline: Duration) -> Result<()> {
+        let start = *self;
+        output.wait_for("passes of the bare-metal guest", deadline, |line| {
+            self.add(line);
+            (0..vcpus.min(2)).all(|n| self.lines[n] >= start.lines[n] + lines)
+        })?;
+        Ok(())
+    }
+}

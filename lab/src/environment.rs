@@ -1,0 +1,122 @@
+//! What `scripts/setup` has made on this machine, and where: QEMU in two versions, guests' kernel and disks.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::error::{Error, Result};
+
+/// The QEMU of the distribution, or the newer one of its backports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum QemuVersion {
+    /// Installed by the distribution's package (Debian 12: 7.2).
+    #[default]
+    Installed,
+    /// Unpacked from the distribution's backports (Debian 12: 10.0).
+    Newer,
+}
+
+/// A QEMU that can be started.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Qemu {
+    /// `qemu-system-x86_64`.
+    pub program: PathBuf,
+    /// `qemu-img` of the same version.
+    pub img: PathBuf,
+    /// Arguments that it needs to find its firmware.
+    pub arguments: Vec<String>,
+}
+
+/// The things that `scripts/setup` keeps in its cache.
+#[derive(Debug, Clone)]
+pub struct Environment {
+    cache: PathBuf,
+}
+
+impl Environment {
+    /// The cache of this workspace, or the one that the environment variable `WHIMBREL_CACHE` names.
+    pub fn discover() -> Self {
+        let cache = std::env::var_os("WHIMBREL_CACHE")
+            .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(".cache"), PathBuf::from);
+        Self { cache }
+    }
+
+    /// The directory of the cache.
+    pub fn cache(&self) -> &Path {
+        &self.cache
+    }
+
+    /// The QEMU of a version. [`Error::Missing`] where setup found no newer one: such a test has to say that it was skipped.
+    pub fn qemu(&self, version: QemuVersion) -> Result<Qemu> {
+        match version {
+            QemuVersion::Installed => {
+                let program = PathBuf::from("/usr/bin/qemu-system-x86_64");
+                Ok(Qemu {
+                    program: existing(program)?,
+                    img: existing("/usr/bin/qemu-img".into())?,
+                    arguments: Vec::new(),
+                })
+            }
+            QemuVersion::Newer => {
+                let usr = self.cache.join("qemu-10/usr");
+                // Boot ROMs of network cards are not in the backport: the distribution's serve as well.
+                let firmware =
+                    [usr.join("share/qemu"), usr.join("share/seabios"), "/usr/lib/ipxe/qemu".into()];
+                Ok(Qemu {
+                    program: existing(usr.join("bin/qemu-system-x86_64"))?,
+                    img: existing(usr.join("bin/qemu-img"))?,
+                    arguments: firmware
+                        .into_iter()
+                        .flat_map(|directory| ["-L".into(), directory.display().to_string()])
+                        .collect(),
+                })
+            }
+        }
+    }
+
+    /// All versions that there are here.
+    pub fn qemu_versions(&self) -> Vec<QemuVersion> {
+        [QemuVersion::Installed, QemuVersion::Newer]
+            .into_iter()
+            .filter(|version| self.qemu(*version).is_ok())
+            .collect()
+    }
+
+    /// The guests' kernel.
+    pub fn kernel(&self) -> Result<PathBuf> {
+        existing(self.cache.join("kernel/vmlinuz"))
+    }
+
+    /// The initial RAM disk of the tiny guest: drivers and load generator.
+    pub fn tiny_initrd(&self) -> Result<PathBuf> {
+        existing(self.cache.join("tiny/initrd.gz"))
+    }
+
+    /// The initial RAM disk of the Debian guest.
+    pub fn debian_initrd(&self) -> Result<PathBuf> {
+        existing(self.cache.join("debian/initrd.gz"))
+    }
+
+    /// The root disk of the Debian guest (qcow2). Never to be written: make an overlay.
+    pub fn debian_disk(&self) -> Result<PathBuf> {
+        existing(self.cache.join("debian/root.qcow2"))
+    }
+
+    /// Whether a guest can run under the real KVM of this machine: `/dev/kvm` alone proves nothing, so the bare-metal guest is tried
+    /// by those who need it; this says only whether it is worth trying.
+    pub fn has_kvm(&self) -> bool {
+        std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
+    }
+}
+
+impl Qemu {
+    /// A command that starts it, with the arguments that it needs to find its firmware.
+    pub fn command(&self) -> Command {
+        let mut command = Command::new(&self.program);
+        command.args(&self.arguments);
+        command
+    }
+}
+
+fn existing(path: PathBuf) -> Result<PathBuf> {
+    if path.exists() { Ok(path) } else { Err(Error::Missing { path }) }
+}

@@ -1,0 +1,140 @@
+//! A running guest.
+
+use std::fs;
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::inotify;
+
+use crate::environment::Environment;
+use crate::error::{Context, Error, Result};
+use crate::follow::DEADLINE;
+use crate::host::Host;
+use crate::monitor::Monitor;
+use crate::run::Daemon;
+use crate::serial::{Serial, Tick};
+use crate::spec::{Boot, Device, GuestSpec};
+
+/// A guest that was started here. Its QEMU is killed when this is dropped, unless it was [`Guest::release`]d.
+#[derive(Debug)]
+pub struct Guest {
+    directory: PathBuf,
+    daemon: Daemon,
+    serial: Serial,
+}
+
+impl Guest {
+    /// Starts QEMU in a host's network namespace and waits until its monitor answers; the guest itself has not booted yet then. Its files are in
+    /// a directory of its name in the host's directory: `qmp.sock`, `serial.sock`, `serial.log`, `qemu.log`.
+    pub fn start(host: &Host, environment: &Environment, spec: &GuestSpec) -> Result<Self> {
+        let directory = host.directory().join(&spec.name);
+        fs::create_dir_all(&directory).context(|| format!("cannot make {}", directory.display()))?;
+        for device in &spec.devices {
+            if let Device::Net(net) = device {
+                host.tap(&net.tap)?;
+            }
+        }
+        let qemu = environment.qemu(spec.qemu)?;
+        let mut command = host.command(&qemu.program);
+        command.args(&qemu.arguments).args(spec.arguments(environment, &directory)?);
+        let daemon = Daemon::start(&mut command, &directory.join("qemu.log"))?;
+        let serial =
+            Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), Some(daemon.pid()));
+        let mut guest = Self { directory, daemon, serial };
+        guest.wait_for_monitor()?;
+        Ok(guest)
+    }
+
+    /// Starts the tiny guest and waits until its memory is filled and its load runs (the first tick).
+    pub fn start_and_wait(host: &Host, environment: &Environment, spec: &GuestSpec) -> Result<Self> {
+        let guest = Self::start(host, environment, spec)?;
+        if matches!(spec.boot, Boot::Tiny(_)) {
+            guest.wait_for_load()?;
+        }
+        Ok(guest)
+    }
+
+    /// Waits until the tiny guest ticks.
+    pub fn wait_for_load(&self) -> Result<Tick> {
+        let line = self
+            .serial
+            .follow()?
+            .wait_for("the guest's first tick", DEADLINE, |line| line.starts_with("tick "))?;
+        Ok(Tick::parse(&line))
+    }
+
+    /// The process id of its QEMU.
+    pub fn pid(&self) -> u32 {
+        self.daemon.pid()
+    }
+
+    /// The directory with its sockets and logs.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// The socket of its monitor.
+    pub fn qmp_socket(&self) -> PathBuf {
+        self.directory.join("qmp.sock")
+    }
+
+    /// Its serial line.
+    pub fn serial(&self) -> &Serial {
+        &self.serial
+    }
+
+    /// Connects to its monitor: the second one where it has one, so that nobody is in the way.
+    pub fn monitor(&self) -> Result<Monitor> {
+        let second = self.directory.join("lab.sock");
+        Monitor::connect(&if second.exists() { second } else { self.qmp_socket() })
+    }
+
+    /// Whether its QEMU still runs.
+    pub fn is_running(&mut self) -> bool {
+        self.daemon.is_running()
+    }
+
+    /// Kills its QEMU.
+    pub fn kill(&mut self) -> Result<()> {
+        self.daemon.kill()
+    }
+
+    /// Lets its QEMU live on when this is dropped. Returns the process id.
+    pub fn release(self) -> u32 {
+        self.daemon.release()
+    }
+
+    /// Woken when something is made in the directory: the socket is there before QEMU has started all it starts.
+    fn wait_for_monitor(&mut self) -> Result<()> {
+        let context = || format!("cannot watch {}", self.directory.display());
+        let watch =
+            inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK).context(context)?;
+        inotify::add_watch(&watch, &self.directory, inotify::WatchFlags::CREATE).context(context)?;
+        let start = Instant::now();
+        while UnixStream::connect(self.qmp_socket()).is_err() {
+            if !self.daemon.is_running() || start.elapsed() > DEADLINE {
+                let log = self.daemon.log();
+                return Err(Error::Ended {
+                    log: log.to_owned(),
+                    awaited: "QEMU's monitor".to_owned(),
+                    tail: fs::read_to_string(log).unwrap_or_default(),
+                });
+            }
+            // The name is there a moment before connections are taken, and a QEMU that ends makes no file: look again soon in any case.
+            let soon = Timespec::try_from(Duration::from_millis(20)).ok();
+            match poll(&mut [PollFd::new(&watch, PollFlags::IN)], soon.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(io::Error::from(error)).context(context),
+            }
+            let mut buffer = [MaybeUninit::uninit(); 1024];
+            let mut events = inotify::Reader::new(&watch, &mut buffer);
+            while events.next().is_ok() {}
+        }
+        // It answers once the machine is made.
+        Monitor::connect(&self.qmp_socket()).map(drop)
+    }
+}

@@ -1,0 +1,426 @@
+//! The laboratory: five network namespaces on one machine that stand for two hosts, a witness, a router and a client.
+//!
+//! ```text
+//!                       migration link 10.90.0.0/24
+//!                    (veth with tbf, or the emulator)
+//!          ┌─ .1 ───────────────────────────────────── .2 ─┐
+//!        ┌─┴─┐         control 10.91.0.0/24              ┌─┴─┐
+//!        │ a ├─ .1 ──────── .3 ┌─────────┐ ───────── .2 ─┤ b │
+//!        └─┬─┘                 │ witness │               └─┬─┘
+//!   vms ═══╪═══ taps           └─────────┘       taps ═══╪═══ vms       (a bridge in each host)
+//!          └──────────────┐ ┌────────┐ ┌──────────────────┘
+//!                         └─┤ router ├─┘  VMs' network 10.92.0.0/24, the router is .254
+//!                           └───┬────┘
+//!                               │         clients' network 10.93.0.0/24, the router is .254
+//!                           ┌───┴────┐
+//!                           │ client │ .1
+//!                           └────────┘
+//! ```
+//!
+//! The client reaches a VM through the router, so a VM's connections survive a move only when the switch in the router learns where the VM is
+//! now. Every namespace's name begins with a prefix, so several laboratories can be up at once, and [`Lab::down`] finds all of one by its
+//! prefix alone, also after a crash.
+
+use std::fs;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+
+use crate::emulator::{Emulator, Settings};
+use crate::error::{Context, Error, Result};
+use crate::host::{Host, namespaces, remove_namespace};
+use crate::run::run;
+
+/// The bridge in each host to which VMs' taps are attached.
+pub const VM_BRIDGE: &str = "vms";
+/// The device of the migration link in each host.
+pub const MIGRATION_LINK: &str = "mig";
+/// The device towards the witness in each host.
+const CONTROL_LINK: &str = "ctl";
+/// The nftables table of cuts.
+const CUTS: &str = "cut";
+
+/// The router's address in the VMs' network: the VMs' gateway.
+pub const VM_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 92, 0, 254);
+
+const MIGRATION: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 90, 0, 1), Ipv4Addr::new(10, 90, 0, 2)];
+const CONTROL: [Ipv4Addr; 3] =
+    [Ipv4Addr::new(10, 91, 0, 1), Ipv4Addr::new(10, 91, 0, 2), Ipv4Addr::new(10, 91, 0, 3)];
+const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 1);
+const CLIENT_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 254);
+
+/// The address of the `n`th VM (1 to 253) in the VMs' network.
+pub const fn vm_address(n: u8) -> Ipv4Addr {
+    Ipv4Addr::new(10, 92, 0, n)
+}
+
+/// The link between the two hosts.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub enum Link {
+    /// As fast as this machine can.
+    #[default]
+    Fast,
+    /// At most so many bytes each second, each way.
+    Limited {
+        /// The limit.
+        rate_bytes_per_s: u64,
+    },
+    /// Emulated in user space: rate, delay, jitter and loss. Slower than the others.
+    Emulated(Settings),
+}
+
+/// What laboratory to make.
+#[derive(Debug, Clone)]
+pub struct LabConfig {
+    /// Names of namespaces begin with it. At most 20 letters, digits and dashes.
+    pub prefix: String,
+    /// Where the hosts' directories are made.
+    pub directory: PathBuf,
+    /// The migration link.
+    pub link: Link,
+}
+
+impl LabConfig {
+    /// A laboratory with this prefix, with its directory at the usual place.
+    pub fn new(prefix: &str) -> Self {
+        Self {
+            prefix: prefix.to_owned(),
+            directory: Path::new("/var/tmp/whimbrel-lab").join(prefix),
+            link: Link::default(),
+        }
+    }
+
+    /// A laboratory of its own for a test: the prefix is not used by another one on this machine.
+    pub fn for_test() -> Self {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        Self::new(&format!("wt{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed)))
+    }
+
+    /// The same with another migration link.
+    #[must_use]
+    pub fn link(mut self, link: Link) -> Self {
+        self.link = link;
+        self
+    }
+}
+
+impl Default for LabConfig {
+    fn default() -> Self {
+        Self::new("whimbrel")
+    }
+}
+
+/// A direction of the migration link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From host `a` to host `b`.
+    AToB,
+    /// From host `b` to host `a`.
+    BToA,
+}
+
+/// A laboratory that is up. It is taken down when this is dropped, unless it was [`Lab::keep`]t.
+#[derive(Debug)]
+pub struct Lab {
+    prefix: String,
+    directory: PathBuf,
+    emulator: Option<Emulator>,
+    kept: bool,
+    /// The first host.
+    pub a: Host,
+    /// The second host.
+    pub b: Host,
+    /// Reachable from both hosts, on neither.
+    pub witness: Host,
+    /// The router between VMs and client, and the switch of the VMs' network.
+    pub router: Host,
+    /// Where clients of VMs run.
+    pub client: Host,
+}
+
+impl Lab {
+    /// Makes a laboratory. Whatever is left of an earlier one with the same prefix is taken down first.
+    pub fn up(config: &LabConfig) -> Result<Self> {
+        Self::down(config)?;
+        let mut lab = Self::handle(config)?;
+        fs::create_dir_all(&lab.directory).context(|| format!("cannot make {}", lab.directory.display()))?;
+        for host in lab.hosts() {
+            fs::create_dir_all(host.directory())
+                .context(|| format!("cannot make {}", host.directory().display()))?;
+            run(Command::new("ip").args(["netns", "add", host.namespace()]))?;
+            host.run(&["ip", "link", "set", "dev", "lo", "up"])?;
+        }
+        lab.connect_witness()?;
+        lab.connect_vms()?;
+        lab.connect_client()?;
+        lab.connect_migration(&config.link)?;
+        Ok(lab)
+    }
+
+    /// Handles of a laboratory that is up already (and stays so when this is dropped).
+    pub fn attach(config: &LabConfig) -> Result<Self> {
+        let mut lab = Self::handle(config)?;
+        lab.kept = true;
+        for host in lab.hosts() {
+            let path = host.namespace_path();
+            if !path.exists() {
+                return Err(Error::Config(format!(
+                    "no laboratory with prefix {} is up ({} is missing): bring it up with `whimbrel lab up`",
+                    config.prefix,
+                    path.display()
+                )));
+            }
+        }
+        Ok(lab)
+    }
+
+    /// Takes a laboratory down: kills all that runs in its namespaces, removes them and its directory. Nothing happens when there is none.
+    pub fn down(config: &LabConfig) -> Result<()> {
+        namespaces(&config.prefix)?.iter().try_for_each(|name| remove_namespace(name))?;
+        match fs::remove_dir_all(&config.directory) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(error).context(|| format!("cannot remove {}", config.directory.display()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Leaves it up when this is dropped. An emulated link ends with this process all the same.
+    pub fn keep(&mut self) {
+        self.kept = true;
+    }
+
+    /// All its hosts, in the order in which they are drawn above.
+    pub fn hosts(&self) -> [&Host; 5] {
+        [&self.a, &self.b, &self.witness, &self.router, &self.client]
+    }
+
+    /// The directory that both hosts see: shared storage for VMs' disks.
+    pub fn shared_directory(&self) -> Result<PathBuf> {
+        let path = self.directory.join("shared");
+        fs::create_dir_all(&path).context(|| format!("cannot make {}", path.display()))?;
+        Ok(path)
+    }
+
+    /// The emulator of the migration link, where it is emulated: settings can be changed and packets counted.
+    pub fn emulator(&self) -> Option<&Emulator> {
+        self.emulator.as_ref()
+    }
+
+    /// Changes the rate of the migration link, bytes per second each way. `None`: as fast as can be.
+    pub fn set_rate(&self, rate_bytes_per_s: Option<u64>) -> Result<()> {
+        if let Some(emulator) = &self.emulator {
+            emulator.change(|settings| settings.rate_bytes_per_s = rate_bytes_per_s);
+            return Ok(());
+        }
+        for host in [&self.a, &self.b] {
+            let Some(rate) = rate_bytes_per_s else {
+                // None there is no error: then it is as fast as can be already.
+                let _ = host.run(&["tc", "qdisc", "del", "dev", MIGRATION_LINK, "root"]);
+                continue;
+            };
+            // Bytes that may pass at once: a large segment, or what comes in the time of a timer's tick.
+            let burst = (rate / 100).max(128 << 10).to_string();
+            let rate = format!("{}bit", rate.saturating_mul(8));
+            host.run(&[
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                MIGRATION_LINK,
+                "root",
+                "tbf",
+                "rate",
+                &rate,
+                "burst",
+                &burst,
+                "latency",
+                "50ms",
+            ])?;
+        }
+        Ok(())
+    }
+
+    /// Cuts the migration link in one direction: packets vanish silently, nobody is told.
+    pub fn cut(&self, direction: Direction) -> Result<()> {
+        match &self.emulator {
+            Some(emulator) => {
+                emulator.cut(direction, true);
+                Ok(())
+            }
+            None => drop_arriving(self.receiver(direction), MIGRATION_LINK),
+        }
+    }
+
+    /// Cuts the migration link both ways.
+    pub fn cut_both(&self) -> Result<()> {
+        self.cut(Direction::AToB)?;
+        self.cut(Direction::BToA)
+    }
+
+    /// Undoes all cuts of the migration link and of the links to the witness.
+    pub fn heal(&self) -> Result<()> {
+        if let Some(emulator) = &self.emulator {
+            emulator.cut(Direction::AToB, false);
+            emulator.cut(Direction::BToA, false);
+        }
+        // Adding it first makes deleting it possible whether or not there were cuts; one transaction.
+        [&self.a, &self.b, &self.witness].into_iter().try_for_each(|host| {
+            host.run(&["nft", &format!("add table netdev {CUTS}; delete table netdev {CUTS}")]).map(drop)
+        })
+    }
+
+    /// Cuts a host (`a` or `b`) off from the witness, both ways.
+    pub fn cut_witness(&self, host: &Host) -> Result<()> {
+        drop_arriving(host, CONTROL_LINK)?;
+        drop_arriving(&self.witness, host.name())
+    }
+
+    /// Packets that a cut of the migration link has swallowed in a direction since it was made.
+    pub fn packets_cut(&self, direction: Direction) -> Result<u64> {
+        if let Some(emulator) = &self.emulator {
+            return Ok(emulator.counts(direction).cut);
+        }
+        let rules = self.receiver(direction).run(&["nft", "list", "table", "netdev", CUTS])?;
+        let count = rules.split("counter packets ").nth(1).and_then(|rest| rest.split(' ').next());
+        count
+            .and_then(|count| count.parse().ok())
+            .ok_or_else(|| Error::Config(format!("the migration link is not cut: {rules}")))
+    }
+
+    fn receiver(&self, direction: Direction) -> &Host {
+        match direction {
+            Direction::AToB => &self.b,
+            Direction::BToA => &self.a,
+        }
+    }
+
+    fn handle(config: &LabConfig) -> Result<Self> {
+        let prefix = &config.prefix;
+        let fine = |letter: char| letter.is_ascii_alphanumeric() || letter == '-';
+        if prefix.is_empty() || prefix.len() > 20 || !prefix.chars().all(fine) {
+            return Err(Error::Config(format!(
+                "prefix \"{prefix}\": at most 20 letters, digits and dashes are allowed"
+            )));
+        }
+        let host = |name, addresses: &[Ipv4Addr]| Host::new(prefix, name, &config.directory, addresses);
+        Ok(Self {
+            prefix: prefix.clone(),
+            directory: config.directory.clone(),
+            emulator: None,
+            kept: false,
+            a: host("a", &[MIGRATION[0], CONTROL[0]]),
+            b: host("b", &[MIGRATION[1], CONTROL[1]]),
+            witness: host("witness", &[CONTROL[2], CONTROL[2]]),
+            router: host("router", &[VM_GATEWAY]),
+            client: host("client", &[CLIENT]),
+        })
+    }
+
+    /// A cable between two hosts, made within them so that no name can clash with this machine's own devices.
+    fn cable(from: &Host, device: &str, to: &Host, other: &str) -> Result<()> {
+        from.run(&[
+            "ip",
+            "link",
+            "add",
+            device,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            other,
+            "netns",
+            to.namespace(),
+        ])?;
+        from.run(&["ip", "link", "set", "dev", device, "up"])?;
+        to.run(&["ip", "link", "set", "dev", other, "up"])?;
+        Ok(())
+    }
+
+    fn connect_migration(&mut self, link: &Link) -> Result<()> {
+        match link {
+            Link::Emulated(settings) => {
+                self.emulator = Some(Emulator::start(&self.a, &self.b, MIGRATION_LINK, settings.clone())?);
+            }
+            Link::Fast | Link::Limited { .. } => {
+                Self::cable(&self.a, MIGRATION_LINK, &self.b, MIGRATION_LINK)?;
+            }
+        }
+        address(&self.a, MIGRATION[0], MIGRATION_LINK)?;
+        address(&self.b, MIGRATION[1], MIGRATION_LINK)?;
+        match link {
+            Link::Limited { rate_bytes_per_s } => self.set_rate(Some(*rate_bytes_per_s)),
+            _ => Ok(()),
+        }
+    }
+
+    fn connect_witness(&self) -> Result<()> {
+        bridge(&self.witness, CONTROL_LINK)?;
+        address(&self.witness, CONTROL[2], CONTROL_LINK)?;
+        for (host, own) in [(&self.a, CONTROL[0]), (&self.b, CONTROL[1])] {
+            Self::cable(host, CONTROL_LINK, &self.witness, host.name())?;
+            self.witness.run(&["ip", "link", "set", "dev", host.name(), "master", CONTROL_LINK])?;
+            address(host, own, CONTROL_LINK)?;
+        }
+        Ok(())
+    }
+
+    fn connect_vms(&self) -> Result<()> {
+        bridge(&self.router, VM_BRIDGE)?;
+        address(&self.router, VM_GATEWAY, VM_BRIDGE)?;
+        for host in [&self.a, &self.b] {
+            bridge(host, VM_BRIDGE)?;
+            Self::cable(host, "trunk", &self.router, host.name())?;
+            host.run(&["ip", "link", "set", "dev", "trunk", "master", VM_BRIDGE])?;
+            self.router.run(&["ip", "link", "set", "dev", host.name(), "master", VM_BRIDGE])?;
+        }
+        Ok(())
+    }
+
+    fn connect_client(&self) -> Result<()> {
+        Self::cable(&self.client, "net", &self.router, "clients")?;
+        address(&self.client, CLIENT, "net")?;
+        address(&self.router, CLIENT_GATEWAY, "clients")?;
+        self.client.run(&["ip", "route", "add", "default", "via", &CLIENT_GATEWAY.to_string()])?;
+        // The file belongs to the namespace of whoever opens it.
+        self.router
+            .within(|| fs::write("/proc/sys/net/ipv4/ip_forward", "1"))?
+            .context(|| "cannot make the router route")
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        if !self.kept {
+            let config = LabConfig {
+                prefix: self.prefix.clone(),
+                directory: self.directory.clone(),
+                link: Link::default(),
+            };
+            // Nobody could be told here; the next `up` or `down` with this prefix tries again.
+            let _ = Self::down(&config);
+        }
+    }
+}
+
+fn address(host: &Host, address: Ipv4Addr, device: &str) -> Result<()> {
+    host.run(&["ip", "addr", "add", &format!("{address}/24"), "dev", device]).map(drop)
+}
+
+fn bridge(host: &Host, device: &str) -> Result<()> {
+    host.run(&["ip", "link", "add", "name", device, "type", "bridge", "forward_delay", "0"])?;
+    host.run(&["ip", "link", "set", "dev", device, "up"]).map(drop)
+}
+
+/// Drops whatever arrives at a device, before anything in the host sees it. The sender is told nothing.
+fn drop_arriving(host: &Host, device: &str) -> Result<()> {
+    // One transaction. Cutting twice leaves one rule, and cuts of other devices stay.
+    let rules = format!(
+        "add table netdev {CUTS}; \
+         add chain netdev {CUTS} {device} {{ type filter hook ingress device \"{device}\" priority 0; }}; \
+         flush chain netdev {CUTS} {device}; \
+         add rule netdev {CUTS} {device} counter drop"
+    );
+    host.run(&["nft", &rules]).map(drop)
+}

@@ -1,0 +1,52 @@
+//! Whimbrel's laboratory: hosts, links, guests and clients on one machine, for tests and for people who want to try by hand.
+//!
+//! - [`Lab`]: two hosts, a witness, a router and a client as network namespaces ([`lab`] draws them); links that can be slowed, cut and healed.
+//! - [`Emulator`]: a link with delay, jitter and loss, in user space.
+//! - [`Guest`] from a [`GuestSpec`]: QEMU in two versions, all kinds of memory and devices, with the tiny guest (boots in seconds, knows what every
+//!   page of its memory must contain) or the [`bare`]-metal one (runs under any KVM).
+//! - [`Serial`]: what a guest prints, and what one types to it.
+//! - [`Pki`]: certificates for agents.
+//! - [`Environment`]: what `scripts/setup` has made.
+//!
+//! Needs root, and Linux with network namespaces, veth, bridge, tun, tbf and nftables. It touches nothing but namespaces whose names begin with
+//! its prefix, what runs in them, and its directory; it opens no connection to the outside.
+//!
+//! ```no_run
+//! use lab::{Environment, Guest, GuestSpec, Lab, LabConfig, Load};
+//! # use whimbrel_lab as lab;
+//! # fn main() -> lab::Result<()> {
+//! let lab = Lab::up(&LabConfig::for_test())?;
+//! let load = Load { fill_mib: 64, wss_mib: 32, rate_mib_per_s: 50, ..Load::default() };
+//! let guest = Guest::start_and_wait(&lab.a, &Environment::discover(), &GuestSpec::tiny("vm1", load))?;
+//! assert!(guest.serial().check()?.ok);
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod bare;
+pub mod disk;
+pub mod emulator;
+mod environment;
+mod error;
+mod follow;
+mod guest;
+mod host;
+pub mod lab;
+mod monitor;
+mod pki;
+mod run;
+mod serial;
+mod spec;
+
+pub use emulator::{Emulator, Settings};
+pub use environment::{Environment, Qemu, QemuVersion};
+pub use error::{Error, Result};
+pub use follow::{DEADLINE, Follow};
+pub use guest::Guest;
+pub use host::Host;
+pub use lab::{Direction, Lab, LabConfig, Link, vm_address};
+pub use monitor::Monitor;
+pub use pki::{Identity, Pki};
+pub use run::{Daemon, kill_pid, run};
+pub use serial::{Check, Serial, Tick};
+pub use spec::{Accel, Boot, Device, Disk, GuestSpec, Load, LoadMode, Net, Ram};

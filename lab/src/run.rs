@@ -1,0 +1,137 @@
+//! Running programs: to their end, with what they printed in the error; or as daemons with a log that can be followed.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open};
+
+use crate::error::{Context, Error, Result};
+use crate::follow::Follow;
+
+/// Runs a command to its end and returns what it printed.
+pub fn run(command: &mut Command) -> Result<String> {
+    let output =
+        command.stdin(Stdio::null()).output().context(|| format!("cannot run {}", shown(command)))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let mut text = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    if !stdout.trim().is_empty() {
+        text = format!("{text}\n{}", stdout.trim());
+    }
+    Err(Error::Command { command: shown(command), status: output.status, output: text })
+}
+
+/// A command line as one would type it, near enough.
+fn shown(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
+/// A process that runs until it is ended. It is killed when this is dropped, unless it was [`Daemon::release`]d.
+#[derive(Debug)]
+pub struct Daemon {
+    child: Option<Child>,
+    pid: u32,
+    log: PathBuf,
+}
+
+impl Daemon {
+    /// Starts a command in a process group of its own; what it prints is appended to `log`.
+    pub fn start(command: &mut Command, log: &Path) -> Result<Self> {
+        let output = open_log(log)?;
+        let errors = output.try_clone().context(|| format!("cannot use {}", log.display()))?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(output)
+            .stderr(errors)
+            .process_group(0)
+            .spawn()
+            .context(|| format!("cannot start {}", shown(command)))?;
+        Ok(Self { pid: child.id(), child: Some(child), log: log.to_owned() })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// The file that has what it printed.
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
+    /// Follows what it prints, from the start of the log. Waiting ends with an error when the process ends.
+    pub fn follow(&self) -> Result<Follow> {
+        Follow::start(&self.log, Some(self.pid))
+    }
+
+    /// Whether it still runs.
+    pub fn is_running(&mut self) -> bool {
+        self.child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(None)))
+    }
+
+    /// Kills it (SIGKILL) and waits until it is gone. Nothing happens when it has ended before.
+    pub fn kill(&mut self) -> Result<()> {
+        let Some(mut child) = self.child.take() else { return Ok(()) };
+        child.kill().context(|| format!("cannot kill process {}", self.pid))?;
+        child.wait().context(|| format!("cannot wait for process {}", self.pid))?;
+        Ok(())
+    }
+
+    /// Asks it to end (SIGTERM) and waits until it has.
+    pub fn terminate(&mut self) -> Result<()> {
+        let Some(mut child) = self.child.take() else { return Ok(()) };
+        if let Some(pid) = Pid::from_raw(self.pid as i32) {
+            // It may have ended by itself: then there is nobody to tell.
+            let _ = rustix::process::kill_process(pid, Signal::TERM);
+        }
+        child.wait().context(|| format!("cannot wait for process {}", self.pid))?;
+        Ok(())
+    }
+
+    /// Lets it live on when this is dropped. Returns its process id.
+    pub fn release(mut self) -> u32 {
+        self.child = None;
+        self.pid
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Nobody could be told here; `Lab::down` kills what is left in its namespaces.
+        let _ = self.kill();
+    }
+}
+
+/// Opens a log for appending, with its directory.
+fn open_log(log: &Path) -> Result<File> {
+    if let Some(directory) = log.parent() {
+        fs::create_dir_all(directory).context(|| format!("cannot make {}", directory.display()))?;
+    }
+    OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(log)
+        .context(|| format!("cannot write {}", log.display()))
+}
+
+/// Kills a process that need not be a child, by its id, and waits until it is gone.
+pub fn kill_pid(pid: u32) -> Result<()> {
+    let Some(raw) = Pid::from_raw(pid as i32) else { return Ok(()) };
+    // The descriptor names this process even when its number is used again.
+    let process = match pidfd_open(raw, PidfdFlags::empty()) {
+        Ok(process) => process,
+        Err(rustix::io::Errno::SRCH) => return Ok(()),
+        Err(error) => return Err(io::Error::from(error)).context(|| format!("cannot open process {pid}")),
+    };
+    match rustix::process::pidfd_send_signal(&process, Signal::KILL) {
+        Ok(()) => crate::follow::wait_for_end(&process).context(|| format!("cannot wait for process {pid}")),
+        Err(rustix::io::Errno::SRCH) => Ok(()),
+        Err(error) => Err(io::Error::from(error)).context(|| format!("cannot kill process {pid}")),
+    }
+}

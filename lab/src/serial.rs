@@ -1,0 +1,177 @@
+//! The serial line of a guest: follow what it prints, type commands.
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+use crate::error::{Context, Error, Result};
+use crate::follow::{DEADLINE, Follow};
+
+/// A guest's serial line: a socket for its input, a log with its output. The guest may be any: one that was started here, or one that has moved.
+#[derive(Debug, Clone)]
+pub struct Serial {
+    socket: PathBuf,
+    log: PathBuf,
+    /// The QEMU process, when known: waiting ends when it does.
+    pid: Option<u32>,
+}
+
+/// What the tiny guest says each second.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Tick {
+    /// Its number.
+    pub n: u64,
+    /// Time since the load began, as the guest sees it.
+    pub uptime_ms: u64,
+    /// The longest time since the last tick in which the program could not run.
+    pub longest_stall_ms: f64,
+    /// Pages written so far.
+    pub writes: u64,
+    /// Pages verified so far.
+    pub verified: u64,
+    /// Times that all pages were verified.
+    pub passes: u64,
+    /// Reads of the disk so far.
+    pub disk_reads: u64,
+    /// Wrong pages and blocks found so far.
+    pub wrong: u64,
+}
+
+/// What the tiny guest found when it was asked to verify everything.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Check {
+    /// Whether everything is what was written last, now and ever before.
+    pub ok: bool,
+    /// Pages verified.
+    pub pages: u64,
+    /// Blocks of the disk verified in memory.
+    pub disk_blocks: u64,
+    /// Wrong ones ever found.
+    pub wrong: u64,
+}
+
+impl Serial {
+    /// The line of a guest by the socket for its input and the log with its output.
+    pub fn new(socket: &Path, log: &Path, pid: Option<u32>) -> Self {
+        Self { socket: socket.to_owned(), log: log.to_owned(), pid }
+    }
+
+    /// The log.
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
+    /// Follows the output from its beginning.
+    pub fn follow(&self) -> Result<Follow> {
+        Follow::start(&self.log, self.pid)
+    }
+
+    /// Follows what is printed from now on.
+    pub fn follow_from_now(&self) -> Result<Follow> {
+        let mut follow = self.follow()?;
+        follow.skip()?;
+        Ok(follow)
+    }
+
+    /// Types a line and waits for a line of the output, printed afterwards, that is wanted.
+    pub fn ask(
+        &self,
+        line: &str,
+        awaited: &str,
+        deadline: Duration,
+        wanted: impl FnMut(&str) -> bool,
+    ) -> Result<String> {
+        let mut output = self.follow_from_now()?;
+        // It stays open until the answer is there: QEMU hands over no more than the guest can take at once.
+        let mut input = UnixStream::connect(&self.socket)
+            .context(|| format!("cannot connect to {}", self.socket.display()))?;
+        input
+            .write_all(format!("{line}\n").as_bytes())
+            .context(|| format!("cannot write to {}", self.socket.display()))?;
+        output.wait_for(awaited, deadline, wanted)
+    }
+
+    /// Waits for the next tick of the tiny guest.
+    pub fn next_tick(&self) -> Result<Tick> {
+        self.follow_from_now()?
+            .wait_for("a tick", DEADLINE, |line| line.starts_with("tick "))
+            .map(|line| Tick::parse(&line))
+    }
+
+    /// All ticks so far.
+    pub fn ticks(&self) -> Result<Vec<Tick>> {
+        let mut follow = self.follow()?;
+        let mut ticks = Vec::new();
+        while let Some(line) = follow.next_now()? {
+            if line.starts_with("tick ") {
+                ticks.push(Tick::parse(&line));
+            }
+        }
+        Ok(ticks)
+    }
+
+    /// Has the tiny guest verify all its memory, and all that it has read from its disk, at once.
+    pub fn check(&self) -> Result<Check> {
+        static NUMBER: AtomicU64 = AtomicU64::new(1);
+        let id = format!("id={} ", NUMBER.fetch_add(1, Relaxed));
+        let line =
+            self.ask(&format!("check {}", &id[3..id.len() - 1]), "the answer to check", DEADLINE, |line| {
+                line.starts_with("CHECK ") && line.contains(&id)
+            })?;
+        Ok(Check {
+            ok: line.starts_with("CHECK ok "),
+            pages: value(&line, "pages"),
+            disk_blocks: value(&line, "disk_blocks"),
+            wrong: value(&line, "wrong"),
+        })
+    }
+
+    /// Changes settings of the load while it runs: `rate=100 mode=few`. See `guest/load`.
+    pub fn set(&self, settings: &str) -> Result<()> {
+        let answer = self.ask(&format!("set {settings}"), "the answer to set", DEADLINE, |line| {
+            line.starts_with("SET ") || line.starts_with("ERROR ")
+        })?;
+        match answer.strip_prefix("ERROR ") {
+            Some(error) => Err(Error::Config(error.to_owned())),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Tick {
+    /// From a line that begins with `tick`. What is missing is 0.
+    pub fn parse(line: &str) -> Self {
+        Self {
+            n: value(line, "n"),
+            uptime_ms: value(line, "uptime_ms"),
+            longest_stall_ms: value(line, "longest_stall_ms"),
+            writes: value(line, "writes"),
+            verified: value(line, "verified"),
+            passes: value(line, "passes"),
+            disk_reads: value(line, "disk_reads"),
+            wrong: value(line, "wrong"),
+        }
+    }
+}
+
+/// The value of `KEY=VALUE` in a line of words.
+fn value<T: std::str::FromStr + Default>(line: &str, key: &str) -> T {
+    line.split_ascii_whitespace()
+        .find_map(|word| word.strip_prefix(key)?.strip_prefix('=')?.parse().ok())
+        .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tick_is_read() {
+        let line = "tick n=3 uptime_ms=3001 longest_stall_ms=3.5 writes=38408 verified=24584 passes=2 disk_reads=7 wrong=1";
+        let tick = Tick::parse(line);
+        assert_eq!((tick.n, tick.uptime_ms, tick.passes, tick.disk_reads, tick.wrong), (3, 3001, 2, 7, 1));
+        assert!((tick.longest_stall_ms - 3.5).abs() < 1e-9);
+    }
+}

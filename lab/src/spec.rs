@@ -1,0 +1,418 @@
+//! What guest to start: the description, and QEMU's command line made from it.
+
+use std::fs;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+
+use crate::bare;
+use crate::environment::{Environment, QemuVersion};
+use crate::error::{Context, Result};
+use crate::lab::VM_GATEWAY;
+
+/// A guest to be started. Start from [`GuestSpec::tiny`] or [`GuestSpec::bare`] and change what matters.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GuestSpec {
+    /// Its name, also for QEMU.
+    pub name: String,
+    /// Which QEMU.
+    pub qemu: QemuVersion,
+    /// The machine type, `q35` or `pc` or a versioned one.
+    pub machine: String,
+    /// How its instructions are carried out.
+    pub accel: Accel,
+    /// Processors.
+    pub vcpus: u32,
+    /// Memory, MiB.
+    pub memory_mib: u64,
+    /// Where the memory comes from.
+    pub ram: Ram,
+    /// NUMA nodes that share the memory evenly, a RAM block each. 1: no NUMA.
+    pub numa_nodes: u64,
+    /// What is plugged in.
+    pub devices: Vec<Device>,
+    /// What runs in it.
+    pub boot: Boot,
+    /// A second monitor, `lab.sock`, for a test that needs QEMU while somebody else holds the first.
+    pub second_monitor: bool,
+    /// More arguments for QEMU.
+    pub extra: Vec<String>,
+}
+
+/// How a guest's instructions are carried out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accel {
+    /// QEMU translates them.
+    Tcg,
+    /// The processor runs them. Where KVM is itself nested or paravirtual, stock kernels may not run: use the bare-metal guest.
+    Kvm,
+}
+
+/// Where a guest's memory comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ram {
+    /// QEMU's default: anonymous and private.
+    Anonymous,
+    /// A shared file in a directory, such as `/dev/shm`.
+    File(PathBuf),
+    /// A shared memfd.
+    Memfd,
+    /// A shared memfd of huge pages of 2 MiB; the machine must have reserved them.
+    Hugetlb,
+}
+
+/// What can be plugged in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Device {
+    /// A standard VGA card: RAM blocks of its own, one of them a ROM.
+    Vga,
+    /// A USB 3 controller with a tablet and a keyboard.
+    Usb,
+    /// A disk.
+    Disk(Disk),
+    /// A virtio network card on a tap of the host, in the VMs' network.
+    Net(Net),
+    /// A virtio balloon, to be moved by QMP `balloon`.
+    Balloon,
+    /// A virtio random number generator.
+    Rng,
+    /// A virtio serial controller with a port whose other end is nowhere.
+    VirtioSerial,
+}
+
+/// A virtio disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Disk {
+    /// Its name for QEMU: `id` of the drive, or name of the node.
+    pub id: String,
+    /// The image.
+    pub path: PathBuf,
+    /// `raw` or `qcow2`.
+    pub format: String,
+    /// Past the host's page cache (`cache=none`).
+    pub direct: bool,
+    /// `threads`, `native` or `io_uring`.
+    pub aio: String,
+    /// Not writable.
+    pub read_only: bool,
+    /// Described by `-blockdev`, whose nodes have names, rather than by `-drive`, whose nodes have none.
+    pub named_nodes: bool,
+}
+
+/// A virtio network card.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Net {
+    /// Its name for QEMU.
+    pub id: String,
+    /// The tap; made when it is not there.
+    pub tap: String,
+    /// Its hardware address.
+    pub mac: String,
+}
+
+/// What runs in a guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Boot {
+    /// The tiny guest with the load generator.
+    Tiny(Load),
+    /// The bare-metal guest (see [`bare`]).
+    Bare,
+    /// Any kernel.
+    Kernel {
+        /// The kernel.
+        kernel: PathBuf,
+        /// The initial RAM disk.
+        initrd: PathBuf,
+        /// The kernel's command line.
+        append: String,
+    },
+}
+
+/// What the tiny guest's load generator does.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Load {
+    /// Memory filled at the start, MiB.
+    pub fill_mib: u64,
+    /// The part of it that is rewritten over and over, MiB.
+    pub wss_mib: u64,
+    /// How fast, MiB/s of pages touched. 0: not at all.
+    pub rate_mib_per_s: u64,
+    /// How fast pages are verified in the background, MiB/s. 0: not at all.
+    pub verify_mib_per_s: u64,
+    /// How pages are rewritten.
+    pub mode: LoadMode,
+    /// Threads that read the first disk past the guest's page cache. The disk must be one of [`crate::disk::known_content`].
+    pub disk_threads: u64,
+    /// Memory into which they read, MiB.
+    pub disk_mib: u64,
+    /// Its address in the VMs' network, for the first network card.
+    pub address: Option<Ipv4Addr>,
+    /// TCP port that echoes what it gets. 0: none.
+    pub port: u16,
+    /// Makes contents differ between guests.
+    pub seed: u64,
+}
+
+/// How the load generator rewrites pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LoadMode {
+    /// The whole page anew: nothing to compress.
+    Random,
+    /// A few bytes of each page.
+    Few,
+    /// By turns zeros and random content.
+    Zero,
+}
+
+impl Default for Load {
+    fn default() -> Self {
+        Self {
+            fill_mib: 64,
+            wss_mib: 32,
+            rate_mib_per_s: 0,
+            verify_mib_per_s: 32,
+            mode: LoadMode::Random,
+            disk_threads: 0,
+            disk_mib: 16,
+            address: None,
+            port: 0,
+            seed: 1,
+        }
+    }
+}
+
+impl Disk {
+    /// A disk past the host's page cache, through `-drive`.
+    pub fn new(id: &str, path: &Path, format: &str) -> Self {
+        Self {
+            id: id.to_owned(),
+            path: path.to_owned(),
+            format: format.to_owned(),
+            direct: true,
+            aio: "threads".to_owned(),
+            read_only: false,
+            named_nodes: false,
+        }
+    }
+}
+
+impl Net {
+    /// A card for the `n`th VM: tap `vmN`, and a hardware address of its own.
+    pub fn new(n: u8) -> Self {
+        Self { id: "net0".to_owned(), tap: format!("vm{n}"), mac: format!("52:54:00:00:00:{n:02x}") }
+    }
+}
+
+impl GuestSpec {
+    /// The tiny guest: one processor, 160 MiB of anonymous memory, no devices but the serial port.
+    pub fn tiny(name: &str, load: Load) -> Self {
+        Self {
+            name: name.to_owned(),
+            qemu: QemuVersion::Installed,
+            machine: "q35".to_owned(),
+            accel: Accel::Tcg,
+            vcpus: 1,
+            // The kernel and the unpacked RAM disk take some 80 MiB.
+            memory_mib: (load.fill_mib + if load.disk_threads > 0 { load.disk_mib } else { 0 } + 96)
+                .next_multiple_of(32),
+            ram: Ram::Anonymous,
+            numa_nodes: 1,
+            devices: Vec::new(),
+            boot: Boot::Tiny(load),
+            second_monitor: false,
+            extra: Vec::new(),
+        }
+    }
+
+    /// The bare-metal guest, with one or two processors.
+    pub fn bare(name: &str, accel: Accel, vcpus: u32) -> Self {
+        Self { accel, vcpus, memory_mib: 128, boot: Boot::Bare, ..Self::tiny(name, Load::default()) }
+    }
+
+    /// Every kind of device that the end-to-end tests ask for but disk and network: VGA, USB, balloon, random numbers, virtio serial.
+    #[must_use]
+    pub fn with_many_devices(mut self) -> Self {
+        self.devices.extend([Device::Vga, Device::Usb, Device::Balloon, Device::Rng, Device::VirtioSerial]);
+        self
+    }
+
+    /// QEMU's arguments. Files that the guest needs (sockets, logs) are in `directory`.
+    pub fn arguments(&self, environment: &Environment, directory: &Path) -> Result<Vec<String>> {
+        let mut line = Line::default();
+        let file = |name: &str| directory.join(name).display().to_string();
+        line.option("-name", &self.name);
+        line.flags(["-no-user-config", "-nodefaults"]);
+        line.option("-display", "none");
+        self.processor_and_memory(&mut line);
+        // The log has the whole output, also while nobody is connected, and goes on after a move within one file system.
+        let chardev = format!(
+            "socket,id=serial0,path={},server=on,wait=off,logfile={},logappend=on",
+            file("serial.sock"),
+            file("serial.log")
+        );
+        line.option("-chardev", &chardev).option("-serial", "chardev:serial0");
+        line.option("-qmp", &format!("unix:{},server=on,wait=off", file("qmp.sock")));
+        if self.second_monitor {
+            line.option("-qmp", &format!("unix:{},server=on,wait=off", file("lab.sock")));
+        }
+        self.boot(&mut line, environment, directory)?;
+        for device in &self.devices {
+            line.device(device);
+        }
+        line.0.extend(self.extra.iter().cloned());
+        Ok(line.0)
+    }
+
+    fn processor_and_memory(&self, line: &mut Line) {
+        match self.accel {
+            Accel::Tcg => line.option("-accel", "tcg").option("-cpu", "max"),
+            Accel::Kvm => line.option("-accel", "kvm").option("-cpu", "host,-arch-capabilities"),
+        };
+        line.option("-smp", &self.vcpus.to_string()).option("-m", &self.memory_mib.to_string());
+        if self.numa_nodes > 1 {
+            for node in 0..self.numa_nodes {
+                let id = format!("ram{node}");
+                line.option("-object", &self.memory(&id, self.memory_mib / self.numa_nodes));
+                line.option("-numa", &format!("node,nodeid={node},memdev={id}"));
+            }
+            line.option("-machine", &self.machine);
+        } else if self.ram == Ram::Anonymous {
+            line.option("-machine", &self.machine);
+        } else {
+            line.option("-object", &self.memory("ram", self.memory_mib));
+            line.option("-machine", &format!("{},memory-backend=ram", self.machine));
+        }
+    }
+
+    /// An object that provides memory.
+    fn memory(&self, id: &str, mib: u64) -> String {
+        match &self.ram {
+            Ram::Anonymous => format!("memory-backend-ram,id={id},size={mib}M"),
+            Ram::File(directory) => {
+                let path = directory.join(format!("{}.{id}", self.name));
+                format!("memory-backend-file,id={id},size={mib}M,mem-path={},share=on", path.display())
+            }
+            Ram::Memfd => format!("memory-backend-memfd,id={id},size={mib}M,share=on"),
+            Ram::Hugetlb => {
+                format!("memory-backend-memfd,id={id},size={mib}M,share=on,hugetlb=on,hugetlbsize=2M")
+            }
+        }
+    }
+
+    fn boot(&self, line: &mut Line, environment: &Environment, directory: &Path) -> Result<()> {
+        match &self.boot {
+            Boot::Tiny(load) => {
+                line.kernel(&environment.kernel()?, &environment.tiny_initrd()?, &self.append(load));
+            }
+            Boot::Kernel { kernel, initrd, append } => line.kernel(kernel, initrd, append),
+            Boot::Bare => {
+                let image = directory.join("bare.img");
+                fs::write(&image, bare::image()).context(|| format!("cannot write {}", image.display()))?;
+                line.device(&Device::Disk(Disk {
+                    read_only: true,
+                    direct: false,
+                    ..Disk::new("boot", &image, "raw")
+                }));
+            }
+        }
+        Ok(())
+    }
+
+    /// The tiny guest's kernel command line.
+    fn append(&self, load: &Load) -> String {
+        let mode = match load.mode {
+            LoadMode::Random => "random",
+            LoadMode::Few => "few",
+            LoadMode::Zero => "zero",
+        };
+        let mut words = vec![
+            "console=ttyS0 quiet panic=-1".to_owned(),
+            format!(
+                "load.fill={} load.wss={} load.rate={}",
+                load.fill_mib, load.wss_mib, load.rate_mib_per_s
+            ),
+            format!("load.verify={} load.mode={mode} load.seed={}", load.verify_mib_per_s, load.seed),
+            format!(
+                "load.disk_threads={} load.disk={} load.port={}",
+                load.disk_threads, load.disk_mib, load.port
+            ),
+        ];
+        let mut devices = Vec::new();
+        if self.devices.iter().any(|device| matches!(device, Device::Disk(_))) {
+            devices.push("/sys/block/vda");
+        }
+        if let Some(address) = load.address {
+            words.push(format!("guest.ip={address}/24 guest.gateway={VM_GATEWAY}"));
+            devices.push("/sys/class/net/eth0");
+        }
+        if !devices.is_empty() {
+            words.push(format!("guest.wait={}", devices.join(",")));
+        }
+        words.join(" ")
+    }
+}
+
+/// A command line that grows.
+#[derive(Default)]
+struct Line(Vec<String>);
+
+impl Line {
+    fn option(&mut self, name: &str, value: &str) -> &mut Self {
+        self.flags([name, value])
+    }
+
+    fn flags<const N: usize>(&mut self, words: [&str; N]) -> &mut Self {
+        self.0.extend(words.map(str::to_owned));
+        self
+    }
+
+    fn kernel(&mut self, kernel: &Path, initrd: &Path, append: &str) {
+        self.option("-kernel", &kernel.display().to_string());
+        self.option("-initrd", &initrd.display().to_string()).option("-append", append);
+    }
+
+    fn device(&mut self, device: &Device) {
+        match device {
+            Device::Vga => self.option("-device", "VGA"),
+            Device::Usb => self
+                .option("-device", "qemu-xhci,id=usb")
+                .option("-device", "usb-tablet,bus=usb.0")
+                .option("-device", "usb-kbd,bus=usb.0"),
+            Device::Balloon => self.option("-device", "virtio-balloon-pci"),
+            Device::Rng => self
+                .option("-object", "rng-random,id=rng0,filename=/dev/urandom")
+                .option("-device", "virtio-rng-pci,rng=rng0"),
+            Device::VirtioSerial => self
+                .option("-device", "virtio-serial-pci")
+                .option("-chardev", "null,id=port0")
+                .option("-device", "virtserialport,chardev=port0,name=lab"),
+            Device::Net(Net { id, tap, mac }) => self
+                .option("-netdev", &format!("tap,id={id},ifname={tap},script=no,downscript=no"))
+                .option("-device", &format!("virtio-net-pci,netdev={id},mac={mac}")),
+            Device::Disk(disk) => self.disk(disk),
+        };
+    }
+
+    fn disk(&mut self, disk: &Disk) -> &mut Self {
+        let Disk { id, format, aio, .. } = disk;
+        let path = disk.path.display();
+        let on = |yes: bool| if yes { "on" } else { "off" };
+        let (direct, read_only) = (on(disk.direct), on(disk.read_only));
+        if disk.named_nodes {
+            let cache = format!("cache.direct={direct},cache.no-flush=off,read-only={read_only}");
+            self.option(
+                "-blockdev",
+                &format!("driver=file,node-name={id}-file,filename={path},aio={aio},{cache}"),
+            );
+            self.option("-blockdev", &format!("driver={format},node-name={id},file={id}-file,{cache}"));
+        } else {
+            let cache = if disk.direct { "none" } else { "writeback" };
+            self.option(
+                "-drive",
+                &format!(
+                    "if=none,id={id},file={path},format={format},cache={cache},aio={aio},readonly={read_only}"
+                ),
+            );
+        }
+        self.option("-device", &format!("virtio-blk-pci,drive={id}"))
+    }
+}

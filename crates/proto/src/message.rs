@@ -209,6 +209,15 @@ pub struct Proposal {
     pub description: serde_json::Value,
     /// Only check: the destination answers and forgets.
     pub check_only: bool,
+    /// With a register of owners: the epoch in which the source holds the VM there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub register_epoch: Option<Epoch>,
+    /// Kind of RAM that the user wants at the destination (`memfd`, `anonymous`); absent to let pre-flight choose.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ram_kind: Option<String>,
+    /// Options of QEMU's command line that the user wants carried over although they are not known.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub allow_options: Vec<String>,
 }
 
 /// A block of guest RAM.

@@ -22,12 +22,19 @@
 //! Within `/v1` fields are added, never taken away; clients ignore those that they do not know. Requests with fields
 //! that the agent does not know are refused: a misspelt limit must not be a missing one.
 
+mod client;
 mod control;
 mod problem;
-
+mod routes;
+mod server;
 mod types;
 
+pub use client::{Client, ClientError, Lines, Which};
 pub use control::Control;
+pub use engine::handover::Role;
+pub use engine::handover::recover::{Advice, Choice, Decision};
 pub use problem::{Kind, Problem, with_causes};
-
+pub use proto::message::{Finding, Severity};
+pub use proto::{Epoch, HostId, MigrationId, VmName};
+pub use server::{Server, ServerError, serve};
 pub use types::*;

@@ -15,4 +15,5 @@ pub mod api;
 pub mod config;
 pub mod journal;
 pub mod progress;
+pub mod register;
 pub mod report;

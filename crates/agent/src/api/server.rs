@@ -1,1 +1,142 @@
 //! The HTTP side: routes, the socket, and the threads that tokio lives on.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::Runtime;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+use super::control::Control;
+use super::routes;
+
+/// How long requests under way may still take when the server ends.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Longest path of a Unix socket, in bytes: the kernel's `sun_path` with its closing zero.
+const SOCKET_PATH_BYTES: usize = 107;
+
+/// Why the API cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// Somebody answers there already.
+    #[error("another agent serves {socket}; stop it, or give this one an `api_socket` of its own", socket = socket.display())]
+    InUse {
+        /// The socket.
+        socket: PathBuf,
+    },
+    /// Longer than Unix sockets' names can be.
+    #[error("the path {socket} is too long for a socket; choose an `api_socket` of at most 90 bytes", socket = socket.display())]
+    TooLong {
+        /// The socket.
+        socket: PathBuf,
+    },
+    /// The socket cannot be made.
+    #[error("cannot make the API's socket {socket}; check `api_socket` or `run_dir` in the configuration and its permissions", socket = socket.display())]
+    Socket {
+        /// The socket.
+        socket: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// No threads for it.
+    #[error("cannot start the API's threads")]
+    Threads(#[source] io::Error),
+}
+
+/// A running API. Dropping it ends it as [`Server::stop`] does.
+#[derive(Debug)]
+pub struct Server {
+    socket: PathBuf,
+    end: watch::Sender<bool>,
+    serving: Option<(Runtime, JoinHandle<()>)>,
+}
+
+/// Serves the API on a Unix socket, on threads of its own, until the [`Server`] is stopped.
+pub fn serve(socket: &Path, control: Arc<dyn Control>) -> Result<Server, ServerError> {
+    let listener = bind(socket)?;
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name("api")
+        .enable_all()
+        .build()
+        .map_err(ServerError::Threads)?;
+    let listener = {
+        let _context = runtime.enter();
+        listener
+            .set_nonblocking(true)
+            .and_then(|()| tokio::net::UnixListener::from_std(listener))
+            .map_err(|source| ServerError::Socket { socket: socket.to_owned(), source })?
+    };
+    let (end, mut ended) = watch::channel(false);
+    let router = routes::router(control, ended.clone());
+    let serving = runtime.spawn(async move {
+        let until = async move {
+            // An error means that the sender is gone, which is an end as well.
+            let _ = ended.wait_for(|end| *end).await;
+        };
+        if let Err(error) = axum::serve(listener, router).with_graceful_shutdown(until).await {
+            tracing::error!(%error, "the API's socket failed");
+        }
+    });
+    Ok(Server { socket: socket.to_owned(), end, serving: Some((runtime, serving)) })
+}
+
+impl Server {
+    /// Where it listens.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Ends it: no new requests, a moment for those under way, and the socket is removed.
+    pub fn stop(mut self) {
+        self.end_now();
+    }
+
+    fn end_now(&mut self) {
+        let Some((runtime, serving)) = self.serving.take() else { return };
+        // First the name, so that whoever comes now learns that nobody is there.
+        let _ = fs::remove_file(&self.socket);
+        self.end.send_replace(true);
+        let _ = runtime.block_on(async { tokio::time::timeout(PATIENCE, serving).await });
+        runtime.shutdown_background();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.end_now();
+    }
+}
+
+/// Binds a socket that only its owner may open, in place of one that a dead agent left behind.
+///
+/// The socket is made in a directory that nobody else may enter and moved to its place once its mode is right: at no
+/// moment can others connect to it.
+fn bind(socket: &Path) -> Result<UnixListener, ServerError> {
+    let failed = |source| ServerError::Socket { socket: socket.to_owned(), source };
+    if UnixStream::connect(socket).is_ok() {
+        return Err(ServerError::InUse { socket: socket.to_owned() });
+    }
+    let directory = socket.parent().unwrap_or(Path::new("/"));
+    fs::create_dir_all(directory).map_err(failed)?;
+    let private = directory.join(format!(".api-{}", std::process::id()));
+    let first = private.join("s");
+    if first.as_os_str().len().max(socket.as_os_str().len()) > SOCKET_PATH_BYTES {
+        return Err(ServerError::TooLong { socket: socket.to_owned() });
+    }
+    let _ = fs::remove_dir_all(&private);
+    fs::DirBuilder::new().mode(0o700).create(&private).map_err(failed)?;
+    let bound = UnixListener::bind(&first).and_then(|listener| {
+        fs::set_permissions(&first, fs::Permissions::from_mode(0o600))?;
+        fs::rename(&first, socket)?;
+        Ok(listener)
+    });
+    let _ = fs::remove_dir_all(&private);
+    bound.map_err(failed)
+}

@@ -55,17 +55,7 @@ impl State {
     /// How the migration stands if nobody is at work on it.
     pub fn standing(&self) -> Standing {
         match self {
-            Self::Source(state) => match state {
-                SourceState::Idle | SourceState::Aborted | SourceState::Returned => Standing::Failed,
-                SourceState::Prepared { .. }
-                | SourceState::Stopped { .. }
-                | SourceState::Aborting
-                | SourceState::Returning => Standing::Underway,
-                SourceState::Bereft { .. }
-                | SourceState::Committed { .. }
-                | SourceState::Reclaiming { .. } => Standing::InDoubt,
-                SourceState::Done { .. } => Standing::Done,
-            },
+            Self::Source(state) => source_standing(state),
             Self::Destination(state) => destination_standing(state),
         }
     }
@@ -477,6 +467,30 @@ fn json(text: serde_json::Result<String>, what: impl FnOnce() -> String) -> Resu
     text.map_err(|source| JournalError::Json { what: what(), source })
 }
 
-fn destination_standing(_state: &DestinationState) -> Standing {
-    Standing::Underway
+fn source_standing(state: &SourceState) -> Standing {
+    match state {
+        SourceState::Idle | SourceState::Aborted | SourceState::Returned => Standing::Failed,
+        SourceState::Prepared { .. }
+        | SourceState::Stopped { .. }
+        | SourceState::Aborting
+        | SourceState::Returning => Standing::Underway,
+        SourceState::Bereft { .. } | SourceState::Committed { .. } | SourceState::Reclaiming { .. } => {
+            Standing::InDoubt
+        }
+        SourceState::Done { .. } => Standing::Done,
+    }
+}
+
+fn destination_standing(state: &DestinationState) -> Standing {
+    match state {
+        DestinationState::Idle | DestinationState::Discarded | DestinationState::Refused => Standing::Failed,
+        DestinationState::Prepared | DestinationState::Starting { .. } | DestinationState::Refusing => {
+            Standing::Underway
+        }
+        DestinationState::Ready { .. }
+        | DestinationState::Taking { .. }
+        | DestinationState::Bereft
+        | DestinationState::Crashed { .. } => Standing::InDoubt,
+        DestinationState::Active { .. } => Standing::Done,
+    }
 }

@@ -1,0 +1,289 @@
+//! The other end of the API: a blocking client, one connection for each request.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http_body_util::{BodyExt, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::client::conn::http1;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::TokioIo;
+use proto::VmName;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::runtime::Runtime;
+
+use super::problem::Problem;
+use super::types::{
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Limits, MigrateRequest, MigrationStatus,
+    RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
+};
+use crate::progress::ProgressLine;
+use crate::report::Report;
+
+/// Longest answer that is read, in bytes. Reports of many rounds are the largest.
+const ANSWER_BYTES: usize = 64 << 20;
+
+/// An agent never takes longer than this to answer that it is there.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// A client of one agent. Its methods stand for the paths of [`crate::api`].
+#[derive(Debug)]
+pub struct Client {
+    socket: PathBuf,
+    runtime: Runtime,
+}
+
+/// Why a request has no answer, or a bad one.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody listens.
+    #[error(
+        "no agent answers at {socket}; start it with `whimbrel agent --config /etc/whimbrel/agent.toml` (or its \
+         systemd unit), or name its socket with --socket", socket = socket.display())]
+    NoAgent {
+        /// The socket.
+        socket: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The socket may not be opened.
+    #[error("the agent's socket {socket} may not be opened; use the account that the agent runs under (root)", socket = socket.display())]
+    Forbidden {
+        /// The socket.
+        socket: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The agent went away while it was asked.
+    #[error("the agent went away before it had answered; what was asked for may have been done")]
+    Lost(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// The agent says no.
+    #[error(transparent)]
+    Problem(#[from] Problem),
+    /// The answer is not what it should be.
+    #[error("the agent's answer is not understood; is it of another version?")]
+    Answer(#[source] serde_json::Error),
+    /// The request cannot be made.
+    #[error("the request cannot be put together")]
+    Request(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// No threads or descriptors left for the client itself.
+    #[error("cannot start the client")]
+    Runtime(#[source] io::Error),
+}
+
+/// Which migration of a VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// The one with the largest epoch that the agent knows.
+    Latest,
+    /// That of an epoch.
+    Epoch(u64),
+}
+
+impl Client {
+    /// A client of the agent behind a socket. Nothing is sent yet.
+    pub fn new(socket: &Path) -> Result<Self, ClientError> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(ClientError::Runtime)?;
+        Ok(Self { socket: socket.to_owned(), runtime })
+    }
+
+    /// `GET /v1/agent`.
+    pub fn agent(&self) -> Result<AgentInfo, ClientError> {
+        self.get("/v1/agent")
+    }
+
+    /// `GET /v1/vms`.
+    pub fn vms(&self) -> Result<Vec<VmSummary>, ClientError> {
+        self.get("/v1/vms")
+    }
+
+    /// `GET /v1/vms/{vm}`.
+    pub fn vm(&self, vm: &VmName) -> Result<VmDetail, ClientError> {
+        self.get(&format!("/v1/vms/{vm}"))
+    }
+
+    /// `POST /v1/vms`.
+    pub fn adopt(&self, request: &AdoptRequest) -> Result<Adopted, ClientError> {
+        self.post("/v1/vms", request)
+    }
+
+    /// `POST /v1/vms/run`.
+    pub fn run(&self, request: &RunRequest) -> Result<Adopted, ClientError> {
+        self.post("/v1/vms/run", request)
+    }
+
+    /// `DELETE /v1/vms/{vm}`.
+    pub fn forget(&self, vm: &VmName) -> Result<(), ClientError> {
+        self.exchange(&Method::DELETE, &format!("/v1/vms/{vm}"), Bytes::new()).map(|_| ())
+    }
+
+    /// `POST /v1/migrations` with `check_only`.
+    pub fn check(&self, request: &MigrateRequest) -> Result<CheckReport, ClientError> {
+        self.post("/v1/migrations", &MigrateRequest { check_only: true, ..request.clone() })
+    }
+
+    /// `POST /v1/migrations`.
+    pub fn migrate(&self, request: &MigrateRequest) -> Result<MigrationStatus, ClientError> {
+        self.post("/v1/migrations", &MigrateRequest { check_only: false, ..request.clone() })
+    }
+
+    /// `GET /v1/migrations`.
+    pub fn migrations(&self) -> Result<Vec<MigrationStatus>, ClientError> {
+        self.get("/v1/migrations")
+    }
+
+    /// `GET /v1/migrations/{vm}/{epoch}`.
+    pub fn migration(&self, vm: &VmName, which: Which) -> Result<MigrationStatus, ClientError> {
+        self.get(&path(vm, which, ""))
+    }
+
+    /// `GET …/report`.
+    pub fn report(&self, vm: &VmName, which: Which) -> Result<Report, ClientError> {
+        self.get(&path(vm, which, "/report"))
+    }
+
+    /// `POST …/cancel`.
+    pub fn cancel(&self, vm: &VmName, which: Which) -> Result<CancelOutcome, ClientError> {
+        self.post(&path(vm, which, "/cancel"), &())
+    }
+
+    /// `POST …/recover`.
+    pub fn recover(
+        &self,
+        vm: &VmName,
+        which: Which,
+        request: &RecoverRequest,
+    ) -> Result<RecoverReport, ClientError> {
+        self.post(&path(vm, which, "/recover"), request)
+    }
+
+    /// `POST …/limits`.
+    pub fn set_limits(&self, vm: &VmName, which: Which, limits: &Limits) -> Result<Limits, ClientError> {
+        self.post(&path(vm, which, "/limits"), limits)
+    }
+
+    /// `GET …/progress`: what is seen, line by line, until the migration is over or nobody is at work on it.
+    pub fn progress(&self, vm: &VmName, which: Which) -> Result<Lines<'_>, ClientError> {
+        let body = self.runtime.block_on(async {
+            let response = self.send(&Method::GET, &path(vm, which, "/progress"), Bytes::new()).await?;
+            if response.status().is_success() {
+                Ok(response.into_body())
+            } else {
+                Err(problem(response.status(), &whole(response).await?))
+            }
+        })?;
+        Ok(Lines { runtime: &self.runtime, body: Some(body), pending: Vec::new() })
+    }
+
+    fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        let body = self.exchange(&Method::GET, path, Bytes::new())?;
+        serde_json::from_slice(&body).map_err(ClientError::Answer)
+    }
+
+    fn post<T: DeserializeOwned>(&self, path: &str, request: &impl Serialize) -> Result<T, ClientError> {
+        let request = serde_json::to_vec(request).map_err(|error| ClientError::Request(error.into()))?;
+        let body = self.exchange(&Method::POST, path, request.into())?;
+        serde_json::from_slice(&body).map_err(ClientError::Answer)
+    }
+
+    fn exchange(&self, method: &Method, path: &str, body: Bytes) -> Result<Bytes, ClientError> {
+        self.runtime.block_on(async {
+            let response = self.send(method, path, body).await?;
+            let status = response.status();
+            let body = whole(response).await?;
+            if status.is_success() { Ok(body) } else { Err(problem(status, &body)) }
+        })
+    }
+
+    async fn send(
+        &self,
+        method: &Method,
+        path: &str,
+        body: Bytes,
+    ) -> Result<Response<Incoming>, ClientError> {
+        let stream = tokio::time::timeout(CONNECT, tokio::net::UnixStream::connect(&self.socket))
+            .await
+            .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
+            .map_err(|source| {
+                let socket = self.socket.clone();
+                match source.kind() {
+                    io::ErrorKind::PermissionDenied => ClientError::Forbidden { socket, source },
+                    _ => ClientError::NoAgent { socket, source },
+                }
+            })?;
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
+        tokio::spawn(connection);
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header("host", "agent")
+            .header("content-type", "application/json")
+            .body(Full::new(body))
+            .map_err(|error| ClientError::Request(error.into()))?;
+        sender.send_request(request).await.map_err(lost)
+    }
+}
+
+/// What watchers see, as [`Client::progress`] gives it.
+#[derive(Debug)]
+pub struct Lines<'a> {
+    runtime: &'a Runtime,
+    body: Option<Incoming>,
+    pending: Vec<u8>,
+}
+
+impl Iterator for Lines<'_> {
+    type Item = Result<ProgressLine, ClientError>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        loop {
+            if let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
+                let rest = self.pending.split_off(end + 1);
+                let line = std::mem::replace(&mut self.pending, rest);
+                return Some(serde_json::from_slice(&line).map_err(ClientError::Answer));
+            }
+            let body = self.body.as_mut()?;
+            match self.runtime.block_on(body.frame()) {
+                Some(Ok(frame)) => {
+                    self.pending.extend_from_slice(frame.data_ref().map_or(&[], |data| &data[..]))
+                }
+                Some(Err(error)) => {
+                    self.body = None;
+                    return Some(Err(lost(error)));
+                }
+                None => self.body = None,
+            }
+        }
+    }
+}
+
+fn path(vm: &VmName, which: Which, rest: &str) -> String {
+    match which {
+        Which::Latest => format!("/v1/migrations/{vm}/latest{rest}"),
+        Which::Epoch(epoch) => format!("/v1/migrations/{vm}/{epoch}{rest}"),
+    }
+}
+
+async fn whole(response: Response<Incoming>) -> Result<Bytes, ClientError> {
+    let body = http_body_util::Limited::new(response.into_body(), ANSWER_BYTES);
+    body.collect().await.map(http_body_util::Collected::to_bytes).map_err(ClientError::Lost)
+}
+
+fn problem(status: StatusCode, body: &[u8]) -> ClientError {
+    match serde_json::from_slice::<Problem>(body) {
+        Ok(problem) => problem.into(),
+        Err(error) => {
+            tracing::debug!(%status, "an error without a problem document");
+            ClientError::Answer(error)
+        }
+    }
+}
+
+fn lost(error: hyper::Error) -> ClientError {
+    ClientError::Lost(error.into())
+}

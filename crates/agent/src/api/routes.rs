@@ -1,0 +1,253 @@
+//! From paths to calls of [`Control`], and from its answers to HTTP.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{FromRequest, Path, Request, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use http_body_util::channel::Channel;
+use proto::{Epoch, MigrationId, VmName};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::sync::watch;
+
+use super::control::Control;
+use super::problem::{Kind, Problem};
+use super::types::MigrateRequest;
+use crate::progress::{ProgressLine, Watcher};
+
+/// What handlers share.
+#[derive(Clone)]
+struct Shared {
+    control: Arc<dyn Control>,
+    /// Becomes true when the server ends; streams end with it.
+    end: watch::Receiver<bool>,
+}
+
+type Answer = Result<Response, Problem>;
+
+/// All routes.
+pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> Router {
+    let migration = "/v1/migrations/{vm}/{epoch}";
+    Router::new()
+        .route("/v1/agent", get(agent))
+        .route("/v1/vms", get(vms).post(adopt))
+        .route("/v1/vms/run", post(run))
+        .route("/v1/vms/{vm}", get(vm).delete(forget))
+        .route("/v1/migrations", get(migrations).post(migrate))
+        .route(migration, get(one_migration))
+        .route(&format!("{migration}/progress"), get(progress))
+        .route(&format!("{migration}/report"), get(report))
+        .route(&format!("{migration}/cancel"), post(cancel))
+        .route(&format!("{migration}/recover"), post(recover))
+        .route(&format!("{migration}/limits"), post(limits))
+        .fallback(no_such_path)
+        .method_not_allowed_fallback(no_such_method)
+        .with_state(Shared { control, end })
+}
+
+async fn agent(State(shared): State<Shared>) -> Answer {
+    json(StatusCode::OK, &shared.call(|control| Ok(control.agent())).await?)
+}
+
+async fn vms(State(shared): State<Shared>) -> Answer {
+    json(StatusCode::OK, &shared.call(Control::vms).await?)
+}
+
+async fn adopt(State(shared): State<Shared>, Given(request): Given<super::AdoptRequest>) -> Answer {
+    let named = [request.pid.is_some(), request.qmp.is_some(), request.qemu_name.is_some()];
+    if named.into_iter().filter(|named| *named).count() != 1 {
+        return Err(Problem::new(
+            Kind::BadRequest,
+            "which VM is not clear",
+            "give exactly one of `pid`, `qmp` and `qemu_name`",
+        ));
+    }
+    json(StatusCode::CREATED, &shared.call(|control| control.adopt(request)).await?)
+}
+
+async fn run(State(shared): State<Shared>, Given(request): Given<super::RunRequest>) -> Answer {
+    json(StatusCode::CREATED, &shared.call(|control| control.run(request)).await?)
+}
+
+async fn vm(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
+    let vm = vm_name(vm)?;
+    json(StatusCode::OK, &shared.call(move |control| control.vm(&vm)).await?)
+}
+
+async fn forget(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
+    let vm = vm_name(vm)?;
+    shared.call(move |control| control.forget(&vm)).await?;
+    Ok(StatusCode::NO_CONTENT.into_response())
+}
+
+async fn migrate(State(shared): State<Shared>, Given(request): Given<MigrateRequest>) -> Answer {
+    if request.check_only {
+        json(StatusCode::OK, &shared.call(|control| control.check(request)).await?)
+    } else {
+        json(StatusCode::ACCEPTED, &shared.call(|control| control.migrate(request)).await?)
+    }
+}
+
+async fn migrations(State(shared): State<Shared>) -> Answer {
+    json(StatusCode::OK, &shared.call(Control::migrations).await?)
+}
+
+async fn one_migration(State(shared): State<Shared>, Path(which): Path<(String, String)>) -> Answer {
+    let status = shared.call(move |control| control.migration(&resolve(control, which)?)).await?;
+    json(StatusCode::OK, &status)
+}
+
+async fn report(State(shared): State<Shared>, Path(which): Path<(String, String)>) -> Answer {
+    let report = shared.call(move |control| control.report(&resolve(control, which)?)).await?;
+    json(StatusCode::OK, &report)
+}
+
+async fn cancel(State(shared): State<Shared>, Path(which): Path<(String, String)>) -> Answer {
+    let outcome = shared.call(move |control| control.cancel(&resolve(control, which)?)).await?;
+    json(StatusCode::OK, &outcome)
+}
+
+async fn recover(
+    State(shared): State<Shared>,
+    Path(which): Path<(String, String)>,
+    Given(request): Given<super::RecoverRequest>,
+) -> Answer {
+    let report = shared.call(move |control| control.recover(&resolve(control, which)?, request)).await?;
+    json(StatusCode::OK, &report)
+}
+
+async fn limits(
+    State(shared): State<Shared>,
+    Path(which): Path<(String, String)>,
+    Given(request): Given<super::Limits>,
+) -> Answer {
+    let limits = shared.call(move |control| control.set_limits(&resolve(control, which)?, request)).await?;
+    json(StatusCode::OK, &limits)
+}
+
+async fn progress(State(shared): State<Shared>, Path(which): Path<(String, String)>) -> Answer {
+    let (id, watcher) = shared
+        .call(move |control| {
+            let id = resolve(control, which)?;
+            let watcher = control.watch(&id)?;
+            Ok((id, watcher))
+        })
+        .await?;
+    let (sender, body) = Channel::<Bytes, std::convert::Infallible>::new(1);
+    tokio::spawn(stream(id, watcher, sender, shared.end));
+    Ok(([(header::CONTENT_TYPE, "application/x-ndjson")], Body::new(body)).into_response())
+}
+
+/// Sends what a watcher sees, line by line, until the migration is over, nobody publishes or listens any more, or the
+/// server ends. A slow listener misses lines, not the last one.
+async fn stream(
+    migration: MigrationId,
+    mut watcher: Watcher,
+    mut sender: http_body_util::channel::Sender<Bytes, std::convert::Infallible>,
+    mut end: watch::Receiver<bool>,
+) {
+    loop {
+        let progress = watcher.borrow_and_update().clone();
+        let over = progress.standing.is_over();
+        let Ok(mut line) = serde_json::to_vec(&ProgressLine { migration: migration.clone(), progress })
+        else {
+            return;
+        };
+        line.push(b'\n');
+        if sender.send_data(Bytes::from(line)).await.is_err() || over {
+            return;
+        }
+        tokio::select! {
+            changed = watcher.changed() => if changed.is_err() { return },
+            _ = end.wait_for(|end| *end) => return,
+        }
+    }
+}
+
+async fn no_such_path(request: Request) -> Problem {
+    Problem::new(
+        Kind::NotFound,
+        format!("there is nothing at {}", request.uri().path()),
+        "see the list of paths in docs/operations.md; client and agent may be of different versions",
+    )
+}
+
+async fn no_such_method(request: Request) -> Response {
+    let text = format!("{} cannot be used on {}", request.method(), request.uri().path());
+    let problem = Problem::new(Kind::BadRequest, text, "see the list of paths in docs/operations.md");
+    (StatusCode::METHOD_NOT_ALLOWED, axum::Json(problem)).into_response()
+}
+
+impl Shared {
+    /// Calls the control on a thread that may block.
+    async fn call<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&dyn Control) -> Result<T, Problem> + Send + 'static,
+    ) -> Result<T, Problem> {
+        let control = Arc::clone(&self.control);
+        tokio::task::spawn_blocking(move || work(control.as_ref())).await.unwrap_or_else(|error| {
+            tracing::error!(%error, "a request ended in a panic");
+            Err(Problem::new(
+                Kind::Internal,
+                "the agent failed while it worked on this request",
+                "its log tells more; please report it as a bug",
+            ))
+        })
+    }
+}
+
+fn json<T: Serialize>(status: StatusCode, value: &T) -> Answer {
+    match serde_json::to_vec(value) {
+        Ok(body) => Ok((status, [(header::CONTENT_TYPE, "application/json")], body).into_response()),
+        Err(error) => Err(Problem::caused_by(Kind::Internal, &error, "please report it as a bug")),
+    }
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.kind.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
+        (status, axum::Json(self)).into_response()
+    }
+}
+
+/// A request's body, as JSON whatever its content type says. What is wrong with it is a [`Problem`].
+struct Given<T>(T);
+
+impl<T: DeserializeOwned> FromRequest<Shared> for Given<T> {
+    type Rejection = Problem;
+
+    async fn from_request(request: Request, shared: &Shared) -> Result<Self, Problem> {
+        let bytes = Bytes::from_request(request, shared).await.map_err(|rejection| {
+            Problem::new(Kind::BadRequest, rejection.body_text(), "send less than 2 MB")
+        })?;
+        serde_json::from_slice(&bytes).map(Self).map_err(|error| {
+            let text = format!("the request is not understood: {error}");
+            Problem::new(Kind::BadRequest, text, "client and agent may be of different versions")
+        })
+    }
+}
+
+fn vm_name(name: String) -> Result<VmName, Problem> {
+    VmName::new(name).map_err(|error| Problem::new(Kind::BadRequest, error.to_string(), ""))
+}
+
+/// Which migration a path means: an epoch, or `latest`.
+fn resolve(control: &dyn Control, (vm, epoch): (String, String)) -> Result<MigrationId, Problem> {
+    let vm = vm_name(vm)?;
+    if epoch != "latest" {
+        let number = epoch.parse().map_err(|_| {
+            Problem::new(Kind::BadRequest, format!("{epoch:?} is no epoch"), "give a number, or `latest`")
+        })?;
+        return Ok(MigrationId { vm, epoch: Epoch(number) });
+    }
+    let of_vm = |id: &MigrationId| id.vm == vm;
+    let latest = control.migrations()?.into_iter().map(|status| status.id).filter(of_vm).max();
+    latest.ok_or_else(|| {
+        let text = format!("no migration of {vm} is known here");
+        Problem::new(Kind::NotFound, text, "`whimbrel vm list` shows the VMs, on each host its own")
+    })
+}

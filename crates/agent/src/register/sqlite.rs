@@ -1,0 +1,157 @@
+//! The register in a database.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use engine::handover::register::{RegisterAnswer, apply};
+use proto::VmName;
+use proto::message::{Ownership, RegisterReply, RegisterRequest};
+use rusqlite::{Connection, OptionalExtension, TransactionBehavior};
+
+use super::Register;
+
+/// Name of the database within the state directory.
+const FILE_NAME: &str = "register.sqlite";
+
+/// The newest format that this version knows.
+const FORMAT: i64 = 1;
+
+/// A register in an SQLite database. Every change is on stable storage before it is answered.
+#[derive(Debug)]
+pub struct SqliteRegister {
+    connection: Mutex<Connection>,
+    path: PathBuf,
+}
+
+/// Why the register cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum RegisterError {
+    /// The database cannot be opened.
+    #[error("cannot open the register {path}; check `state_dir` in the configuration, its permissions and the room on its disk", path = path.display())]
+    Open {
+        /// The database.
+        path: PathBuf,
+        /// What SQLite says.
+        source: rusqlite::Error,
+    },
+    /// Written by a newer version of this program.
+    #[error("the register {path} has format {found}, this version knows up to {FORMAT}; use the version of whimbrel that wrote it, or a newer one", path = path.display())]
+    Newer {
+        /// The database.
+        path: PathBuf,
+        /// Its format.
+        found: i64,
+    },
+    /// A request was not carried out and never will be.
+    #[error("the register {path} could not do it; nothing changed", path = path.display())]
+    NotDone {
+        /// The database.
+        path: PathBuf,
+        /// What SQLite says.
+        source: rusqlite::Error,
+    },
+    /// A record that cannot be read or written as JSON. Nothing changed.
+    #[error("a record in the register {path} is damaged; nothing changed", path = path.display())]
+    Record {
+        /// The database.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+    /// The transaction's end failed: it may have reached the disk, or not.
+    #[error("the register {path} may have done it or not", path = path.display())]
+    Unknown {
+        /// The database.
+        path: PathBuf,
+        /// What SQLite says.
+        source: rusqlite::Error,
+    },
+}
+
+impl SqliteRegister {
+    /// Opens the register in a state directory, makes it if there is none.
+    pub fn open(state_dir: &Path) -> Result<Self, RegisterError> {
+        let path = state_dir.join(FILE_NAME);
+        let failed = |source| RegisterError::Open { path: path.clone(), source };
+        let connection = Connection::open(&path).map_err(failed)?;
+        connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(failed)?;
+        connection.pragma_update(None, "journal_mode", "WAL").map_err(failed)?;
+        connection.pragma_update(None, "synchronous", "FULL").map_err(failed)?;
+        let found: i64 = connection.query_row("PRAGMA user_version", [], |row| row.get(0)).map_err(failed)?;
+        if found > FORMAT {
+            return Err(RegisterError::Newer { path, found });
+        }
+        connection
+            .execute_batch(&format!(
+                "BEGIN IMMEDIATE;
+                 CREATE TABLE IF NOT EXISTS owners (vm TEXT PRIMARY KEY, record TEXT NOT NULL) STRICT;
+                 PRAGMA user_version = {FORMAT};
+                 COMMIT"
+            ))
+            .map_err(failed)?;
+        Ok(Self { connection: Mutex::new(connection), path })
+    }
+
+    /// Carries a request out, synced.
+    pub fn apply(&self, request: &RegisterRequest) -> Result<RegisterReply, RegisterError> {
+        let not_done = |source| RegisterError::NotDone { path: self.path.clone(), source };
+        let damaged = |source| RegisterError::Record { path: self.path.clone(), source };
+        let (RegisterRequest::Read { vm } | RegisterRequest::CompareAndSet { vm, .. }) = request;
+
+        let mut connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        // Immediate: nobody else writes between comparing and setting, in this process or another one.
+        let transaction =
+            connection.transaction_with_behavior(TransactionBehavior::Immediate).map_err(not_done)?;
+        let text: Option<String> = transaction
+            .prepare_cached("SELECT record FROM owners WHERE vm = ?1")
+            .and_then(|mut select| select.query_row([vm.as_str()], |row| row.get(0)).optional())
+            .map_err(not_done)?;
+        let record: Option<Ownership> =
+            text.as_deref().map(serde_json::from_str).transpose().map_err(damaged)?;
+        let (reply, new) = apply(request, record.as_ref());
+        if let Some(new) = new {
+            let text = serde_json::to_string(&new).map_err(damaged)?;
+            transaction
+                .prepare_cached("INSERT OR REPLACE INTO owners (vm, record) VALUES (?1, ?2)")
+                .and_then(|mut insert| insert.execute([vm.as_str(), &text]))
+                .map_err(not_done)?;
+            transaction
+                .commit()
+                .map_err(|source| RegisterError::Unknown { path: self.path.clone(), source })?;
+        }
+        Ok(reply)
+    }
+
+    /// All records, by VM.
+    pub fn all(&self) -> Result<Vec<(VmName, Ownership)>, RegisterError> {
+        let not_done = |source| RegisterError::NotDone { path: self.path.clone(), source };
+        let damaged = |source| RegisterError::Record { path: self.path.clone(), source };
+        let connection = self.connection.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut statement =
+            connection.prepare_cached("SELECT vm, record FROM owners ORDER BY vm").map_err(not_done)?;
+        let rows = statement
+            .query_map([], |row| Ok((row.get::<_, String>(0)?, row.get::<_, String>(1)?)))
+            .map_err(not_done)?;
+        rows.map(|row| {
+            let (vm, record) = row.map_err(not_done)?;
+            let vm = serde_json::from_value(vm.into()).map_err(damaged)?;
+            Ok((vm, serde_json::from_str(&record).map_err(damaged)?))
+        })
+        .collect()
+    }
+}
+
+impl Register for SqliteRegister {
+    fn ask(&self, request: &RegisterRequest) -> RegisterAnswer {
+        match self.apply(request) {
+            Ok(reply) => RegisterAnswer::from_reply(request, reply),
+            Err(error) => {
+                tracing::error!(error = crate::api::with_causes(&error), "register");
+                match error {
+                    RegisterError::Unknown { .. } => RegisterAnswer::Unknown,
+                    _ => RegisterAnswer::Unreachable,
+                }
+            }
+        }
+    }
+}

@@ -8,3 +8,5 @@
 //! - [`phase`]: the parts of a migration in their order, for progress and report.
 
 pub mod handover;
+pub mod phase;
+pub mod precopy;

@@ -64,7 +64,7 @@ fn prepared(run: bool, event: &On) -> Taken {
 
 fn stopped(terms: &Terms, run: bool, event: &On) -> Taken {
     match event {
-        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run)),
+        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run, Some(Do::PauseQemu))),
         On::Cancel => moved(abort_stopped(run, Say::Cancelled)),
         On::Failed => moved(abort_stopped(run, Say::Failed)),
         On::PeerSilent | On::PeerLost | On::ContactLostForGood | On::Refused { .. } | On::Asked { .. } => {
@@ -84,7 +84,7 @@ fn stopped(terms: &Terms, run: bool, event: &On) -> Taken {
 fn bereft(terms: &Terms, run: bool, event: &On) -> Taken {
     let here = || Move::to(In::Bereft { run });
     match event {
-        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run)),
+        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run, None)),
         // COMMITTED had been written, and was lost with the host's memory.
         On::Running { .. } => moved(finish(None, run)),
         // There is no other copy, or this side knows that it did not send all of it.
@@ -255,10 +255,11 @@ fn done(incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
 
 // ---- ways that several states take
 
-/// COMMITTED: journalled, and this side's QEMU held, before GO can reach anybody.
-fn commit(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
+/// COMMITTED: journalled, and this side's QEMU held if there is one, before GO can reach anybody.
+fn commit(terms: &Terms, incarnation: &Incarnation, run: bool, hold: Option<Do>) -> Moved {
     enter(In::Committed { incarnation: incarnation.clone(), run })
-        .then([Do::PauseQemu, Do::SendGo { incarnation: incarnation.clone(), run }])
+        .then(hold)
+        .then([Do::SendGo { incarnation: incarnation.clone(), run }])
         .asking(Use::Offer, register::offer(terms, incarnation, run))
 }
 

@@ -1,0 +1,160 @@
+//! Pre-copy: when to stop the guest.
+//!
+//! Memory is sent in rounds while the guest runs: the first round sends all of it, each later one what was written
+//! since. After each round the policy sees one [`RoundObservation`] and says whether to send another round, to stop the
+//! guest and send the rest, or to give up.
+//!
+//! # Where the rule comes from
+//!
+//! KVM's rule (Ibrahim et al., *Optimized pre-copy live migration*, section II.A, Algorithm 1, lines 21 and 27–31):
+//!
+//! ```text
+//! bandwidth         ← bytes_transferred / transfer_time
+//! expected_downtime ← remaining_modified_data() / bandwidth
+//! if expected_downtime < max_downtime then stop and send the rest
+//! ```
+//!
+//! [`StopTime`] keeps its idea and changes three things. The expected downtime has a *fixed part*, because stopping,
+//! saving and loading devices and continuing take time even when no page is left; for small remainders they are most
+//! of it. The bandwidth is not that of the last interval alone (see [`StopTime`]). And there are limits: section II.B
+//! shows that a target below what is attainable keeps KVM's loop going for ever.
+//!
+//! # Replay
+//!
+//! A policy reads no clock and draws no random number, so its decisions follow from what it was shown. [`Traced`] keeps
+//! that as a [`Trace`], which goes into the report; [`Trace::replay`] decides it all again.
+
+mod stop_time;
+mod trace;
+
+use std::fmt;
+
+use proto::limits::PAGE_BYTES;
+use serde::{Deserialize, Serialize};
+
+pub use stop_time::{FixedCost, OnLimit, StopTime};
+pub use trace::{Trace, TraceEntry, Traced};
+
+/// What a policy is shown after a round: how it went, and what a scan right after it found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RoundObservation {
+    /// Which round was sent, from 1 on. 0 says that the first, of all memory, is not complete.
+    pub round: u32,
+    /// Pages that would have to be sent if the guest were stopped now.
+    pub dirty_pages: u64,
+    /// Pages that the round sent, those of zeros among them.
+    pub pages_sent: u64,
+    /// Bytes that the round put on the wire.
+    pub bytes_sent: u64,
+    /// How long the round took, from its first page until the last one was acknowledged.
+    pub duration_ns: u64,
+    /// Time between the scan before the round and the one after it: in this time `dirty_pages` were written.
+    pub interval_ns: u64,
+    /// How long the scan after the round took.
+    pub scan_ns: u64,
+}
+
+impl RoundObservation {
+    /// What the wire carried, in bytes per second; 0 for a round that took no time.
+    pub fn link_rate_bytes_per_s(&self) -> u64 {
+        per_second(self.bytes_sent.into(), self.duration_ns)
+    }
+
+    /// How fast the guest writes to new pages, in bytes of whole pages per second.
+    pub fn dirty_rate_bytes_per_s(&self) -> u64 {
+        per_second(u128::from(self.dirty_pages) * u128::from(PAGE_BYTES), self.interval_ns)
+    }
+}
+
+/// What a migration aims at. A user may change it while it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Aim {
+    /// The guest may stand still for this long.
+    pub max_downtime_ns: u64,
+    /// After this many rounds the limit is reached.
+    pub max_rounds: u32,
+}
+
+impl Default for Aim {
+    /// 30 ms, as in the papers, and 30 rounds.
+    fn default() -> Self {
+        Self { max_downtime_ns: 30_000_000, max_rounds: 30 }
+    }
+}
+
+/// What to do next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "decision", rename_all = "kebab-case")]
+pub enum Decision {
+    /// Send what is dirty while the guest runs.
+    NextRound {
+        /// What the downtime would be if the guest were stopped now. `u64::MAX` where nothing was measured yet.
+        expected_downtime_ns: u64,
+    },
+    /// Stop the guest and send the rest.
+    StopAndCopy {
+        /// What the downtime is expected to be.
+        expected_downtime_ns: u64,
+    },
+    /// End the migration; the guest runs on where it is.
+    GiveUp {
+        /// Why.
+        reason: GiveUp,
+    },
+}
+
+/// Why a policy gives up. `Display` says what a user can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GiveUp {
+    /// What was reached.
+    pub limit: Limit,
+    /// What the downtime would be.
+    pub expected_downtime_ns: u64,
+    /// What it may be.
+    pub max_downtime_ns: u64,
+}
+
+/// A limit of patience.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Limit {
+    /// The number of rounds.
+    Rounds,
+    /// Rounds no longer leave less than earlier ones did: the guest writes as fast as the link carries.
+    NotShrinking,
+}
+
+impl fmt::Display for GiveUp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let what = match self.limit {
+            Limit::Rounds => "the limit of rounds is reached",
+            Limit::NotShrinking => "the guest writes as fast as memory is sent",
+        };
+        let tenths = |ns: u64| format!("{}.{}", ns / 1_000_000, ns / 100_000 % 10);
+        write!(
+            f,
+            "{what}; stopping now would take about {} ms and {} are allowed: allow a longer downtime, a higher \
+             bandwidth or more rounds, or stop at the limit",
+            tenths(self.expected_downtime_ns),
+            tenths(self.max_downtime_ns),
+        )
+    }
+}
+
+/// Decides after each round.
+pub trait Policy {
+    /// Takes a changed aim; it holds from the next decision on.
+    fn aim(&mut self, aim: Aim);
+
+    /// What to do after this round.
+    fn decide(&mut self, observed: &RoundObservation) -> Decision;
+}
+
+/// `amount` in `ns`, as an amount per second.
+fn per_second(amount: u128, ns: u64) -> u64 {
+    let rate = (amount * 1_000_000_000).checked_div(ns.into()).unwrap_or(0);
+    u64::try_from(rate).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests;

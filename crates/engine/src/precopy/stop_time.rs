@@ -1,0 +1,179 @@
+//! The policy of the stop-time objective.
+
+use proto::limits::PAGE_BYTES;
+use serde::{Deserialize, Serialize};
+
+use super::{Aim, Decision, GiveUp, Limit, Policy, RoundObservation};
+
+/// Parts of the downtime that do not depend on how many pages are left, as measured on this pair of hosts or, before
+/// the first migration, guessed from those of small guests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FixedCost {
+    /// QMP `stop`.
+    pub stop_ns: u64,
+    /// Saving the device state.
+    pub save_ns: u64,
+    /// Sending and loading it.
+    pub load_ns: u64,
+    /// From READY to `cont`'s return: journals, GO, the register where there is one.
+    pub continue_ns: u64,
+}
+
+impl Default for FixedCost {
+    /// The upper half of what a small guest showed: stop 1 ms, save 2 ms, load 8 ms, continue 4 ms.
+    fn default() -> Self {
+        Self { stop_ns: 1_000_000, save_ns: 2_000_000, load_ns: 8_000_000, continue_ns: 4_000_000 }
+    }
+}
+
+impl FixedCost {
+    fn total_ns(&self) -> u64 {
+        [self.stop_ns, self.save_ns, self.load_ns, self.continue_ns].into_iter().fold(0, u64::saturating_add)
+    }
+}
+
+/// What to do when a limit is reached and the objective is not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnLimit {
+    /// Stop the guest for longer than was asked for.
+    Stop,
+    /// Give up; the guest runs on where it is.
+    #[default]
+    Abort,
+}
+
+/// Stops when the expected downtime is within the objective.
+///
+/// ```text
+/// expected = dirty pages · page size / rate  +  fixed part  +  2 scans
+/// ```
+///
+/// (One scan after the stop, one after the device state was saved, which may write guest memory.)
+///
+/// *Rate* is guest memory moved per second, pages of zeros included: it already contains what compression, checksums
+/// and the other side's writing make of the link. It is the lower one of two: the last round's, which follows a link
+/// that has become slower at once; and a mean in which each round weighs half of the next, which a single round that
+/// went into buffers (or was all zeros, as first rounds often are) does not deceive. The mean divides sums by sums, so
+/// that a round of ten pages, which is all latency, does not count as much as one of a gigabyte.
+///
+/// Choosing the lower one errs towards another round, and that round measures again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StopTime {
+    aim: Aim,
+    on_limit: OnLimit,
+    fixed: FixedCost,
+    patience_rounds: u32,
+    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    /// Sums of guest bytes and of nanoseconds, halved each round. u128 for sums of u64.
+    #[serde(skip)]
+    sum_bytes: u128,
+    #[serde(skip)]
+    sum_ns: u128,
+    #[serde(skip)]
+    fewest_dirty: Option<u64>,
+    #[serde(skip)]
+    rounds_not_shrinking: u32,
+}
+
+impl StopTime {
+    /// Rounds without progress before it is called none.
+    pub const PATIENCE_ROUNDS: u32 = 6;
+
+    /// A new policy.
+    pub fn new(aim: Aim, on_limit: OnLimit, fixed: FixedCost) -> Self {
+        Self {
+            aim,
+            on_limit,
+            fixed,
+            patience_rounds: Self::PATIENCE_ROUNDS,
+            sum_bytes: 0,
+            sum_ns: 0,
+            fewest_dirty: None,
+            rounds_not_shrinking: 0,
+        }
+    }
+
+    /// Takes another patience, in rounds.
+    #[must_use]
+    pub fn with_patience(self, patience_rounds: u32) -> Self {
+        Self { patience_rounds, ..self }
+    }
+
+    /// What is aimed at now.
+    pub fn aim_of(&self) -> Aim {
+        self.aim
+    }
+
+    fn learn(&mut self, observed: &RoundObservation) {
+        self.sum_bytes = self.sum_bytes / 2 + guest_bytes(observed.pages_sent);
+        self.sum_ns = self.sum_ns / 2 + u128::from(observed.duration_ns);
+        // An eighth less is progress; less than that is noise.
+        let progress = self.fewest_dirty.is_none_or(|fewest| observed.dirty_pages < fewest - fewest / 8);
+        if progress {
+            self.fewest_dirty = Some(observed.dirty_pages);
+            self.rounds_not_shrinking = 0;
+        } else {
+            self.rounds_not_shrinking = self.rounds_not_shrinking.saturating_add(1);
+        }
+    }
+
+    fn expected_downtime_ns(&self, observed: &RoundObservation) -> u64 {
+        let left = guest_bytes(observed.dirty_pages);
+        let at = |bytes, ns| time_for(left, bytes, ns);
+        let last = at(guest_bytes(observed.pages_sent), observed.duration_ns.into());
+        let mean = at(self.sum_bytes, self.sum_ns);
+        let pages_ns = match (last, mean) {
+            (Some(last), Some(mean)) => last.max(mean),
+            (one, other) => one.or(other).unwrap_or(if left == 0 { 0 } else { u64::MAX }),
+        };
+        [self.fixed.total_ns(), observed.scan_ns, observed.scan_ns]
+            .into_iter()
+            .fold(pages_ns, u64::saturating_add)
+    }
+}
+
+impl Policy for StopTime {
+    fn aim(&mut self, aim: Aim) {
+        self.aim = aim;
+    }
+
+    fn decide(&mut self, observed: &RoundObservation) -> Decision {
+        self.learn(observed);
+        let expected_downtime_ns = self.expected_downtime_ns(observed);
+        if observed.round == 0 {
+            return Decision::NextRound { expected_downtime_ns };
+        }
+        if expected_downtime_ns <= self.aim.max_downtime_ns {
+            return Decision::StopAndCopy { expected_downtime_ns };
+        }
+        let limit = if observed.round >= self.aim.max_rounds {
+            Limit::Rounds
+        } else if self.rounds_not_shrinking >= self.patience_rounds {
+            Limit::NotShrinking
+        } else {
+            return Decision::NextRound { expected_downtime_ns };
+        };
+        let max_downtime_ns = self.aim.max_downtime_ns;
+        match self.on_limit {
+            OnLimit::Stop => Decision::StopAndCopy { expected_downtime_ns },
+            OnLimit::Abort => {
+                Decision::GiveUp { reason: GiveUp { limit, expected_downtime_ns, max_downtime_ns } }
+            }
+        }
+    }
+}
+
+fn guest_bytes(pages: u64) -> u128 {
+    u128::from(pages) * u128::from(PAGE_BYTES)
+}
+
+/// How long `left` takes if `bytes` took `ns`; none if that says nothing about a rate.
+fn time_for(left: u128, bytes: u128, ns: u128) -> Option<u64> {
+    if bytes == 0 || ns == 0 {
+        return None;
+    }
+    // left and bytes are below 2^77, ns below 2^65: products may pass u128, then the time is beyond all limits.
+    let time = left.checked_mul(ns).map_or(u128::MAX, |product| product.div_ceil(bytes));
+    Some(u64::try_from(time).unwrap_or(u64::MAX))
+}

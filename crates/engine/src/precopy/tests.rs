@@ -1,0 +1,215 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: u64) -> RoundObservation {
+    RoundObservation {
+        round,
+        dirty_pages,
+        pages_sent,
+        bytes_sent: pages_sent * PAGE_BYTES,
+        duration_ns: duration_ms * 1_000_000,
+        interval_ns: duration_ms * 1_000_000,
+        scan_ns: 0,
+    }
+}
+
+fn free() -> FixedCost {
+    FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 }
+}
+
+fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> StopTime {
+    StopTime::new(Aim { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds }, on_limit, free())
+}
+
+fn expected(decision: Decision) -> u64 {
+    match decision {
+        Decision::NextRound { expected_downtime_ns } | Decision::StopAndCopy { expected_downtime_ns } => {
+            expected_downtime_ns
+        }
+        Decision::GiveUp { reason } => reason.expected_downtime_ns,
+    }
+}
+
+/// Algorithm 1 of the paper, where neither limits nor a fixed part matter and the rate does not change.
+#[test]
+fn agrees_with_kvm_s_rule_at_a_steady_rate() {
+    let mut policy = policy(30, 100, OnLimit::Abort);
+    // 1000 pages in 10 ms, round after round: 100 pages take 1 ms.
+    for (n, dirty) in [(1, 100_000), (2, 30_000), (3, 9_000), (4, 3_001)] {
+        let decision = policy.decide(&round(n, dirty, 1000 * u64::from(n), 10 * u64::from(n)));
+        assert_eq!(decision, Decision::NextRound { expected_downtime_ns: dirty * 10_000 });
+    }
+    let decision = policy.decide(&round(5, 3_000, 5000, 50));
+    assert_eq!(decision, Decision::StopAndCopy { expected_downtime_ns: 30_000_000 });
+}
+
+#[test]
+fn the_fixed_part_counts() {
+    let aim = Aim::default();
+    let fixed = FixedCost { load_ns: aim.max_downtime_ns, ..free() };
+    let decide = |fixed| StopTime::new(aim, OnLimit::Abort, fixed).decide(&round(1, 1, 1000, 10));
+    assert!(matches!(decide(free()), Decision::StopAndCopy { .. }));
+    assert!(matches!(decide(fixed), Decision::NextRound { .. }));
+}
+
+#[test]
+fn a_round_into_buffers_does_not_deceive() {
+    let mut policy = policy(30, 100, OnLimit::Abort);
+    policy.decide(&round(1, 20_000, 100_000, 1000));
+    // The second round seems a hundred times as fast. At the first one's rate 20,000 pages take 200 ms.
+    let decision = policy.decide(&round(2, 20_000, 20_000, 2));
+    assert!(expected(decision) > 30_000_000, "{decision:?}");
+    assert!(matches!(decision, Decision::NextRound { .. }));
+}
+
+#[test]
+fn a_link_that_became_slow_is_believed_at_once() {
+    let mut policy = policy(30, 100, OnLimit::Abort);
+    policy.decide(&round(1, 20_000, 1_000_000, 1000));
+    let decision = policy.decide(&round(2, 10_000, 20_000, 2000));
+    assert_eq!(expected(decision), 1_000_000_000);
+}
+
+#[test]
+fn limits() {
+    let mut stop = policy(1, 3, OnLimit::Stop);
+    let mut abort = policy(1, 3, OnLimit::Abort);
+    for n in 1..3 {
+        let observed = round(n, 90_000 / u64::from(n), 1000, 100);
+        assert!(matches!(stop.decide(&observed), Decision::NextRound { .. }));
+        assert!(matches!(abort.decide(&observed), Decision::NextRound { .. }));
+    }
+    let last = round(3, 10_000, 1000, 100);
+    assert!(matches!(stop.decide(&last), Decision::StopAndCopy { expected_downtime_ns: 1_000_000_000 }));
+    let Decision::GiveUp { reason } = abort.decide(&last) else { panic!("no limit") };
+    assert_eq!(reason.limit, Limit::Rounds);
+    assert!(reason.to_string().contains("about 1000.0 ms and 1.0 are allowed"), "{reason}");
+}
+
+#[test]
+fn rounds_that_do_not_shrink_end_it() {
+    let mut policy = policy(1, 1000, OnLimit::Abort).with_patience(3);
+    let decisions: Vec<_> =
+        (1..=5).map(|n| policy.decide(&round(n, 10_000 - u64::from(n), 10_000, 100))).collect();
+    assert!(decisions[..3].iter().all(|d| matches!(d, Decision::NextRound { .. })), "{decisions:?}");
+    assert!(
+        matches!(decisions[3], Decision::GiveUp { reason: GiveUp { limit: Limit::NotShrinking, .. } }),
+        "{decisions:?}"
+    );
+}
+
+#[test]
+fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
+    let mut policy = Traced::new(policy(1, 100, OnLimit::Abort));
+    let observed = |n| round(n, 1000, 10_000, 100);
+    assert!(matches!(policy.decide(&observed(1)), Decision::NextRound { .. }));
+    let aim = Aim { max_downtime_ns: 10_000_000, max_rounds: 100 };
+    policy.aim(aim);
+    policy.aim(aim);
+    assert!(matches!(policy.decide(&observed(2)), Decision::StopAndCopy { .. }));
+    assert_eq!(policy.trace().entries.len(), 3);
+    let text = serde_json::to_string(policy.trace()).unwrap();
+    let read: Trace = serde_json::from_str(&text).unwrap();
+    assert_eq!(read.replay(), policy.trace().decisions());
+}
+
+fn any_observation() -> impl Strategy<Value = RoundObservation> {
+    let number = || prop_oneof![Just(0), Just(u64::MAX), any::<u64>(), 0..1_000_000_u64];
+    (number(), number(), number(), number(), number(), number()).prop_map(
+        |(dirty_pages, pages_sent, bytes_sent, duration_ns, interval_ns, scan_ns)| RoundObservation {
+            round: 0,
+            dirty_pages,
+            pages_sent,
+            bytes_sent,
+            duration_ns,
+            interval_ns,
+            scan_ns,
+        },
+    )
+}
+
+fn any_policy() -> impl Strategy<Value = StopTime> {
+    let number = || prop_oneof![Just(0), Just(u64::MAX), 0..1_000_000_000_u64];
+    (number(), 0..60_u32, any::<bool>(), number(), number(), 0..10_u32).prop_map(
+        |(max_downtime_ns, max_rounds, stop, load_ns, save_ns, patience)| {
+            let on_limit = if stop { OnLimit::Stop } else { OnLimit::Abort };
+            let fixed = FixedCost { save_ns, load_ns, ..FixedCost::default() };
+            StopTime::new(Aim { max_downtime_ns, max_rounds }, on_limit, fixed).with_patience(patience)
+        },
+    )
+}
+
+/// Feeds observations as rounds 0 (first round incomplete), 1, 2, … until the policy ends it.
+fn run(policy: StopTime, seen: &[RoundObservation]) -> Traced {
+    let mut policy = Traced::new(policy);
+    for (n, observed) in (0..).zip(seen) {
+        if !matches!(policy.decide(&RoundObservation { round: n, ..*observed }), Decision::NextRound { .. }) {
+            break;
+        }
+    }
+    policy
+}
+
+proptest! {
+    /// Whatever is observed, extreme values included: it ends within the limit of rounds, never before all memory went
+    /// once, and says the same when asked again.
+    #[test]
+    fn ends_in_time_and_not_too_early(
+        policy in any_policy(),
+        seen in prop::collection::vec(any_observation(), 62),
+    ) {
+        let max_rounds = policy.aim_of().max_rounds;
+        let traced = run(policy, &seen);
+        let decisions = traced.trace().decisions();
+        let ended = decisions.iter().position(|d| !matches!(d, Decision::NextRound { .. }));
+        prop_assert!(ended.is_some(), "{decisions:?}");
+        let ended = ended.unwrap_or_default();
+        prop_assert!(ended >= 1);
+        prop_assert!(ended as u32 <= max_rounds.max(1));
+        prop_assert_eq!(traced.trace().replay(), decisions);
+    }
+
+    /// More dirty pages never make the expected downtime shorter.
+    #[test]
+    fn expected_downtime_grows_with_dirty_pages(
+        policy in any_policy(),
+        seen in prop::collection::vec(any_observation(), 0..8),
+        last in any_observation(),
+        more in any::<u64>(),
+    ) {
+        let mut policy = policy;
+        for observed in &seen {
+            policy.decide(observed);
+        }
+        let fewer = RoundObservation { dirty_pages: last.dirty_pages.min(more), ..last };
+        let many = RoundObservation { dirty_pages: last.dirty_pages.max(more), ..last };
+        prop_assert!(expected(policy.clone().decide(&fewer)) <= expected(policy.decide(&many)));
+    }
+
+    /// A guest whose writes are a fixed share of what the link carries converges, and the objective holds when it
+    /// does.
+    #[test]
+    fn a_guest_that_converges_is_moved(
+        pages in 1_000..1_000_000_u64,
+        percent_dirty in 0..80_u64,
+        pages_per_ms in 10..1000_u64,
+    ) {
+        let mut policy = policy(30, 60, OnLimit::Abort);
+        let mut left = pages;
+        for n in 1..=60 {
+            let duration_ns = (left * 1_000_000).div_ceil(pages_per_ms).max(1);
+            let dirty = left * percent_dirty / 100;
+            let observed = RoundObservation { duration_ns, ..round(n, dirty, left, 0) };
+            match policy.decide(&observed) {
+                Decision::NextRound { .. } => left = dirty,
+                Decision::StopAndCopy { expected_downtime_ns } => {
+                    prop_assert!(expected_downtime_ns <= 30_000_000);
+                    return Ok(());
+                }
+                Decision::GiveUp { reason } => prop_assert!(false, "{reason}"),
+            }
+        }
+        prop_assert!(false, "no end");
+    }
+}

@@ -1,0 +1,89 @@
+//! What a policy was shown and what it decided, so that anybody can decide it again.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Aim, Decision, Policy, RoundObservation, StopTime};
+
+/// All that a policy's decisions followed from.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trace {
+    /// The policy before its first decision.
+    pub policy: StopTime,
+    /// What came then, in order.
+    pub entries: Vec<TraceEntry>,
+}
+
+/// One thing that happened to a policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "what", rename_all = "kebab-case")]
+pub enum TraceEntry {
+    /// The aim changed.
+    Aim(Aim),
+    /// A round was over.
+    Round {
+        /// What was seen.
+        observed: RoundObservation,
+        /// What was decided.
+        decision: Decision,
+    },
+}
+
+impl Trace {
+    /// Decides everything again, in order. Equal to the decisions in the trace unless the rule has changed since.
+    pub fn replay(&self) -> Vec<Decision> {
+        let mut policy = self.policy.clone();
+        let mut again = Vec::new();
+        for entry in &self.entries {
+            match entry {
+                TraceEntry::Aim(aim) => policy.aim(*aim),
+                TraceEntry::Round { observed, .. } => again.push(policy.decide(observed)),
+            }
+        }
+        again
+    }
+
+    /// The decisions as they were made.
+    pub fn decisions(&self) -> Vec<Decision> {
+        let decision = |entry: &TraceEntry| match entry {
+            TraceEntry::Aim(_) => None,
+            TraceEntry::Round { decision, .. } => Some(*decision),
+        };
+        self.entries.iter().filter_map(decision).collect()
+    }
+}
+
+/// A policy that keeps its trace.
+#[derive(Clone, Debug)]
+pub struct Traced {
+    policy: StopTime,
+    aim: Option<Aim>,
+    trace: Trace,
+}
+
+impl Traced {
+    /// Keeps the trace of a policy that has decided nothing yet.
+    pub fn new(policy: StopTime) -> Self {
+        Self { trace: Trace { policy: policy.clone(), entries: Vec::new() }, aim: None, policy }
+    }
+
+    /// What happened so far.
+    pub fn trace(&self) -> &Trace {
+        &self.trace
+    }
+}
+
+impl Policy for Traced {
+    fn aim(&mut self, aim: Aim) {
+        if self.aim != Some(aim) {
+            self.aim = Some(aim);
+            self.trace.entries.push(TraceEntry::Aim(aim));
+            self.policy.aim(aim);
+        }
+    }
+
+    fn decide(&mut self, observed: &RoundObservation) -> Decision {
+        let decision = self.policy.decide(observed);
+        self.trace.entries.push(TraceEntry::Round { observed: *observed, decision });
+        decision
+    }
+}

@@ -45,7 +45,7 @@ pub enum Error {
         tail: String,
     },
     /// The process that was to write an awaited line ended.
-    #[error("{log}: the process that writes it ended before {awaited} came; it ends with:\n{tail}")]
+    #[error("{log}: the process that writes it ended before {awaited}; it ends with:\n{tail}")]
     Ended {
         /// The file that was followed.
         log: PathBuf,

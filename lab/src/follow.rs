@@ -88,7 +88,11 @@ impl Follow {
             }
             let awaited = || awaited.to_owned();
             if ended {
-                return Err(Error::Ended { log: self.path.clone(), awaited: awaited(), tail: self.tail() });
+                return Err(Error::Ended {
+                    log: self.path.clone(),
+                    awaited: format!("{} came", awaited()),
+                    tail: self.tail(),
+                });
             }
             let Some(left) = deadline.checked_sub(start.elapsed()) else {
                 return Err(Error::Timeout {

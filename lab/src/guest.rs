@@ -3,7 +3,6 @@
 use std::fs;
 use std::io;
 use std::mem::MaybeUninit;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -108,23 +107,27 @@ impl Guest {
         self.daemon.release()
     }
 
-    /// Woken when something is made in the directory: the socket is there before QEMU has started all it starts.
+    /// Woken when something is made in the directory; the monitor answers once the machine is made.
     fn wait_for_monitor(&mut self) -> Result<()> {
         let context = || format!("cannot watch {}", self.directory.display());
         let watch =
             inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK).context(context)?;
         inotify::add_watch(&watch, &self.directory, inotify::WatchFlags::CREATE).context(context)?;
         let start = Instant::now();
-        while UnixStream::connect(self.qmp_socket()).is_err() {
-            if !self.daemon.is_running() || start.elapsed() > DEADLINE {
+        // It is asked for again while it is refused: the name is there a moment before connections are taken, and a QEMU that fails while it starts
+        // has already taken one.
+        while let Err(refused) = Monitor::connect(&self.qmp_socket()) {
+            if !self.daemon.is_running() {
                 let log = self.daemon.log();
                 return Err(Error::Ended {
                     log: log.to_owned(),
-                    awaited: "QEMU's monitor".to_owned(),
+                    awaited: "QEMU's monitor answered".to_owned(),
                     tail: fs::read_to_string(log).unwrap_or_default(),
                 });
             }
-            // The name is there a moment before connections are taken, and a QEMU that ends makes no file: look again soon in any case.
+            if start.elapsed() > DEADLINE {
+                return Err(refused);
+            }
             let soon = Timespec::try_from(Duration::from_millis(20)).ok();
             match poll(&mut [PollFd::new(&watch, PollFlags::IN)], soon.as_ref()) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -134,7 +137,6 @@ impl Guest {
             let mut events = inotify::Reader::new(&watch, &mut buffer);
             while events.next().is_ok() {}
         }
-        // It answers once the machine is made.
-        Monitor::connect(&self.qmp_socket()).map(drop)
+        Ok(())
     }
 }

@@ -1,9 +1,11 @@
 //! The serial line of a guest: follow what it prints, type commands.
 
-use std::io::Write;
+use std::io::{self, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::thread;
 use std::time::Duration;
 
 use crate::error::{Context, Error, Result};
@@ -84,13 +86,18 @@ impl Serial {
         wanted: impl FnMut(&str) -> bool,
     ) -> Result<String> {
         let mut output = self.follow_from_now()?;
-        // It stays open until the answer is there: QEMU hands over no more than the guest can take at once.
-        let mut input = UnixStream::connect(&self.socket)
-            .context(|| format!("cannot connect to {}", self.socket.display()))?;
-        input
-            .write_all(format!("{line}\n").as_bytes())
-            .context(|| format!("cannot write to {}", self.socket.display()))?;
-        output.wait_for(awaited, deadline, wanted)
+        let context = || format!("cannot write to {}", self.socket.display());
+        let mut input = UnixStream::connect(&self.socket).context(context)?;
+        input.write_all(format!("{line}\n").as_bytes()).context(context)?;
+        // It stays open until the answer is there: QEMU hands over no more than the guest can take at once. Meanwhile what comes back must be
+        // taken, or the guest's output stops; the log has it too.
+        let mut drained = input.try_clone().context(context)?;
+        let drain = thread::spawn(move || io::copy(&mut drained, &mut io::sink()));
+        let answer = output.wait_for(awaited, deadline, wanted);
+        // QEMU may have ended meanwhile, and taken the connection along.
+        let _ = input.shutdown(Shutdown::Both);
+        let _ = drain.join();
+        answer
     }
 
     /// Waits for the next tick of the tiny guest.

@@ -22,31 +22,28 @@ fn laboratory() -> (Lab, Environment) {
     (Lab::up(&LabConfig::for_test()).unwrap(), Environment::discover())
 }
 
-/// Where the largest mapping of a process is: its guest's memory.
-fn largest_mapping(pid: u32) -> (u64, usize) {
+/// Where in QEMU's memory that of a guest with [`Ram::Memfd`] is, and how much.
+fn guest_memory(pid: u32) -> (u64, usize) {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
-    maps.lines()
-        .map(|line| {
-            let (from, to) = line.split(' ').next().unwrap().split_once('-').unwrap();
-            let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).unwrap());
-            (from, (to - from) as usize)
-        })
-        .max_by_key(|(_, length)| *length)
-        .unwrap()
+    let line = maps.lines().find(|line| line.contains("memfd:")).unwrap();
+    let (from, to) = line.split(' ').next().unwrap().split_once('-').unwrap();
+    let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).unwrap());
+    (from, (to - from) as usize)
 }
 
 #[test]
 fn a_planted_wrong_byte_is_told() {
     let (lab, environment) = laboratory();
     let load = Load { fill_mib: 16, wss_mib: 16, seed: 42, verify_mib_per_s: 0, ..Load::default() };
-    let guest = Guest::start_and_wait(&lab.a, &environment, &GuestSpec::tiny("vm1", load)).unwrap();
+    let spec = GuestSpec { ram: Ram::Memfd, ..GuestSpec::tiny("vm1", load) };
+    let guest = Guest::start_and_wait(&lab.a, &environment, &spec).unwrap();
     let check = guest.serial().check().unwrap();
     assert!(check.ok && check.pages == 16 * 256 && check.wrong == 0, "{check:?}");
 
     // The page is found in QEMU's memory by what it must contain.
     let memory =
         OpenOptions::new().read(true).write(true).open(format!("/proc/{}/mem", guest.pid())).unwrap();
-    let (base, length) = largest_mapping(guest.pid());
+    let (base, length) = guest_memory(guest.pid());
     let mut bytes = vec![0; length];
     memory.read_exact_at(&mut bytes, base).unwrap();
     let page = 1234_u64;
@@ -193,7 +190,8 @@ fn the_bare_guest_runs_on_one_and_two_processors() {
             continue;
         }
         let name = format!("{accel:?}{vcpus}").to_lowercase();
-        let mut guest = Guest::start(&lab.a, &environment, &GuestSpec::bare(&name, accel, vcpus)).unwrap();
+        let spec = GuestSpec { ram: Ram::Memfd, ..GuestSpec::bare(&name, accel, vcpus) };
+        let mut guest = Guest::start(&lab.a, &environment, &spec).unwrap();
         let mut progress = Progress::default();
         let mut output = guest.serial().follow().unwrap();
         progress.wait(&mut output, vcpus as usize, 2, DEADLINE).unwrap();
@@ -202,7 +200,7 @@ fn the_bare_guest_runs_on_one_and_two_processors() {
         if accel == Accel::Tcg && vcpus == 2 {
             // The second processor's memory loses what was written in one page.
             let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid())).unwrap();
-            let (base, _) = largest_mapping(guest.pid());
+            let (base, _) = guest_memory(guest.pid());
             let mut monitor = guest.monitor().unwrap();
             monitor.command("stop", &serde_json::json!({})).unwrap();
             memory.write_all_at(&[0; 8], base + (100 << 20)).unwrap();

@@ -111,9 +111,10 @@ impl Reader {
 
     fn check(&self, slot: usize) -> u64 {
         let Some(first) = self.holds[slot] else { return 0 };
-        if let Some(block) = wrong_disk_block(first, &self.slots[slot].0) {
+        if let Some(block) = wrong_disk_block(first, &self.slots[slot].0)
+            && self.counts.wrong.fetch_add(1, Relaxed) < crate::TOLD
+        {
             println!("WRONG block {block} of the disk in memory");
-            self.counts.wrong.fetch_add(1, Relaxed);
         }
         BLOCKS
     }

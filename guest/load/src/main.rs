@@ -30,7 +30,7 @@ use options::Options;
 const MIB: usize = 256;
 /// Pages handled between two looks at the clock.
 const BATCH: usize = 4;
-/// `WRONG` lines printed before it is enough: the count goes on.
+/// `WRONG` lines printed, of pages and of blocks, before it is enough: the count goes on.
 const TOLD: u64 = 64;
 
 fn main() {

@@ -158,6 +158,11 @@ impl Reader {
         header
     }
 
+    /// Whether at least the beginning of a further frame has arrived, or the connection's end. Does not wait.
+    pub fn has_more(&mut self) -> bool {
+        self.header_filled > 0 || self.bytes.has_more()
+    }
+
     /// Waits for the JSON of a greeting, from a peer about whom nothing is known yet.
     pub(crate) fn recv_greeting(&mut self, deadline: Instant) -> Result<Vec<u8>, LinkError> {
         let header = self.next_frame(Some(deadline), limits::GREETING_BYTES)?;
@@ -184,27 +189,7 @@ impl Reader {
     }
 
     fn fill_frame(&mut self, deadline: Option<Instant>, max_bytes: usize) -> Result<Header, LinkError> {
-        let header = match self.frame {
-            Some(header) => header,
-            None => {
-                while self.header_filled < HEADER_BYTES {
-                    match self.bytes.read(&mut self.header[self.header_filled..], deadline)? {
-                        0 if self.header_filled == 0 => return Err(LinkError::Ended),
-                        0 => return Err(LinkError::Truncated),
-                        bytes => self.header_filled += bytes,
-                    }
-                }
-                let header = Header::decode(self.header)?;
-                let bytes = header.payload_bytes as usize;
-                if bytes > max_bytes {
-                    return Err(LinkError::TooMuch { bytes, max: max_bytes });
-                }
-                self.payload.resize(bytes, 0);
-                self.payload_filled = 0;
-                self.frame = Some(header);
-                header
-            }
-        };
+        let header = self.fill_header(deadline, max_bytes)?;
         while self.payload_filled < self.payload.len() {
             match self.bytes.read(&mut self.payload[self.payload_filled..], deadline)? {
                 0 => return Err(LinkError::Truncated),
@@ -213,6 +198,27 @@ impl Reader {
         }
         (self.header_filled, self.frame, self.payload_filled) = (0, None, 0);
         Ok(header)
+    }
+
+    fn fill_header(&mut self, deadline: Option<Instant>, max_bytes: usize) -> Result<Header, LinkError> {
+        if let Some(header) = self.frame {
+            return Ok(header);
+        }
+        while self.header_filled < HEADER_BYTES {
+            match self.bytes.read(&mut self.header[self.header_filled..], deadline)? {
+                0 if self.header_filled == 0 => return Err(LinkError::Ended),
+                0 => return Err(LinkError::Truncated),
+                bytes => self.header_filled += bytes,
+            }
+        }
+        let header = Header::decode(self.header)?;
+        let bytes = header.payload_bytes as usize;
+        if bytes > max_bytes {
+            return Err(LinkError::TooMuch { bytes, max: max_bytes });
+        }
+        self.payload.resize(bytes, 0);
+        self.payload_filled = 0;
+        Ok(*self.frame.insert(header))
     }
 
     /// After an error nobody knows where the next frame begins: the other half and the peer are to notice.

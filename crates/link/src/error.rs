@@ -223,7 +223,10 @@ const OTHER_ALERT: &str = "it does not say why";
 fn alert_meaning(alert: AlertDescription) -> &'static str {
     match alert {
         AlertDescription::CertificateRequired => "it demands one; configure certificate and key here",
-        AlertDescription::UnknownCA => "it is not signed by the authority that the other side trusts",
+        // The second where that authority has the same name and another key.
+        AlertDescription::UnknownCA | AlertDescription::DecryptError => {
+            "it is not signed by the authority that the other side trusts"
+        }
         AlertDescription::CertificateExpired => "it has expired, or one of the two clocks is wrong",
         AlertDescription::CertificateRevoked => "it is revoked",
         AlertDescription::BadCertificate
@@ -231,7 +234,6 @@ fn alert_meaning(alert: AlertDescription) -> &'static str {
         | AlertDescription::CertificateUnknown => {
             "its names or its purpose do not fit (it needs the host's name, for both client and server)"
         }
-        AlertDescription::DecryptError | AlertDescription::AccessDenied => "its signature does not fit",
         _ => OTHER_ALERT,
     }
 }

@@ -230,7 +230,7 @@ pub(crate) fn named_fault(error: rustls::Error, host: &HostId) -> HandshakeError
         rustls::Error::InvalidCertificate(CertificateError::NotValidForNameContext { presented, .. }) => {
             HandshakeError::WrongName {
                 host: host.clone(),
-                presented: presented.iter().map(bare_name).collect(),
+                presented: presented.iter().map(|name| bare_name(name)).collect(),
             }
         }
         other => other.into(),
@@ -238,7 +238,7 @@ pub(crate) fn named_fault(error: rustls::Error, host: &HostId) -> HandshakeError
 }
 
 /// rustls tells `DnsName("host-a")`.
-fn bare_name(told: &String) -> String {
+fn bare_name(told: &str) -> String {
     told.split('"').nth(1).unwrap_or(told).to_owned()
 }
 

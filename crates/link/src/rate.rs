@@ -69,16 +69,12 @@ impl Bucket {
         self.refill(now);
         let grant = bytes.min(GRANT_BYTES).min(self.burst_bytes());
         let cost = u128::from(grant) * NS_PER_S;
-        match self.level.checked_sub(cost) {
-            Some(rest) => {
-                self.level = rest;
-                Ok(grant)
-            }
-            None => {
-                let wait_ns = (cost - self.level).div_ceil(u128::from(rate));
-                Err(Duration::from_nanos(u64::try_from(wait_ns).unwrap_or(u64::MAX)))
-            }
+        if let Some(rest) = self.level.checked_sub(cost) {
+            self.level = rest;
+            return Ok(grant);
         }
+        let wait_ns = (cost - self.level).div_ceil(u128::from(rate));
+        Err(Duration::from_nanos(u64::try_from(wait_ns).unwrap_or(u64::MAX)))
     }
 
     fn capacity(&self) -> u128 {

@@ -6,7 +6,7 @@
 //! migration, so that nothing of an old set of connections can slip into a new one.
 
 use std::collections::BTreeMap;
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -101,10 +101,7 @@ impl Route {
     /// expectation has taken this one's place.
     pub fn next(&self, deadline: Instant) -> Option<(u16, Connection)> {
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_nanos(1));
-        match self.arrivals.recv_timeout(left) {
-            Ok(arrival) => Some(arrival),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        self.arrivals.recv_timeout(left).ok()
     }
 }
 

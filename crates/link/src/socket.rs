@@ -120,6 +120,22 @@ impl Socket {
         self.wait(PollFlags::OUT, deadline)
     }
 
+    /// Whether receiving would not wait.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.events().is_some_and(|events| !events.is_empty())
+    }
+
+    /// Whether receiving would tell an error, and only once.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.events().is_none_or(|events| events.intersects(PollFlags::ERR | PollFlags::HUP))
+    }
+
+    fn events(&self) -> Option<PollFlags> {
+        let mut asked = [PollFd::new(&self.stream, PollFlags::IN)];
+        poll(&mut asked, Some(&Timespec::default())).ok()?;
+        Some(asked[0].revents())
+    }
+
     fn try_recv(&self, into: &mut [u8], flags: RecvFlags) -> Result<usize, LinkError> {
         loop {
             if self.is_closed() {

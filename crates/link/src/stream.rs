@@ -124,6 +124,32 @@ impl ByteReader {
         }
     }
 
+    /// Whether something can be read without waiting: a byte at least, the connection's end, or an error.
+    pub(crate) fn has_more(&mut self) -> bool {
+        let shared = Arc::clone(&self.shared);
+        let Some(tls) = &shared.tls else { return self.start < self.end || shared.socket.is_ready() };
+        loop {
+            let mut session = lock(tls);
+            // An error here is told again by the read that follows.
+            if !session.process_new_packets().is_ok_and(|state| state.plaintext_bytes_to_read() == 0) {
+                return true;
+            }
+            if self.start < self.end {
+                if self.decrypt(&mut session).is_err() {
+                    return true;
+                }
+                continue;
+            }
+            drop(session);
+            if !shared.socket.is_ready() {
+                return false;
+            }
+            if shared.socket.has_failed() || !self.receive(None).is_ok_and(|bytes| bytes > 0) {
+                return true;
+            }
+        }
+    }
+
     fn read_plain(&mut self, into: &mut [u8], deadline: Option<Instant>) -> Result<usize, LinkError> {
         if self.start == self.end {
             if into.len() >= self.input.len() {

@@ -7,13 +7,15 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
 use proto::{Epoch, Generation, HostId, MigrationId, Purpose, VmName};
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DnType, ExtendedKeyUsagePurpose, IsCa, KeyPair,
+};
 use whimbrel_link::{
     Arrival, Connection, Endpoint, Identity, Listener, Peer, Rejected, Security, Serving, TlsFiles,
 };
 
 /// How long a test waits for what has to come; no test waits for this to pass.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const PATIENCE: Duration = Duration::from_mins(1);
 
 pub fn soon() -> Instant {
     Instant::now() + PATIENCE
@@ -40,13 +42,18 @@ pub struct Authority(CertifiedIssuer<'static, KeyPair>);
 
 impl Default for Authority {
     fn default() -> Self {
-        let mut params = CertificateParams::default();
-        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+        Self::named("authority")
     }
 }
 
 impl Authority {
+    pub fn named(name: &str) -> Self {
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, name);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        Self(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
     /// Writes the files of a host with these names; `change` may spoil the certificate first.
     pub fn files(&self, at: &Path, names: &[&str], change: impl FnOnce(&mut CertificateParams)) -> TlsFiles {
         let names: Vec<_> = names.iter().map(|&name| name.to_owned()).collect();
@@ -84,6 +91,13 @@ impl Authority {
     }
 }
 
+/// A client and a server with TLS, and ones without.
+pub fn both_endpoints() -> [(Endpoint, Endpoint); 2] {
+    let authority = Authority::default();
+    let tls = (authority.endpoint("host-a"), authority.endpoint("host-b"));
+    [tls, (plain("host-a"), plain("host-b"))]
+}
+
 pub fn plain(name: &str) -> Endpoint {
     Endpoint::new(host(name), Security::Plain)
 }
@@ -92,7 +106,7 @@ pub fn plain(name: &str) -> Endpoint {
 pub struct Server {
     pub serving: Serving,
     pub host: HostId,
-    pub arrivals: Receiver<Result<Arrival, Rejected>>,
+    arrivals: Mutex<Receiver<Result<Arrival, Rejected>>>,
 }
 
 impl Server {
@@ -104,7 +118,7 @@ impl Server {
             .unwrap()
             .serve(move |arrival| drop(sender.lock().unwrap().send(arrival)))
             .unwrap();
-        Self { serving, host, arrivals }
+        Self { serving, host, arrivals: Mutex::new(arrivals) }
     }
 
     pub fn peer(&self) -> Peer {
@@ -112,7 +126,7 @@ impl Server {
     }
 
     pub fn arrival(&self) -> Result<Arrival, Rejected> {
-        self.arrivals.recv_timeout(PATIENCE).expect("nobody arrived")
+        self.arrivals.lock().unwrap().recv_timeout(PATIENCE).expect("nobody arrived")
     }
 
     pub fn accept(&self) -> Connection {
@@ -123,9 +137,8 @@ impl Server {
 /// Both ends of a connection: the side that has connected, and the side that has answered.
 pub fn connected(client: &Endpoint, server: Endpoint) -> (Connection, Connection) {
     let server = Server::new(server);
-    let peer = server.peer();
     std::thread::scope(|scope| {
-        let connecting = scope.spawn(|| client.connect(&peer, control(), soon()).unwrap());
+        let connecting = scope.spawn(|| client.connect(&server.peer(), control(), soon()).unwrap());
         let answering = server.accept();
         (connecting.join().unwrap(), answering)
     })
@@ -133,8 +146,6 @@ pub fn connected(client: &Endpoint, server: Endpoint) -> (Connection, Connection
 
 /// A pair of connected ends with TLS, and one without.
 pub fn both_kinds() -> [(&'static str, Connection, Connection); 2] {
-    let authority = Authority::default();
-    let (a, b) = connected(&authority.endpoint("host-a"), authority.endpoint("host-b"));
-    let (c, d) = connected(&plain("host-a"), plain("host-b"));
-    [("tls", a, b), ("plain", c, d)]
+    let [tls, plain] = both_endpoints().map(|(client, server)| connected(&client, server));
+    [("tls", tls.0, tls.1), ("plain", plain.0, plain.1)]
 }

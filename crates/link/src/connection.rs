@@ -74,6 +74,11 @@ impl Connection {
         self.reader.recv(deadline)
     }
 
+    /// See [`Reader::has_more`].
+    pub fn has_more(&mut self) -> bool {
+        self.reader.has_more()
+    }
+
     /// The two directions, for two threads. The connection ends when both are dropped.
     pub fn split(self) -> (Reader, Writer) {
         (self.reader, self.writer)

@@ -166,3 +166,179 @@ impl RateLimit {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU64;
+    use std::thread;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// What happens to a bucket.
+    #[derive(Clone, Debug)]
+    enum Step {
+        Pass(Duration),
+        Take(u64),
+        SetRate(Option<u64>),
+    }
+
+    fn steps() -> impl Strategy<Value = Vec<Step>> {
+        let rate = prop_oneof![Just(None), (1_u64..1 << 34).prop_map(Some), (1_u64..1 << 12).prop_map(Some)];
+        let step = prop_oneof![
+            3 => (0_u64..200_000_000).prop_map(|ns| Step::Pass(Duration::from_nanos(ns))),
+            6 => (1_u64..1 << 22).prop_map(Step::Take),
+            1 => rate.prop_map(Step::SetRate),
+        ];
+        prop::collection::vec(step, 1..120)
+    }
+
+    proptest! {
+        /// Slow and obvious: looks at every window that begins and ends at a step.
+        #[test]
+        fn no_window_gets_more_than_its_rate_and_one_burst(steps in steps(), rate in 1_u64..1 << 34) {
+            let mut now = Duration::ZERO;
+            let mut bucket = Bucket::new(Some(rate), now);
+            // Of each step: the rate and the burst before it, what it allowed (bytes × 10⁹), and what was granted.
+            let mut past: Vec<(u128, u128, u128)> = Vec::new();
+            for step in steps {
+                let burst = u128::from(bucket.burst_bytes()) * NS_PER_S;
+                let limited = bucket.rate_bytes_per_s();
+                match step {
+                    Step::Pass(time) => {
+                        now += time;
+                        past.push((burst, time.as_nanos() * u128::from(limited.unwrap_or(0)), 0));
+                    }
+                    Step::Take(bytes) => {
+                        let granted = bucket.take(bytes, now);
+                        if limited.is_none() {
+                            prop_assert_eq!(granted, Ok(bytes));
+                        } else if let Ok(granted) = granted {
+                            prop_assert!((1..=bytes).contains(&granted));
+                            past.push((burst, 0, u128::from(granted) * NS_PER_S));
+                        }
+                    }
+                    Step::SetRate(rate) => bucket.set_rate(rate, now),
+                }
+            }
+            for begin in 0..past.len() {
+                let mut allowed = past[begin].0;
+                let mut granted = 0;
+                for (_, allows, grants) in &past[begin..] {
+                    allowed += allows;
+                    granted += grants;
+                    prop_assert!(granted <= allowed, "window from step {}: {} of {}", begin, granted, allowed);
+                }
+            }
+        }
+
+        #[test]
+        fn a_wait_is_long_enough_and_no_longer(rate in 1_u64..1 << 34, bytes in 1_u64..1 << 22) {
+            let mut bucket = Bucket::new(Some(rate), Duration::ZERO);
+            let wait = loop {
+                if let Err(wait) = bucket.take(bytes, Duration::ZERO) {
+                    break wait;
+                }
+            };
+            prop_assert!(wait > Duration::ZERO);
+            let too_early = wait - Duration::from_nanos(1);
+            prop_assert!(bucket.clone().take(bytes, too_early).is_err());
+            prop_assert!(bucket.take(bytes, wait).is_ok());
+        }
+
+        /// A sender that is always woken late, by up to 20 ms, uses 1 Gb/s well.
+        #[test]
+        fn late_wakeups_cost_little(late_ms in prop::collection::vec(0_u64..20, 64)) {
+            let rate = 125_000_000;
+            let mut bucket = Bucket::new(Some(rate), Duration::ZERO);
+            let (mut now, mut sent) = (Duration::ZERO, 0);
+            let mut late = late_ms.iter().cycle();
+            while now < Duration::from_secs(4) {
+                match bucket.take(256 << 10, now) {
+                    Ok(granted) => sent += granted,
+                    Err(wait) => now += wait + Duration::from_millis(*late.next().unwrap()),
+                }
+            }
+            let allowed = now.as_nanos() * u128::from(rate) / NS_PER_S;
+            prop_assert!(u128::from(sent) * 100 >= allowed * 95, "{} of {}", sent, allowed);
+        }
+    }
+
+    #[test]
+    fn a_clock_that_seems_to_go_back_gives_nothing() {
+        let mut bucket = Bucket::new(Some(1_000_000), Duration::from_secs(5));
+        while bucket.take(1_000, Duration::from_secs(5)).is_ok() {}
+        assert!(bucket.take(1_000, Duration::from_secs(1)).is_err());
+        assert!(bucket.take(1_000, Duration::from_secs(5)).is_err());
+        assert!(bucket.take(1_000, Duration::from_secs(6)).is_ok());
+    }
+
+    #[test]
+    fn zero_is_no_limit() {
+        assert_eq!(RateLimit::new(Some(0)).rate_bytes_per_s(), None);
+        assert!(RateLimit::new(Some(0)).take(u64::MAX));
+        assert!(RateLimit::new(None).take(u64::MAX));
+    }
+
+    /// Threads that would wait for a year. Each of these ends them, whether they already sleep or not yet.
+    #[test]
+    fn waiting_threads_notice() {
+        let ends: [(fn(&RateLimit, &AtomicBool), bool); 4] = [
+            (|limit, _| limit.set_rate(None), true),
+            (|limit, _| limit.set_rate(Some(u64::MAX)), true),
+            (|limit, _| limit.close(), false),
+            (
+                |limit, given_up| {
+                    given_up.store(true, Ordering::Release);
+                    limit.wake();
+                },
+                false,
+            ),
+        ];
+        for (end, given) in ends {
+            let (limit, given_up) = (RateLimit::new(Some(1)), AtomicBool::new(false));
+            thread::scope(|scope| {
+                let waiting: Vec<_> =
+                    (0..4).map(|_| scope.spawn(|| limit.take_unless(1 << 25, &given_up))).collect();
+                // Somebody has got the burst, so that somebody waits for more.
+                while limit.lock().bucket.level >= u128::from(MIN_BURST_BYTES) * NS_PER_S {
+                    thread::yield_now();
+                }
+                end(&limit, &given_up);
+                for thread in waiting {
+                    assert_eq!(thread.join().unwrap(), given);
+                }
+            });
+        }
+    }
+
+    #[test]
+    fn a_closed_limit_stays_closed() {
+        let limit = RateLimit::new(None);
+        limit.close();
+        assert!(!limit.take(1));
+    }
+
+    /// Several streams get no more than one would.
+    #[test]
+    fn streams_share_the_limit() {
+        let rate = 50_000_000_u64;
+        let limit = Arc::new(RateLimit::new(Some(rate)));
+        let (burst, begin, sent) = (limit.lock().bucket.burst_bytes(), Instant::now(), AtomicU64::new(0));
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..20 {
+                        assert!(limit.take(100_000));
+                        // The time is read after the sum, so that it can only be too long.
+                        let sum = sent.fetch_add(100_000, Ordering::SeqCst) + 100_000;
+                        let allowed = begin.elapsed().as_nanos() * u128::from(rate) / NS_PER_S;
+                        assert!(u128::from(sum) <= allowed + u128::from(burst));
+                    }
+                });
+            }
+        });
+    }
+}

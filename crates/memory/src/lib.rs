@@ -45,3 +45,6 @@ pub use wire::{DataStream, FrameSink, FrameSource, HangUp};
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,263 @@
+//! Guest RAM in vectors.
+//!
+//! Each page has contents (none: a hole) and an entry in the page table, which is what the kernel keeps its marks in:
+//! an entry that is dropped takes its mark along. `FakeLog` finds written pages as the real one does, in two passes.
+
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use proto::limits::PAGE_BYTES;
+
+use super::Dice;
+use crate::{BlockReader, BlockWriter, DirtyBitmap, DirtyLog, Owed, ScanError, ScanStats, SourceRam, lock};
+
+pub(super) const PAGE: usize = PAGE_BYTES as usize;
+pub(super) type Page = [u8; PAGE];
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Entry {
+    /// Never touched, or dropped since it was protected last.
+    None,
+    /// Protected, and nothing there.
+    Marker,
+    Present {
+        written: bool,
+    },
+}
+
+pub(super) struct FakePage {
+    pub(super) contents: Option<Box<Page>>,
+    entry: Entry,
+}
+
+pub(super) struct FakeBlock {
+    name: String,
+    pub(super) pages: Vec<Mutex<FakePage>>,
+    /// Reading this page fails, as when guest memory is unmapped.
+    pub(super) unreadable: Mutex<Option<u64>>,
+    /// Called with a page before it is written by the receiver.
+    pub(super) before_write: Mutex<Option<Box<dyn FnMut(u64) + Send>>>,
+    /// A broken writer that leaves memory as it is where a hole should be.
+    pub(super) never_drops: bool,
+}
+
+#[derive(Clone)]
+pub(super) struct FakeRam(pub(super) Vec<Arc<FakeBlock>>);
+
+impl FakeRam {
+    /// Blocks of so many pages, all holes.
+    pub(super) fn new(blocks: &[u64]) -> Self {
+        let block = |(index, pages): (usize, &u64)| {
+            let page = || Mutex::new(FakePage { contents: None, entry: Entry::None });
+            Arc::new(FakeBlock {
+                name: format!("ram{index}"),
+                pages: std::iter::repeat_with(page).take(*pages as usize).collect(),
+                unreadable: Mutex::new(None),
+                before_write: Mutex::new(None),
+                never_drops: false,
+            })
+        };
+        Self(blocks.iter().enumerate().map(block).collect())
+    }
+
+    pub(super) fn readers(&self) -> SourceRam {
+        self.0.iter().map(|block| Box::new(Arc::clone(block)) as Box<dyn BlockReader>).collect()
+    }
+
+    pub(super) fn writers(&self) -> crate::DestinationRam {
+        self.0.iter().map(|block| Box::new(Arc::clone(block)) as Box<dyn BlockWriter>).collect()
+    }
+
+    pub(super) fn log(&self) -> FakeLog {
+        FakeLog { ram: self.clone(), passes: 2 }
+    }
+
+    pub(super) fn everything(&self) -> Owed {
+        Owed::everything(self.0.iter().map(|block| BlockReader::bytes(block)))
+    }
+
+    /// A page at random.
+    pub(super) fn any_page(&self, dice: &mut Dice) -> (&FakeBlock, u64) {
+        let block = &self.0[dice.below(self.0.len() as u64) as usize];
+        (block, dice.below(block.pages.len() as u64))
+    }
+
+    /// What a guest and its host may do to a page at any time.
+    pub(super) fn touch(&self, dice: &mut Dice) {
+        let (block, first) = self.any_page(dice);
+        let run = if dice.one_in(8) { dice.below(600) } else { dice.below(4) } + 1;
+        let what = dice.below(12);
+        for page in first..(first + run).min(block.pages.len() as u64) {
+            match what {
+                0..=5 => block.guest_writes(page, dice.next(), (dice.next() % 4096) as usize),
+                6 => block.guest_zeroes(page),
+                7 => block.guest_writes_last_word(page, dice.next() as u8 | 1),
+                8 | 9 => block.is_punched(page),
+                10 => block.is_reclaimed(page),
+                _ => block.guest_reads(page),
+            }
+        }
+    }
+
+    /// The first page whose bytes differ, or which is no hole although it is all zero at the source.
+    pub(super) fn first_difference(&self, other: &Self) -> Option<(usize, u64)> {
+        for (index, (mine, theirs)) in self.0.iter().zip(&other.0).enumerate() {
+            for page in 0..mine.pages.len() {
+                let (mine, theirs) = (lock(&mine.pages[page]), lock(&theirs.pages[page]));
+                let mine = mine.contents.as_ref().filter(|contents| contents.iter().any(|byte| *byte != 0));
+                if mine != theirs.contents.as_ref() {
+                    return Some((index, page as u64));
+                }
+            }
+        }
+        None
+    }
+}
+
+impl FakeBlock {
+    fn change(&self, page: u64, change: impl FnOnce(&mut Page)) {
+        let mut page = lock(&self.pages[page as usize]);
+        page.entry = Entry::Present { written: true };
+        change(page.contents.get_or_insert_with(|| Box::new([0; PAGE])));
+    }
+
+    pub(super) fn guest_writes(&self, page: u64, value: u64, at: usize) {
+        let at = at.min(PAGE - 8);
+        self.change(page, |bytes| bytes[at..at + 8].copy_from_slice(&value.to_le_bytes()));
+    }
+
+    /// All zero but for the very end.
+    pub(super) fn guest_writes_last_word(&self, page: u64, value: u8) {
+        self.change(page, |bytes| {
+            bytes.fill(0);
+            bytes[PAGE - 1] = value;
+        });
+    }
+
+    pub(super) fn guest_zeroes(&self, page: u64) {
+        self.change(page, |bytes| bytes.fill(0));
+    }
+
+    /// Balloon: the memory is given back, and with the entry the mark is gone.
+    pub(super) fn is_punched(&self, page: u64) {
+        let mut page = lock(&self.pages[page as usize]);
+        page.contents = None;
+        page.entry = Entry::None;
+    }
+
+    /// The entry is dropped, the contents stay (in the file, or in swap).
+    pub(super) fn is_reclaimed(&self, page: u64) {
+        lock(&self.pages[page as usize]).entry = Entry::None;
+    }
+
+    /// A new entry is not protected, and so counts as written.
+    pub(super) fn guest_reads(&self, page: u64) {
+        let mut page = lock(&self.pages[page as usize]);
+        if page.entry == Entry::None {
+            page.entry = Entry::Present { written: true };
+        }
+    }
+
+    /// A disk read is submitted: the page is marked now.
+    pub(super) fn dma_begins(&self, page: u64) {
+        self.change(page, |_| {});
+    }
+
+    /// Its data lands; no mark is made.
+    pub(super) fn dma_lands(&self, page: u64, value: u64) {
+        let mut page = lock(&self.pages[page as usize]);
+        page.contents.get_or_insert_with(|| Box::new([0; PAGE]))[..8].copy_from_slice(&value.to_le_bytes());
+    }
+}
+
+impl BlockReader for Arc<FakeBlock> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.pages.len() as u64 * PAGE_BYTES
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        let first = offset as usize / PAGE;
+        for (page, bytes) in (first..).zip(into.chunks_exact_mut(PAGE)) {
+            if *lock(&self.unreadable) == Some(page as u64) {
+                return Err(io::Error::from_raw_os_error(14));
+            }
+            match &lock(&self.pages[page]).contents {
+                Some(contents) => bytes.copy_from_slice(contents.as_slice()),
+                None => bytes.fill(0),
+            }
+        }
+        Ok(())
+    }
+
+    fn first_present(&self, range: Range<u64>) -> io::Result<u64> {
+        let mut pages = range.start / PAGE_BYTES..range.end / PAGE_BYTES;
+        let found = pages.find(|page| lock(&self.pages[*page as usize]).contents.is_some());
+        Ok(found.map_or(range.end, |page| page * PAGE_BYTES))
+    }
+}
+
+impl BlockWriter for Arc<FakeBlock> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn bytes(&self) -> u64 {
+        BlockReader::bytes(self)
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        let first = offset as usize / PAGE;
+        for (page, bytes) in (first..).zip(data.chunks_exact(PAGE)) {
+            if let Some(before) = lock(&self.before_write).as_mut() {
+                before(page as u64);
+            }
+            let contents = bytes.to_vec().into_boxed_slice().try_into().unwrap();
+            lock(&self.pages[page]).contents = Some(contents);
+        }
+        Ok(())
+    }
+
+    fn drop_pages(&self, range: Range<u64>) -> io::Result<()> {
+        if !self.never_drops {
+            for page in range.start / PAGE_BYTES..range.end / PAGE_BYTES {
+                lock(&self.pages[page as usize]).contents = None;
+            }
+        }
+        Ok(())
+    }
+
+    fn take_discardable(&self) -> Vec<Range<u64>> {
+        Vec::new()
+    }
+}
+
+/// The kernel's marks of a [`FakeRam`].
+pub(super) struct FakeLog {
+    ram: FakeRam,
+    /// Two are right; one forgets the pages without an entry.
+    pub(super) passes: u8,
+}
+
+impl DirtyLog for FakeLog {
+    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+        let mut pages = 0;
+        for (block, into) in self.ram.0.iter().zip(into) {
+            for (index, page) in (0_u64..).zip(&block.pages) {
+                let mut page = lock(page);
+                page.entry = match page.entry {
+                    Entry::Present { written: true } => Entry::Present { written: false },
+                    Entry::None if self.passes > 1 => Entry::Marker,
+                    _ => continue,
+                };
+                into.set(index..index + 1);
+                pages += 1;
+            }
+        }
+        Ok(ScanStats { pages, duration_us: 0 })
+    }
+}

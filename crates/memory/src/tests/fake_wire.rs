@@ -1,0 +1,100 @@
+//! Connections over socket pairs that break after a number of bytes.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+
+use proto::frame::{HEADER_BYTES, Header, Kind};
+
+use crate::{DataStream, FrameSink, FrameSource, HangUp};
+
+/// Never breaks by itself.
+pub(super) const WHOLE: u64 = u64::MAX;
+
+/// Bytes that a sink keeps until it is flushed.
+const BUFFER: usize = 16 << 10;
+
+pub(super) struct Sink {
+    stream: UnixStream,
+    held: Vec<u8>,
+    /// The connection is cut after so many bytes more.
+    budget: u64,
+}
+
+impl Sink {
+    pub(super) fn new(stream: UnixStream, budget: u64) -> Self {
+        Self { stream, held: Vec::new(), budget }
+    }
+
+    /// Sends any bytes, also such that are no frame.
+    pub(super) fn send_bytes(&mut self, bytes: &[u8]) {
+        self.held.extend_from_slice(bytes);
+        self.flush().unwrap();
+    }
+}
+
+impl FrameSink for Sink {
+    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> io::Result<()> {
+        let len = payload.iter().map(|part| part.len()).sum();
+        self.held.extend_from_slice(&Header::new(kind, len).map_err(io::Error::other)?.encode());
+        payload.iter().for_each(|part| self.held.extend_from_slice(part));
+        if self.held.len() > BUFFER { self.flush() } else { Ok(()) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        let now = (self.held.len() as u64).min(self.budget) as usize;
+        let sent = self.stream.write_all(&self.held[..now]);
+        let cut = now < self.held.len();
+        self.budget -= now as u64;
+        self.held.clear();
+        sent?;
+        if cut {
+            // The other side still gets what is in the buffers.
+            self.stream.shutdown(Shutdown::Both)?;
+            return Err(io::ErrorKind::ConnectionReset.into());
+        }
+        Ok(())
+    }
+}
+
+pub(super) struct Source(BufReader<UnixStream>);
+
+impl FrameSource for Source {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> io::Result<Option<Kind>> {
+        if self.0.fill_buf()?.is_empty() {
+            return Ok(None);
+        }
+        let mut header = [0; HEADER_BYTES];
+        self.0.read_exact(&mut header)?;
+        let header = Header::decode(header).map_err(io::Error::other)?;
+        payload.resize(header.payload_bytes as usize, 0);
+        self.0.read_exact(payload)?;
+        Ok(Some(header.kind))
+    }
+
+    fn has_more(&mut self) -> bool {
+        !self.0.buffer().is_empty()
+    }
+}
+
+impl HangUp for UnixStream {
+    fn hang_up(&self) {
+        let _ = self.shutdown(Shutdown::Both);
+    }
+}
+
+/// One end of a connection whose sending half breaks after `budget` bytes.
+pub(super) fn end(stream: UnixStream, budget: u64) -> DataStream {
+    DataStream {
+        sink: Box::new(Sink::new(stream.try_clone().unwrap(), budget)),
+        source: Box::new(Source(BufReader::with_capacity(BUFFER, stream.try_clone().unwrap()))),
+        hang_up: Box::new(stream),
+    }
+}
+
+/// A connection: the source's end and the destination's. Pages break after `budget` bytes, acknowledgements after
+/// `acks` bytes.
+pub(super) fn connection(budget: u64, acks: u64) -> (DataStream, DataStream) {
+    let (near, far) = UnixStream::pair().unwrap();
+    (end(near, budget), end(far, acks))
+}

@@ -1,0 +1,173 @@
+//! What a peer may send to a receiver, and what becomes of it.
+
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{self, Receiver as Inbox};
+
+use proto::Generation;
+use proto::frame::{Header, Kind};
+use proto::limits::CHUNK_PAGES;
+use proto::pages::{Content, PagesHeader, Run, decode_ack, encode_round_end};
+
+use super::fake_ram::{FakeRam, PAGE};
+use super::fake_wire::{Sink, WHOLE, end};
+use crate::{AttachError, DataStream, ReceiveError, Receiver, ReceiverEvent, lock};
+
+/// A receiver with one stream of two, and what it tells.
+struct Bench {
+    ram: FakeRam,
+    receiver: Receiver,
+    peer: DataStream,
+    raw: UnixStream,
+    events: Inbox<ReceiverEvent>,
+}
+
+fn bench(generation: u64) -> Bench {
+    let ram = FakeRam::new(&[CHUNK_PAGES + 3, 1]);
+    let (tell, events) = mpsc::channel();
+    let mut receiver = Receiver::new(ram.writers(), 2, move |event| tell.send(event).unwrap());
+    receiver.begin(Generation(generation));
+    let (near, far) = UnixStream::pair().unwrap();
+    receiver.attach(Generation(generation), 0, end(far, WHOLE)).unwrap();
+    let raw = near.try_clone().unwrap();
+    Bench { ram, receiver, peer: end(near, WHOLE), raw, events }
+}
+
+fn frame(seq: u64, round: u32, block: u16, chunk: u64, runs: &[Run]) -> Vec<u8> {
+    let mut payload = Vec::new();
+    PagesHeader { seq, round, block, chunk }.encode(runs, &mut payload);
+    let data = runs.iter().filter(|run| run.content == Content::Data).map(|run| run.len_bytes()).sum::<u64>();
+    payload.resize(payload.len() + data as usize, 0xab);
+    payload
+}
+
+fn data(first_page: u16, pages: u16) -> Run {
+    Run { first_page, pages, content: Content::Data }
+}
+
+impl Bench {
+    fn send(&mut self, kind: Kind, payload: &[u8]) {
+        self.peer.sink.send(kind, &[payload]).unwrap();
+        self.peer.sink.flush().unwrap();
+    }
+
+    fn broken(&mut self) -> ReceiveError {
+        match self.events.recv().unwrap() {
+            ReceiverEvent::Broken { cause, stream: 0, .. } => cause,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn acked(&mut self) -> u64 {
+        let mut payload = Vec::new();
+        assert_eq!(self.peer.source.receive(&mut payload).unwrap(), Some(Kind::Ack));
+        decode_ack(&payload).unwrap()
+    }
+
+    fn untouched(&self) -> bool {
+        self.ram.0.iter().flat_map(|block| &block.pages).all(|page| lock(page).contents.is_none())
+    }
+}
+
+#[test]
+fn frames_that_do_not_fit_end_the_stream_and_change_nothing() {
+    type Check = fn(&ReceiveError) -> bool;
+    let cases: Vec<(Vec<u8>, Check)> = vec![
+        (frame(2, 1, 0, 0, &[data(0, 1)]), |e| matches!(e, ReceiveError::WrongSeq { expected: 1, found: 2 })),
+        (frame(0, 1, 0, 0, &[data(0, 1)]), |e| matches!(e, ReceiveError::WrongSeq { .. })),
+        (frame(1, 0, 0, 0, &[data(0, 1)]), |e| matches!(e, ReceiveError::WrongRound { .. })),
+        (frame(1, 1, 2, 0, &[data(0, 1)]), |e| matches!(e, ReceiveError::Outside { block: 2, .. })),
+        (frame(1, 1, u16::MAX, 1, &[data(0, 1)]), |e| matches!(e, ReceiveError::Outside { .. })),
+        (frame(1, 1, 0, 2, &[data(0, 1)]), |e| matches!(e, ReceiveError::Outside { chunk: 2, .. })),
+        (frame(1, 1, 0, u64::MAX / 2 + 1, &[data(0, 1)]), |e| matches!(e, ReceiveError::Outside { .. })),
+        (frame(1, 1, 1, 1, &[]), |e| matches!(e, ReceiveError::Outside { .. })),
+        (frame(1, 1, 1, 0, &[data(0, 2)]), |e| matches!(e, ReceiveError::Outside { .. })),
+        (frame(1, 1, 1, 0, &[Run { first_page: 1, pages: 1, content: Content::Hole }]), |e| {
+            matches!(e, ReceiveError::Outside { .. })
+        }),
+        (frame(1, 1, 0, 1, &[data(0, 1)]), |e| matches!(e, ReceiveError::WrongStream { stream: 0, .. })),
+        (frame(1, 1, 0, 0, &[data(5, 1), data(4, 1)]), |e| matches!(e, ReceiveError::BadFrame(_))),
+        (frame(1, 1, 0, 0, &[data(511, 2)]), |e| matches!(e, ReceiveError::BadFrame(_))),
+        (frame(1, 1, 0, 0, &[data(0, 1)])[..PAGE].to_vec(), |e| matches!(e, ReceiveError::BadFrame(_))),
+        (vec![], |e| matches!(e, ReceiveError::BadFrame(_))),
+    ];
+    for (index, (payload, check)) in cases.into_iter().enumerate() {
+        let mut bench = bench(1);
+        bench.send(Kind::Pages, &payload);
+        let cause = bench.broken();
+        assert!(check(&cause), "case {index}: {cause:?}");
+        assert!(!cause.is_connection() && bench.untouched());
+        // The peer sees the end of the connection, and no acknowledgement before it.
+        assert!(!matches!(bench.peer.source.receive(&mut Vec::new()), Ok(Some(_))));
+    }
+}
+
+#[test]
+fn a_frame_twice_is_refused_and_the_first_stays() {
+    let mut bench = bench(1);
+    let once = frame(1, 1, 0, 0, &[data(0, 1)]);
+    bench.send(Kind::Pages, &once);
+    assert_eq!(bench.acked(), 1);
+    bench.send(Kind::Pages, &once);
+    assert!(matches!(bench.broken(), ReceiveError::WrongSeq { expected: 2, found: 1 }));
+    assert_eq!(bench.receiver.applied_pages(), 1);
+}
+
+#[test]
+fn rounds_do_not_go_back() {
+    let mut bench = bench(1);
+    bench.send(Kind::Pages, &frame(1, 3, 0, 0, &[data(0, 1)]));
+    bench.send(Kind::RoundEnd, &encode_round_end(2, 3));
+    bench.send(Kind::Pages, &frame(3, 3, 0, 0, &[data(0, 1)]));
+    assert!(matches!(bench.broken(), ReceiveError::WrongRound { at_least: 4, found: 3 }));
+    // The round has not ended on the other stream.
+    assert_eq!(bench.receiver.completed_round(), 0);
+}
+
+/// Many frames that are there at once are acknowledged together; the last one at the latest when there is no more.
+#[test]
+fn acknowledgements_are_batched_and_never_owed_while_waiting() {
+    let mut bench = bench(1);
+    let mut bytes = Vec::new();
+    for seq in 1..=50 {
+        let payload = frame(seq, 1, 0, 0, &[Run { first_page: 3, pages: 2, content: Content::Zero }]);
+        bytes.extend_from_slice(&Header::new(Kind::Pages, payload.len()).unwrap().encode());
+        bytes.extend_from_slice(&payload);
+    }
+    Sink::new(bench.raw.try_clone().unwrap(), WHOLE).send_bytes(&bytes);
+    let mut acks = 1;
+    while bench.acked() < 50 {
+        acks += 1;
+    }
+    assert!(acks < 50, "one for each frame");
+}
+
+#[test]
+fn other_frames_and_early_ends_are_told() {
+    let mut one = bench(1);
+    one.send(Kind::Message, b"{}");
+    assert!(matches!(one.broken(), ReceiveError::UnexpectedFrame(Kind::Message)));
+    let mut two = bench(1);
+    two.peer.hang_up.hang_up();
+    assert!(matches!(two.broken(), ReceiveError::Closed));
+    let mut three = bench(1);
+    Sink::new(three.raw.try_clone().unwrap(), WHOLE).send_bytes(&[3, 0, 0, 0, 255, 0, 0, 0, 1]);
+    three.peer.hang_up.hang_up();
+    assert!(matches!(three.broken(), ReceiveError::Stream(_)));
+}
+
+#[test]
+fn streams_of_other_generations_and_surplus_ones_are_not_taken() {
+    let mut bench = bench(4);
+    let stream = || end(UnixStream::pair().unwrap().0, WHOLE);
+    for generation in [3, 5] {
+        let refused = bench.receiver.attach(Generation(generation), 1, stream());
+        assert!(matches!(refused, Err(AttachError::Generation { current: Generation(4), .. })));
+    }
+    for number in [0, 2] {
+        let refused = bench.receiver.attach(Generation(4), number, stream());
+        assert!(matches!(refused, Err(AttachError::Stream { streams: 2, .. })));
+    }
+    bench.receiver.end_and_join();
+    assert!(bench.receiver.attach(Generation(4), 1, stream()).is_err());
+    assert!(bench.events.try_recv().is_err(), "an end that was asked for is no news");
+}

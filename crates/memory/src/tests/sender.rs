@@ -1,0 +1,296 @@
+//! The sender at its edges: errors of guest memory, cancelling, few pages, peers that acknowledge wrongly.
+
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use proto::Generation;
+use proto::frame::Kind;
+use proto::limits::CHUNK_PAGES;
+use proto::pages::{Content, PagesHeader, encode_ack};
+
+use super::fake_ram::FakeRam;
+use super::fake_wire::{Sink, WHOLE, connection, end};
+use crate::{
+    DataStream, FrameSink, Owed, Readable, Receiver, ReceiverEvent, SendError, Sender, lock, stream_of,
+};
+
+fn all(ram: &FakeRam) -> Readable {
+    ram.everything().clear_marks(&mut ram.log()).unwrap().stopped_before()
+}
+
+/// A sender over streams whose far ends are given to the test.
+fn sender(ram: &FakeRam, streams: u16) -> (Sender, Vec<DataStream>) {
+    let (near, far) = (0..streams).map(|_| connection(WHOLE, WHOLE)).unzip();
+    (Sender::start(ram.readers(), near).unwrap(), far)
+}
+
+#[test]
+fn memory_that_cannot_be_read_ends_the_round_and_its_pages_stay_owed() {
+    for pages in [3 * CHUNK_PAGES, 20] {
+        let ram = FakeRam::new(&[pages]);
+        (0..pages).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
+        *lock(&ram.0[0].unreadable) = Some(pages - 2);
+        let destination = FakeRam::new(&[pages]);
+        let mut receiver = Receiver::new(destination.writers(), 2, |_| {});
+        receiver.begin(Generation(1));
+        let (sender, far) = sender(&ram, 2);
+        for (stream, far) in (0..).zip(far) {
+            receiver.attach(Generation(1), stream, far).unwrap();
+        }
+        let interrupted = sender.send_round(all(&ram)).unwrap_err();
+        let SendError::Memory { block, source, .. } = &interrupted.cause else { panic!("{interrupted:?}") };
+        assert_eq!((block.as_str(), source.raw_os_error()), ("ram0", Some(14)));
+        assert!(!interrupted.cause.is_connection());
+        assert!(interrupted.owed.blocks()[0].contains(pages - 2));
+        assert_eq!(interrupted.owed.round(), 1);
+    }
+}
+
+/// Nobody reads at the other side: the socket fills, the workers stand in the middle of a frame.
+#[test]
+fn cancelling_ends_a_blocked_round_at_once() {
+    let ram = FakeRam::new(&[4 * CHUNK_PAGES]);
+    (0..4 * CHUNK_PAGES).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
+    let (near, mut far): (Vec<_>, Vec<_>) = (0..2).map(|_| UnixStream::pair().unwrap()).unzip();
+    let near = near.into_iter().map(|near| end(near, WHOLE)).collect();
+    let sender = Sender::start(ram.readers(), near).unwrap();
+    let handle = sender.handle();
+    let round = thread::spawn({
+        let readable = all(&ram);
+        move || sender.send_round(readable).unwrap_err()
+    });
+    far.iter_mut().for_each(|far| far.read_exact(&mut [0]).unwrap());
+    handle.cancel();
+    let interrupted = round.join().unwrap();
+    assert!(matches!(interrupted.cause, SendError::Cancelled));
+    assert_eq!(interrupted.owed.pages(), 4 * CHUNK_PAGES);
+    assert!(handle.is_broken());
+    drop(far);
+}
+
+#[test]
+fn cancelling_before_a_round_ends_it_before_it_begins() {
+    let ram = FakeRam::new(&[3]);
+    let (sender, _far) = sender(&ram, 1);
+    sender.handle().cancel();
+    let interrupted = sender.send_round(all(&ram)).unwrap_err();
+    assert!(matches!(interrupted.cause, SendError::Cancelled));
+    assert_eq!(interrupted.owed.pages(), 3);
+}
+
+#[test]
+fn a_connection_that_breaks_between_rounds_is_told_by_the_next_one() {
+    let ram = FakeRam::new(&[3]);
+    let (sender, far) = sender(&ram, 2);
+    drop(far);
+    let interrupted = sender.send_round(all(&ram)).unwrap_err();
+    assert!(interrupted.cause.is_connection(), "{interrupted:?}");
+    assert_eq!(interrupted.owed.pages(), 3);
+}
+
+#[test]
+fn a_wrong_acknowledgement_is_an_error_and_counts_for_nothing() {
+    // One frame of pages and one end of the round are on their way.
+    for wrong in [3, u64::MAX] {
+        let ram = FakeRam::new(&[3]);
+        let (near, far) = UnixStream::pair().unwrap();
+        let sender = Sender::start(ram.readers(), vec![end(near, WHOLE)]).unwrap();
+        let mut far = Sink::new(far, WHOLE);
+        far.send(Kind::Ack, &[&encode_ack(wrong)]).unwrap();
+        far.flush().unwrap();
+        let interrupted = sender.send_round(all(&ram)).unwrap_err();
+        let cause = &interrupted.cause;
+        assert!(matches!(cause, SendError::WrongAck { seq, .. } if *seq == wrong), "{cause:?}");
+        assert_eq!(interrupted.owed.pages(), 3);
+    }
+    for (kind, payload) in [(Kind::RoundEnd, &[0; 12][..]), (Kind::Ack, &[0; 7])] {
+        let ram = FakeRam::new(&[3]);
+        let (sender, mut far) = sender(&ram, 1);
+        far[0].sink.send(kind, &[payload]).unwrap();
+        far[0].sink.flush().unwrap();
+        let interrupted = sender.send_round(all(&ram)).unwrap_err();
+        let cause = &interrupted.cause;
+        assert!(matches!(cause, SendError::UnexpectedFrame { .. } | SendError::BadAck { .. }), "{cause:?}");
+        assert_eq!(interrupted.owed.pages(), 3);
+    }
+}
+
+/// A page leaves what is owed with its acknowledgement and not before: the far side reads everything and
+/// acknowledges only the first frame.
+#[test]
+fn what_was_sent_but_not_acknowledged_is_owed() {
+    let pages = 2 * CHUNK_PAGES;
+    let ram = FakeRam::new(&[pages]);
+    (0..pages).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
+    let (sender, mut far) = sender(&ram, 1);
+    let far = thread::spawn(move || {
+        let DataStream { mut source, mut sink, hang_up } = far.remove(0);
+        let (mut payload, mut runs) = (Vec::new(), Vec::new());
+        let mut first = 0;
+        while source.receive(&mut payload).unwrap() == Some(Kind::Pages) {
+            PagesHeader::decode(&payload, &mut runs).unwrap();
+            if first == 0 {
+                first = runs.iter().map(|run| u64::from(run.pages)).sum();
+                sink.send(Kind::Ack, &[&encode_ack(1)]).unwrap();
+                sink.flush().unwrap();
+            }
+        }
+        hang_up.hang_up();
+        first
+    });
+    let interrupted = sender.send_round(all(&ram)).unwrap_err();
+    let first = far.join().unwrap();
+    assert_eq!(interrupted.stats.contents.data, pages);
+    assert_eq!(interrupted.owed.pages(), pages - first);
+}
+
+#[test]
+fn each_chunk_has_its_stream_and_is_told_in_ascending_order_of_pages() {
+    let ram = FakeRam::new(&[3 * CHUNK_PAGES + 17, 2 * CHUNK_PAGES, 1]);
+    for block in &ram.0 {
+        (0..block.pages.len() as u64).step_by(3).for_each(|page| block.guest_writes(page, page + 1, 0));
+    }
+    let (sender, far) = sender(&ram, 3);
+    let readers: Vec<_> = (0_u16..)
+        .zip(far)
+        .map(|(stream, mut far)| {
+            thread::spawn(move || {
+                let (mut payload, mut runs) = (Vec::new(), Vec::new());
+                let (mut seq, mut last, mut pages) = (0, None, 0);
+                loop {
+                    seq += 1;
+                    let kind = far.source.receive(&mut payload).unwrap().unwrap();
+                    if kind == Kind::RoundEnd {
+                        far.sink.send(Kind::Ack, &[&encode_ack(seq)]).unwrap();
+                        far.sink.flush().unwrap();
+                        return (far, pages);
+                    }
+                    let (header, _) = PagesHeader::decode(&payload, &mut runs).unwrap();
+                    assert_eq!((header.seq, header.round), (seq, 1));
+                    assert_eq!(stream_of(header.block, header.chunk, 3), stream);
+                    for run in &runs {
+                        let at = (header.block, header.chunk, run.first_page);
+                        assert!(last.is_none_or(|last| last < at));
+                        last = Some(at);
+                        pages += u64::from(run.pages);
+                    }
+                }
+            })
+        })
+        .collect();
+    let sent = sender.send_round(all(&ram)).unwrap();
+    let told: u64 = readers.into_iter().map(|reader| reader.join().unwrap().1).sum();
+    assert_eq!(told, ram.everything().pages());
+    assert_eq!(sent.stats.contents.pages(), told);
+}
+
+/// Zeros and holes cost no data; a page that is zero but for its last byte is no zero page.
+#[test]
+fn contents_are_told_apart() {
+    let ram = FakeRam::new(&[600]);
+    let block = &ram.0[0];
+    (0..40).for_each(|page| block.guest_zeroes(page));
+    block.guest_writes_last_word(40, 1);
+    block.guest_writes(41, 9, 0);
+    let (sender, mut far) = sender(&ram, 1);
+    let reader = thread::spawn(move || {
+        let (mut payload, mut runs) = (Vec::new(), Vec::new());
+        let mut all = Vec::new();
+        let mut seq = 0;
+        loop {
+            seq += 1;
+            if far[0].source.receive(&mut payload).unwrap() == Some(Kind::RoundEnd) {
+                far[0].sink.send(Kind::Ack, &[&encode_ack(seq)]).unwrap();
+                far[0].sink.flush().unwrap();
+                return (far, all);
+            }
+            let (header, _) = PagesHeader::decode(&payload, &mut runs).unwrap();
+            let base = header.chunk as u16 * 512;
+            all.extend(runs.iter().map(|run| (base + run.first_page, run.pages, run.content)));
+        }
+    });
+    let stats = sender.send_round(all(&ram)).unwrap().stats;
+    assert_eq!((stats.contents.zero, stats.contents.data, stats.contents.hole), (40, 2, 558));
+    let expected =
+        [(0, 40, Content::Zero), (40, 2, Content::Data), (42, 470, Content::Hole), (512, 88, Content::Hole)];
+    assert_eq!(reader.join().unwrap().1, expected);
+    assert!(stats.wire_bytes < 3 * 4096);
+}
+
+/// Trap 7: a worker of the old generation stands in a slow write when the new connections come.
+#[test]
+fn nothing_of_an_old_generation_is_applied_after_the_new_one_has_begun() {
+    let (source, destination) = (FakeRam::new(&[1]), FakeRam::new(&[1]));
+    let (entered, has_entered) = mpsc::channel();
+    let (go_on, may_go_on) = mpsc::channel::<()>();
+    let mut first = true;
+    *lock(&destination.0[0].before_write) = Some(Box::new(move |_| {
+        if std::mem::take(&mut first) {
+            entered.send(()).unwrap();
+            may_go_on.recv().unwrap();
+        }
+    }));
+    let mut receiver = Receiver::new(destination.writers(), 1, |_| {});
+    receiver.begin(Generation(1));
+    let (near, far) = connection(WHOLE, WHOLE);
+    receiver.attach(Generation(1), 0, far).unwrap();
+    let sender = Sender::start(source.readers(), vec![near]).unwrap();
+
+    source.0[0].guest_writes(0, 1, 0);
+    let handle = sender.handle();
+    let round = thread::spawn({
+        let readable = all(&source);
+        move || sender.send_round(readable).unwrap_err().owed
+    });
+    has_entered.recv().unwrap();
+    handle.cancel();
+    let owed: Owed = round.join().unwrap();
+
+    // The guest writes again; the new generation must carry it, and the old worker must not undo it.
+    source.0[0].guest_writes(0, 2, 0);
+    let (begun, has_begun) = mpsc::channel();
+    let receiver = thread::spawn(move || {
+        receiver.begin(Generation(2));
+        begun.send(()).unwrap();
+        receiver
+    });
+    // The old worker is still in its write, so the new generation cannot have begun.
+    assert!(has_begun.try_recv().is_err());
+    go_on.send(()).unwrap();
+    let mut receiver = receiver.join().unwrap();
+    let (near, far) = connection(WHOLE, WHOLE);
+    receiver.attach(Generation(2), 0, far).unwrap();
+    let sender = Sender::start(source.readers(), vec![near]).unwrap();
+    sender.send_round(owed.clear_marks(&mut source.log()).unwrap().stopped_before()).unwrap();
+    assert_eq!(source.first_difference(&destination), None);
+}
+
+/// The receiver's observer is told of the end of a round before the sender hears of it.
+#[test]
+fn a_round_has_ended_there_before_it_has_ended_here() {
+    let (source, destination) = (FakeRam::new(&[1000]), FakeRam::new(&[1000]));
+    let told = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let mut receiver = Receiver::new(destination.writers(), 3, {
+        let told = Arc::clone(&told);
+        move |event| {
+            if let ReceiverEvent::RoundEnded { round } = event {
+                lock(&told).push(round);
+            }
+        }
+    });
+    receiver.begin(Generation(1));
+    let (mut sender, far) = sender(&source, 3);
+    for (stream, far) in (0..).zip(far) {
+        receiver.attach(Generation(1), stream, far).unwrap();
+    }
+    let mut owed = source.everything();
+    for round in 1..=20 {
+        source.0[0].guest_writes(u64::from(round) * 31, 4, 8);
+        let sent = sender.send_round(owed.clear_marks(&mut source.log()).unwrap().stopped_before()).unwrap();
+        assert_eq!(lock(&told).last(), Some(&round));
+        (sender, owed) = (sent.sender, sent.owed);
+    }
+    assert_eq!(source.first_difference(&destination), None);
+}

@@ -196,6 +196,12 @@ pub fn cross_check(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<usize, RamError
     Ok(compared)
 }
 
+/// Names and page sizes of the blocks in a table of `x-query-ramblock`.
+pub(crate) fn names(table: &str) -> Vec<(String, u64)> {
+    let blocks = text::blocks(table).unwrap_or_default();
+    blocks.into_iter().map(|block| (block.name, block.page_size_bytes)).collect()
+}
+
 /// The block behind a memory region of that name. A device's block carries the device's path before
 /// the region's name (`0000:00:02.0/vga.vram`); two devices with equal regions cannot be told apart.
 fn named<'a>(blocks: &'a [RamBlock], region: &str) -> Option<&'a RamBlock> {

@@ -1,0 +1,311 @@
+//! QEMU's command line, option by option.
+//!
+//! A table says of every option whether it takes a value and what becomes of it on another host:
+//! kept, rewritten, dropped, or refused with a reason. An option that is not in the table is
+//! refused unless the caller allows it by name: to drop what one does not know would change the
+//! guest, and to keep it might point at something of this host.
+
+use serde::{Deserialize, Serialize};
+
+use crate::options::Value;
+
+/// What becomes of an option on another host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Policy {
+    /// It goes along as it is.
+    Keep,
+    /// It goes along, with paths, sockets and the like made to fit.
+    Rewrite,
+    /// It has no meaning there, because of the reason.
+    Drop(&'static str),
+    /// A guest started with it cannot be moved, because of the reason.
+    Refuse(&'static str),
+}
+
+/// An option of QEMU's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Known {
+    /// Without the dash.
+    pub name: &'static str,
+    /// Whether a value follows.
+    pub takes_value: bool,
+    /// The key that may be left out of the value.
+    pub implied: Option<&'static str>,
+    /// What becomes of it.
+    pub policy: Policy,
+}
+
+/// One option as it was given.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Given {
+    /// Without the dash, and under one name where QEMU has two (`M` is `machine`).
+    pub name: String,
+    /// What followed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub value: Option<String>,
+}
+
+impl Given {
+    /// An option with a value.
+    pub fn new(name: &str, value: impl Into<String>) -> Self {
+        Self { name: name.to_owned(), value: Some(value.into()) }
+    }
+
+    /// An option without a value.
+    pub fn flag(name: &str) -> Self {
+        Self { name: name.to_owned(), value: None }
+    }
+
+    /// The value, taken apart.
+    pub fn parsed(&self) -> Value {
+        let implied = known(&self.name).and_then(|known| known.implied);
+        Value::parse(self.value.as_deref().unwrap_or_default(), implied)
+    }
+}
+
+const fn keep(name: &'static str) -> Known {
+    Known { name, takes_value: true, implied: None, policy: Policy::Keep }
+}
+
+const fn flag(name: &'static str) -> Known {
+    Known { name, takes_value: false, implied: None, policy: Policy::Keep }
+}
+
+const fn rewrite(name: &'static str, implied: Option<&'static str>) -> Known {
+    Known { name, takes_value: true, implied, policy: Policy::Rewrite }
+}
+
+const fn drop(name: &'static str, takes_value: bool, why: &'static str) -> Known {
+    Known { name, takes_value, implied: None, policy: Policy::Drop(why) }
+}
+
+const fn refuse(name: &'static str, takes_value: bool, why: &'static str) -> Known {
+    Known { name, takes_value, implied: None, policy: Policy::Refuse(why) }
+}
+
+const DEBUGGING: &str = "it serves debugging on the old host";
+const STARTING: &str = "it says how the guest was started, which is over";
+const XEN: &str = "guests of Xen are not supported";
+
+/// The table.
+pub const OPTIONS: &[Known] = &[
+    // The machine.
+    rewrite("machine", Some("type")),
+    keep("accel"),
+    keep("cpu"),
+    keep("smp"),
+    keep("numa"),
+    keep("m"),
+    keep("global"),
+    keep("boot"),
+    keep("uuid"),
+    keep("name"),
+    keep("rtc"),
+    keep("icount"),
+    keep("smbios"),
+    keep("acpitable"),
+    keep("compat"),
+    keep("overcommit"),
+    keep("k"),
+    keep("g"),
+    keep("vga"),
+    keep("audio"),
+    keep("audiodev"),
+    keep("soundhw"),
+    keep("watchdog"),
+    keep("watchdog-action"),
+    keep("action"),
+    keep("usbdevice"),
+    keep("tb-size"),
+    keep("prom-env"),
+    flag("enable-kvm"),
+    flag("usb"),
+    flag("no-acpi"),
+    flag("no-hpet"),
+    flag("no-fd-bootchk"),
+    flag("win2k-hack"),
+    flag("no-reboot"),
+    flag("no-shutdown"),
+    flag("nodefaults"),
+    flag("no-user-config"),
+    flag("only-migratable"),
+    flag("nographic"),
+    // Files of the host.
+    rewrite("bios", None),
+    rewrite("kernel", None),
+    rewrite("initrd", None),
+    rewrite("dtb", None),
+    rewrite("shim", None),
+    rewrite("option-rom", None),
+    rewrite("fw_cfg", Some("name")),
+    keep("append"),
+    rewrite("L", None),
+    // Disks.
+    rewrite("drive", None),
+    rewrite("blockdev", None),
+    rewrite("hda", None),
+    rewrite("hdb", None),
+    rewrite("hdc", None),
+    rewrite("hdd", None),
+    rewrite("fda", None),
+    rewrite("fdb", None),
+    rewrite("cdrom", None),
+    rewrite("sd", None),
+    rewrite("mtdblock", None),
+    rewrite("pflash", None),
+    keep("iscsi"),
+    // Devices and what is behind them.
+    rewrite("device", Some("driver")),
+    rewrite("object", Some("qom-type")),
+    rewrite("netdev", Some("type")),
+    rewrite("nic", Some("type")),
+    rewrite("net", Some("type")),
+    rewrite("chardev", Some("backend")),
+    rewrite("serial", None),
+    rewrite("parallel", None),
+    rewrite("debugcon", None),
+    rewrite("monitor", None),
+    rewrite("qmp", None),
+    rewrite("qmp-pretty", None),
+    rewrite("mon", Some("chardev")),
+    rewrite("display", Some("type")),
+    rewrite("vnc", Some("vnc")),
+    rewrite("spice", None),
+    // How QEMU itself runs.
+    keep("msg"),
+    keep("sandbox"),
+    keep("runas"),
+    keep("run-with"),
+    keep("seed"),
+    flag("async-teardown"),
+    flag("full-screen"),
+    flag("no-frame"),
+    flag("alt-grab"),
+    flag("ctrl-grab"),
+    flag("no-quit"),
+    drop("mem-path", true, "the plan for memory says what it is made of"),
+    drop("mem-prealloc", false, "the plan for memory says what it is made of"),
+    drop("S", false, "the new QEMU always waits"),
+    drop("incoming", true, STARTING),
+    drop("loadvm", true, STARTING),
+    drop("preconfig", false, STARTING),
+    drop("daemonize", false, "the agent starts QEMU in a session of its own"),
+    drop("pidfile", true, "the agent knows its processes"),
+    drop("writeconfig", true, STARTING),
+    drop("D", true, DEBUGGING),
+    drop("d", true, DEBUGGING),
+    drop("dfilter", true, DEBUGGING),
+    drop("trace", true, DEBUGGING),
+    drop("gdb", true, DEBUGGING),
+    drop("s", false, DEBUGGING),
+    drop("dump-vmstate", true, DEBUGGING),
+    drop("enable-sync-profile", false, DEBUGGING),
+    drop("singlestep", false, DEBUGGING),
+    drop("one-insn-per-tb", false, DEBUGGING),
+    drop("perfmap", false, DEBUGGING),
+    drop("jitdump", false, DEBUGGING),
+    drop("portrait", false, "nobody looks at the new QEMU's window"),
+    drop("rotate", true, "nobody looks at the new QEMU's window"),
+    drop("echr", true, "there is no terminal"),
+    refuse("snapshot", false, "its writes go to a temporary file that only this process can see"),
+    refuse("readconfig", true, "it hides further options in a file; write them on the command line"),
+    refuse("set", true, "it changes other options; write the value into the option itself"),
+    refuse("add-fd", true, "its descriptors cannot be passed to another host"),
+    refuse("fsdev", true, "shared folders (9p) keep open files that cannot be moved"),
+    refuse("virtfs", true, "shared folders (9p) keep open files that cannot be moved"),
+    refuse("tpmdev", true, "the state of a TPM lies outside QEMU"),
+    refuse("plugin", true, "plugins are code of this host"),
+    refuse("chroot", true, "QEMU in a chroot cannot open its files again by their names"),
+    refuse("semihosting", false, "the guest uses files of the host"),
+    refuse("semihosting-config", true, "the guest uses files of the host"),
+    refuse("xen-domid", true, XEN),
+    refuse("xen-attach", false, XEN),
+    refuse("xen-domid-restrict", false, XEN),
+];
+
+/// The table's entry for an option.
+pub fn known(name: &str) -> Option<&'static Known> {
+    OPTIONS.iter().find(|known| known.name == name)
+}
+
+/// QEMU's second names.
+fn canonical(name: &str) -> &str {
+    match name {
+        "M" => "machine",
+        "nouserconfig" => "no-user-config",
+        other => other,
+    }
+}
+
+/// Takes the arguments (without the program) apart. An argument without a dash is a disk image, as
+/// in QEMU. An unknown option is taken to have a value when what follows does not look like an
+/// option; it is refused later anyway, unless it is allowed by name.
+pub fn parse(arguments: &[String]) -> Vec<Given> {
+    let mut given = Vec::new();
+    let mut rest = arguments.iter().peekable();
+    while let Some(argument) = rest.next() {
+        let name = argument.strip_prefix("--").or_else(|| argument.strip_prefix('-'));
+        let Some(name) = name.filter(|name| !name.is_empty()) else {
+            given.push(Given::new("hda", argument.as_str()));
+            continue;
+        };
+        let name = canonical(name).to_owned();
+        let takes_value = known(&name).map_or_else(
+            || rest.peek().is_some_and(|next| !next.starts_with('-')),
+            |known| known.takes_value,
+        );
+        let value = if takes_value { rest.next().cloned() } else { None };
+        given.push(Given { name, value });
+    }
+    given
+}
+
+/// Puts options back into arguments.
+pub fn arguments(given: &[Given]) -> Vec<String> {
+    given
+        .iter()
+        .flat_map(|option| [Some(format!("-{}", option.name)), option.value.clone()])
+        .flatten()
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<String> {
+        text.split_whitespace().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn names_values_and_images() {
+        let given = parse(&words("-M q35 --enable-kvm -m 512 disk.img -S -frobnicate 7 -wibble -usb"));
+        let expected = [
+            Given::new("machine", "q35"),
+            Given::flag("enable-kvm"),
+            Given::new("m", "512"),
+            Given::new("hda", "disk.img"),
+            Given::flag("S"),
+            Given::new("frobnicate", "7"),
+            Given::flag("wibble"),
+            Given::flag("usb"),
+        ];
+        assert_eq!(given, expected);
+        assert_eq!(arguments(&given[..3]), words("-machine q35 -enable-kvm -m 512"));
+        assert_eq!(given[0].parsed().get("type").as_deref(), Some("q35"));
+    }
+
+    #[test]
+    fn the_table_names_each_option_once() {
+        for (at, option) in OPTIONS.iter().enumerate() {
+            assert!(OPTIONS[..at].iter().all(|other| other.name != option.name), "{}", option.name);
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_arguments_panic(arguments in proptest::collection::vec("-{0,2}[a-z]{0,8}", 0..8)) {
+            let _ = parse(&arguments);
+        }
+    }
+}

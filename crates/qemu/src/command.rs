@@ -1,0 +1,460 @@
+//! The command line of a described guest on another host.
+//!
+//! [`build`] takes a [`VmDescription`] and the host's [`HostRules`] and rewrites what belongs to a
+//! host; everything that the guest sees stays. The rules:
+//!
+//! | what | becomes |
+//! |---|---|
+//! | unix sockets that QEMU listens on (monitors, serial ports, VNC) | the same name in the run directory |
+//! | files that serial ports write, logs | the same name in the run directory, or the same path where `keep_log_files` is set |
+//! | terminals (`stdio`, `-nographic`) | a file in the run directory |
+//! | taps, bridges | the interface that `tap` names for them, else the same name |
+//! | disks, kernels, firmware | the same path, or under the directory that `disk_dirs` gives |
+//! | memory | as [`RamPlan`] says; the blocks keep their names, by which both sides know them |
+//! | windows | none; VNC and SPICE stay |
+//!
+//! The new QEMU has a monitor of ours, waits for its state (`-S -incoming defer`), and stays in the
+//! foreground of a session of its own.
+
+mod chardevs;
+mod ram;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::cmdline::{self, Given, Policy};
+use crate::describe::{Problem, VmDescription, WHOLE_FILES, names_a_file};
+use crate::options::Value;
+
+/// Label of our own monitor.
+pub const MONITOR_ID: &str = "whimbrel-qmp";
+/// Longest path of a unix socket, in bytes.
+const MAX_SOCKET_PATH: usize = 107;
+
+/// What the guest's memory is made of on the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RamPlan {
+    /// A shared memfd: fast to receive into and to serve faults from.
+    Memfd {
+        /// Size of huge pages to take (hugetlbfs), or `None` for usual ones.
+        hugepage_bytes: Option<u64>,
+    },
+    /// Private anonymous memory, which keeps transparent huge pages and KSM where the host has them
+    /// off for shared memory.
+    Anonymous,
+    /// Whatever the options said.
+    SameAsSource,
+}
+
+/// What this host has in place of the other's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostRules {
+    /// The QEMU to start.
+    pub qemu_binary: PathBuf,
+    /// Directories of its data (`-L`); empty for its own.
+    pub data_dirs: Vec<PathBuf>,
+    /// A directory of this guest's own, for sockets and logs.
+    pub run_dir: PathBuf,
+    /// Interface or bridge here for an interface, a bridge or a netdev id there.
+    pub tap: BTreeMap<String, String>,
+    /// Directories here for directories there; the longest match counts.
+    pub disk_dirs: Vec<(PathBuf, PathBuf)>,
+    /// What memory is made of.
+    pub ram: RamPlan,
+    /// Whether files that serial ports write may stay at their paths.
+    pub keep_log_files: bool,
+    /// Options (`frobnicate`) and objects (`object:TYPE`) to keep although they are not known.
+    pub allow_options: Vec<String>,
+}
+
+impl HostRules {
+    /// Rules that change nothing but the run directory.
+    pub fn new(qemu_binary: impl Into<PathBuf>, run_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            qemu_binary: qemu_binary.into(),
+            data_dirs: Vec::new(),
+            run_dir: run_dir.into(),
+            tap: BTreeMap::new(),
+            disk_dirs: Vec::new(),
+            ram: RamPlan::Memfd { hugepage_bytes: None },
+            keep_log_files: false,
+            allow_options: Vec::new(),
+        }
+    }
+
+    fn allows(&self, name: &str) -> bool {
+        self.allow_options.iter().any(|allowed| allowed.trim_start_matches('-') == name)
+    }
+}
+
+/// A command line, and the files that belong to it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BuiltCommand {
+    /// Program and arguments.
+    pub argv: Vec<OsString>,
+    /// Our monitor.
+    pub qmp: PathBuf,
+    /// Where QEMU's messages should go.
+    pub log: PathBuf,
+    /// Where the device state can be taken in ([`crate::device_state::Incoming`]).
+    pub state_socket: PathBuf,
+    /// What was changed that somebody may miss.
+    pub notes: Vec<String>,
+}
+
+/// The guest cannot be built here.
+#[derive(Debug, thiserror::Error)]
+#[error("the guest cannot be started on the destination: {}", join(.problems))]
+pub struct CommandError {
+    /// All reasons, with what to do about each.
+    pub problems: Vec<Problem>,
+}
+
+fn join(problems: &[Problem]) -> String {
+    problems.iter().map(ToString::to_string).collect::<Vec<_>>().join(". ")
+}
+
+/// The command line that makes a QEMU here which can take the guest over.
+///
+/// # Errors
+/// With everything that stands in the way, not only the first.
+pub fn build(vm: &VmDescription, rules: &HostRules) -> Result<BuiltCommand, CommandError> {
+    let mut build = Build::new(vm, rules);
+    for option in &vm.options {
+        build.option(option);
+    }
+    build.terminal();
+    build.memory();
+    build.finish()
+}
+
+struct Build<'a> {
+    vm: &'a VmDescription,
+    rules: &'a HostRules,
+    out: Vec<Given>,
+    problems: Vec<Problem>,
+    notes: Vec<String>,
+    /// Names in the run directory that are taken.
+    names: BTreeSet<String>,
+}
+
+impl<'a> Build<'a> {
+    fn new(vm: &'a VmDescription, rules: &'a HostRules) -> Self {
+        Self {
+            vm,
+            rules,
+            out: Vec::new(),
+            problems: vm.problems.clone(),
+            notes: Vec::new(),
+            names: BTreeSet::new(),
+        }
+    }
+
+    fn problem(&mut self, code: &str, what: impl Into<String>, what_to_do: impl Into<String>) {
+        self.problems.push(Problem::new(code, what, what_to_do));
+    }
+
+    fn option(&mut self, option: &Given) {
+        if self.rules.allows(&option.name) {
+            self.out.push(option.clone());
+            return;
+        }
+        let Some(known) = cmdline::known(&option.name) else {
+            self.problem(
+                "option-unknown",
+                format!("option -{} is not known here", option.name),
+                format!("if it may go along as it is, allow it by name ({})", option.name),
+            );
+            return;
+        };
+        match known.policy {
+            Policy::Keep => self.out.push(option.clone()),
+            Policy::Drop(_) => {}
+            Policy::Refuse(why) => self.problem(
+                "option-refused",
+                format!("option -{} cannot go along: {why}", option.name),
+                "start the guest without it, or allow it by name",
+            ),
+            Policy::Rewrite => {
+                if let Some(option) = self.rewritten(option) {
+                    self.out.push(option);
+                }
+            }
+        }
+    }
+
+    fn rewritten(&mut self, option: &Given) -> Option<Given> {
+        match option.name.as_str() {
+            // The directories of this host's QEMU count.
+            "L" => (self.rules.data_dirs.is_empty() && self.same_program()).then(|| option.clone()),
+            "serial" | "parallel" | "debugcon" | "monitor" | "qmp" | "qmp-pretty" => {
+                self.short_chardev(option)
+            }
+            "chardev" => self.chardev(option),
+            "mon" => {
+                let ours = option.parsed().get("chardev").as_deref() == Some(MONITOR_ID);
+                (!ours).then(|| option.clone())
+            }
+            "netdev" | "nic" | "net" => self.network(option),
+            "display" => self.display(option),
+            "vnc" => self.vnc(option),
+            "spice" => self.spice(option),
+            "object" => self.object(option),
+            "machine" => self.machine(option),
+            name if WHOLE_FILES.contains(&name) => {
+                let path = option.value.as_deref()?;
+                Some(Given::new(name, self.path_here(path)))
+            }
+            _ => Some(self.with_paths(option)),
+        }
+    }
+
+    fn same_program(&self) -> bool {
+        self.rules.qemu_binary == self.vm.program.binary
+    }
+
+    /// Maps the files that an option names.
+    fn with_paths(&mut self, option: &Given) -> Given {
+        let mut value = option.parsed();
+        let mut changed = Vec::new();
+        value.map_texts(&mut |key, text| {
+            let here = names_a_file(&option.name, key).then(|| self.path_here(text))?;
+            (here != text).then(|| {
+                changed.push(text.to_owned());
+                here
+            })
+        });
+        let disk = ["drive", "blockdev"].contains(&option.name.as_str());
+        for file in changed.iter().filter(|_| disk) {
+            self.check_backing(file);
+        }
+        if changed.is_empty() { option.clone() } else { Given::new(&option.name, value.to_string()) }
+    }
+
+    /// An image that lies elsewhere still names the old place of the image below it.
+    fn check_backing(&mut self, file: &str) {
+        let has_backing = self
+            .vm
+            .disks
+            .iter()
+            .find(|disk| disk.file.as_deref() == Some(file) && !disk.backing_files.is_empty());
+        if let Some(disk) = has_backing {
+            let backing = disk.backing_files.join(", ");
+            self.problem(
+                "disk-backing-moved",
+                format!("image {file} names its backing file {backing} by a path of the other host"),
+                "give the destination the same path (mount or link), and no directory rule for this disk",
+            );
+        }
+    }
+
+    fn path_here(&self, path: &str) -> String {
+        let rule = self
+            .rules
+            .disk_dirs
+            .iter()
+            .filter_map(|(from, to)| Some((from, Path::new(path).strip_prefix(from).ok()?, to)))
+            .max_by_key(|(from, _, _)| from.components().count());
+        match rule {
+            Some((_, rest, to)) => to.join(rest).to_string_lossy().into_owned(),
+            None => path.to_owned(),
+        }
+    }
+
+    /// A file of that name in the run directory, another one each time.
+    fn in_run_dir(&mut self, path: &str) -> String {
+        let name = Path::new(path).file_name().map_or("file".into(), |name| name.to_string_lossy());
+        let mut unique = name.clone().into_owned();
+        let mut number = 1;
+        while !self.names.insert(unique.clone()) {
+            number += 1;
+            unique = format!("{name}.{number}");
+        }
+        self.rules.run_dir.join(unique).to_string_lossy().into_owned()
+    }
+
+    fn socket_in_run_dir(&mut self, path: &str) -> String {
+        let new = self.in_run_dir(path);
+        if new.len() > MAX_SOCKET_PATH {
+            self.problem(
+                "run-dir-too-long",
+                format!("{new} is too long for a unix socket ({MAX_SOCKET_PATH} bytes)"),
+                "choose a run directory with a shorter path",
+            );
+        }
+        if new != path {
+            self.notes.push(format!("socket {path} is {new} here"));
+        }
+        new
+    }
+
+    fn network(&mut self, option: &Given) -> Option<Given> {
+        let mut value = option.parsed();
+        let kind = value.get("type").unwrap_or_default();
+        let id = value.get("id").unwrap_or_default();
+        match kind.as_str() {
+            "tap" => self.tap(&mut value, &id),
+            "bridge" => {
+                let bridge = value.get("br").unwrap_or("br0".to_owned());
+                let here = self.rules.tap.get(&bridge).or_else(|| self.rules.tap.get(&id)).cloned();
+                if let Some(here) = here {
+                    value.set("br", &here);
+                }
+            }
+            _ => {
+                if ["fd", "local.str", "addr.str", "remote.str"].iter().any(|key| value.get(key).is_some()) {
+                    self.problem(
+                        "network-descriptor",
+                        format!("network {id} uses a descriptor that was passed to QEMU"),
+                        "start the guest with a name or an address in its place",
+                    );
+                }
+                for key in ["local.path", "addr.path"] {
+                    let listens = key == "local.path" || value.get("server").as_deref() == Some("on");
+                    if let Some(path) = value.get(key).filter(|_| listens) {
+                        let here = self.socket_in_run_dir(&path);
+                        value.set(key, &here);
+                    }
+                }
+            }
+        }
+        Some(Given::new(&option.name, value.to_string()))
+    }
+
+    fn tap(&mut self, value: &mut Value, id: &str) {
+        let ifname = value.get("ifname");
+        let rule = |name: &str| self.rules.tap.get(name).cloned();
+        let here = ifname.as_deref().and_then(rule).or_else(|| rule(id));
+        let descriptors = ["fd", "fds"].iter().find_map(|key| value.get(key));
+        if let Some(descriptors) = &descriptors {
+            if here.is_none() {
+                self.problem(
+                    "tap-descriptor",
+                    format!("network {id} is a tap that was passed to QEMU as a descriptor"),
+                    format!("name the tap that takes its place on the destination (tap rule for {id:?})"),
+                );
+                return;
+            }
+            let queues = descriptors.split(':').count();
+            let vhost = ["vhostfd", "vhostfds"].iter().any(|key| value.get(key).is_some());
+            for key in ["fd", "fds", "vhostfd", "vhostfds"] {
+                value.remove(key);
+            }
+            value.set("script", "no");
+            value.set("downscript", "no");
+            if queues > 1 {
+                value.set("queues", &queues.to_string());
+            }
+            if vhost {
+                value.set("vhost", "on");
+            }
+        }
+        if let Some(here) = here {
+            value.set("ifname", &here);
+        }
+    }
+
+    fn display(&mut self, option: &Given) -> Option<Given> {
+        let kind = option.parsed().get("type").unwrap_or_default();
+        if ["none", "vnc", "egl-headless"].contains(&kind.as_str()) {
+            return Some(option.clone());
+        }
+        self.notes.push(format!("there is no window ({kind}) here"));
+        None
+    }
+
+    fn vnc(&mut self, option: &Given) -> Option<Given> {
+        let mut value = option.parsed();
+        if let Some(path) = value.get("vnc").and_then(|vnc| vnc.strip_prefix("unix:").map(str::to_owned)) {
+            let here = self.socket_in_run_dir(&path);
+            value.set("vnc", &format!("unix:{here}"));
+        }
+        // The key may be left out, and in old versions must be.
+        let text = value.to_string();
+        Some(Given::new("vnc", text.strip_prefix("vnc=").unwrap_or(&text)))
+    }
+
+    fn spice(&mut self, option: &Given) -> Option<Given> {
+        let mut value = option.parsed();
+        if value.get("unix").as_deref() == Some("on")
+            && let Some(path) = value.get("addr")
+        {
+            let here = self.socket_in_run_dir(&path);
+            value.set("addr", &here);
+        }
+        Some(Given::new("spice", value.to_string()))
+    }
+
+    fn machine(&mut self, option: &Given) -> Option<Given> {
+        let value = option.parsed();
+        for key in ["memory-encryption", "confidential-guest-support"] {
+            if value.get(key).is_some() {
+                self.problem(
+                    "guest-encrypted",
+                    "the guest's memory is encrypted (SEV, TDX): nobody but the processor can copy it",
+                    "such guests cannot be moved",
+                );
+            }
+        }
+        Some(self.with_paths(option))
+    }
+
+    /// What a source on a terminal had is a file here.
+    fn terminal(&mut self) {
+        let has = |out: &[Given], name: &str| out.iter().any(|option| option.name == name);
+        if has(&self.out, "nographic") && !has(&self.out, "nodefaults") {
+            if !has(&self.out, "serial") {
+                let file = self.in_run_dir("serial0.log");
+                self.notes.push(format!("the first serial port writes to {file} here"));
+                self.out.push(Given::new("serial", format!("file:{file}")));
+            }
+            if !has(&self.out, "monitor") {
+                self.out.push(Given::new("monitor", "none"));
+            }
+        }
+        if !has(&self.out, "display") && !has(&self.out, "nographic") {
+            self.out.push(Given::new("display", "none"));
+        }
+    }
+
+    fn finish(mut self) -> Result<BuiltCommand, CommandError> {
+        let file = |name: &str| self.rules.run_dir.join(name);
+        let (qmp, log, state_socket) =
+            (file("whimbrel-qmp.sock"), file("whimbrel-qemu.log"), file("whimbrel-state.sock"));
+        if state_socket.as_os_str().len() > MAX_SOCKET_PATH {
+            let what = format!("{} is too long for a unix socket", state_socket.display());
+            self.problem("run-dir-too-long", what, "choose a run directory with a shorter path");
+        }
+        if !self.problems.is_empty() {
+            self.problems.dedup();
+            return Err(CommandError { problems: self.problems });
+        }
+        let mut argv = vec![self.rules.qemu_binary.clone().into_os_string()];
+        for dir in &self.rules.data_dirs {
+            argv.push("-L".into());
+            argv.push(dir.clone().into_os_string());
+        }
+        argv.extend(cmdline::arguments(&self.out).into_iter().map(OsString::from));
+        argv.extend(monitor(&qmp).map(OsString::from));
+        argv.extend(["-S", "-incoming", "defer"].map(OsString::from));
+        Ok(BuiltCommand { argv, qmp, log, state_socket, notes: self.notes })
+    }
+}
+
+/// The options of a monitor of our own at `path`.
+pub(crate) fn monitor(path: &Path) -> [String; 4] {
+    let path = path.to_string_lossy().replace(',', ",,");
+    [
+        "-chardev".to_owned(),
+        format!("socket,id={MONITOR_ID},path={path},server=on,wait=off"),
+        "-mon".to_owned(),
+        format!("chardev={MONITOR_ID},mode=control"),
+    ]
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,161 @@
+//! Character devices: sockets and files move to the run directory, terminals become files.
+
+use super::{Build, MONITOR_ID};
+use crate::cmdline::Given;
+
+/// Kinds that need nothing of the host.
+const PLAIN: &[&str] = &[
+    "null",
+    "ringbuf",
+    "memory",
+    "vc",
+    "pty",
+    "msmouse",
+    "wctablet",
+    "testdev",
+    "spicevmc",
+    "spiceport",
+    "qemu-vdagent",
+    "hub",
+    "udp",
+    "mux",
+    "dbus",
+];
+
+impl Build<'_> {
+    /// `-chardev`.
+    pub(super) fn chardev(&mut self, option: &Given) -> Option<Given> {
+        let mut value = option.parsed();
+        let id = value.get("id").unwrap_or_default();
+        if id == MONITOR_ID {
+            return None;
+        }
+        if let Some(log) = value.get("logfile").filter(|_| !self.rules.keep_log_files) {
+            let here = self.in_run_dir(&log);
+            value.set("logfile", &here);
+        }
+        let kind = value.get("backend").unwrap_or_default();
+        match kind.as_str() {
+            "file" => {
+                if let Some(path) = value.get("path").filter(|path| self.moves(path)) {
+                    let here = self.in_run_dir(&path);
+                    self.notes.push(format!("file {path} is {here} here"));
+                    value.set("path", &here);
+                }
+                value.remove("input-path");
+            }
+            "socket" => {
+                if value.get("fd").is_some() {
+                    // A monitor that a manager passed as a descriptor: ours takes its place.
+                    return self.passed_descriptor(&id);
+                }
+                let listens = value.get("server").as_deref() == Some("on");
+                if let Some(path) = value.get("path").filter(|_| listens) {
+                    let here = self.socket_in_run_dir(&path);
+                    value.set("path", &here);
+                    // Nobody connects before the guest is there.
+                    value.remove("wait");
+                    value.set("wait", "off");
+                }
+            }
+            "stdio" => {
+                let here = self.in_run_dir(&format!("{id}.log"));
+                self.notes.push(format!("character device {id} was a terminal and writes to {here} here"));
+                value.set("backend", "file");
+                value.set("path", &here);
+                value.remove("signal");
+            }
+            _ if PLAIN.contains(&kind.as_str()) => {}
+            _ => {
+                self.problem(
+                    "chardev-of-host",
+                    format!("character device {id} ({kind}) belongs to this host"),
+                    "start the guest with a socket or a file in its place",
+                );
+            }
+        }
+        Some(Given::new("chardev", value.to_string()))
+    }
+
+    fn passed_descriptor(&mut self, id: &str) -> Option<Given> {
+        let is_monitor = self
+            .vm
+            .options
+            .iter()
+            .any(|option| option.name == "mon" && option.parsed().get("chardev").as_deref() == Some(id));
+        if is_monitor {
+            let here = self.socket_in_run_dir(&format!("{id}.sock"));
+            let path = here.replace(',', ",,");
+            return Some(Given::new("chardev", format!("socket,id={id},path={path},server=on,wait=off")));
+        }
+        self.problem(
+            "chardev-descriptor",
+            format!("character device {id} uses a descriptor that was passed to QEMU"),
+            "start the guest with a path in its place",
+        );
+        None
+    }
+
+    fn moves(&self, path: &str) -> bool {
+        !self.rules.keep_log_files && !path.starts_with("/dev/")
+    }
+
+    /// `-serial`, `-monitor` and their like, which spell a character device in one word.
+    pub(super) fn short_chardev(&mut self, option: &Given) -> Option<Given> {
+        let name = option.name.as_str();
+        let text = option.value.as_deref().unwrap_or_default();
+        let number = self.out.iter().filter(|other| other.name == name).count();
+        let monitor = ["monitor", "qmp", "qmp-pretty"].contains(&name);
+        let (mux, word) = text.strip_prefix("mon:").map_or(("", text), |word| ("mon:", word));
+        let (kind, rest) = word.split_once(':').unwrap_or((word, ""));
+        let new = match kind {
+            "stdio" | "con" if name == "monitor" => "none".to_owned(),
+            "stdio" | "con" if monitor => return None,
+            "stdio" | "con" => {
+                let here = self.in_run_dir(&format!("{name}{number}.log"));
+                self.notes.push(format!("-{name} was a terminal and writes to {here} here"));
+                // A monitor that shared the terminal is gone with it.
+                if !mux.is_empty() && !self.vm.options.iter().any(|other| other.name == "monitor") {
+                    self.out.push(Given::new("monitor", "none"));
+                }
+                format!("file:{here}")
+            }
+            "file" => {
+                let path = rest.split(',').next().unwrap_or_default();
+                if self.moves(path) {
+                    let here = self.in_run_dir(path);
+                    self.notes.push(format!("file {path} is {here} here"));
+                    format!("{mux}file:{here}{}", rest.get(path.len()..).unwrap_or_default())
+                } else {
+                    text.to_owned()
+                }
+            }
+            "unix" => {
+                let mut parts = rest.split(',');
+                let path = parts.next().unwrap_or_default();
+                let flags: Vec<&str> = parts.collect();
+                let listens = flags.iter().any(|flag| *flag == "server" || *flag == "server=on");
+                if listens {
+                    let here = self.socket_in_run_dir(path);
+                    let is_wait = |flag: &&&str| !flag.contains("wait") && !flag.starts_with("server");
+                    let others: String =
+                        flags.iter().filter(is_wait).map(|flag| format!(",{flag}")).collect();
+                    format!("{mux}unix:{here},server=on,wait=off{others}")
+                } else {
+                    text.to_owned()
+                }
+            }
+            "none" | "null" | "vc" | "pty" | "chardev" | "tcp" | "telnet" | "websocket" | "udp"
+            | "msmouse" | "ringbuf" => text.to_owned(),
+            _ => {
+                self.problem(
+                    "chardev-of-host",
+                    format!("-{name} {text} belongs to this host"),
+                    "start the guest with a socket or a file in its place",
+                );
+                return None;
+            }
+        };
+        Some(Given::new(name, new))
+    }
+}

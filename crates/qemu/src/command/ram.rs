@@ -1,0 +1,151 @@
+//! Memory: what it is made of may change, its blocks' names may not.
+//!
+//! Both sides know a block by its name. The machine's default memory is called what the machine
+//! calls it (`pc.ram`), a memory object's is its id (or, in machine types of before 4.0, its path
+//! `/objects/ID`): an object of that id in place of the default memory is the same block.
+
+use super::{Build, RamPlan};
+use crate::cmdline::Given;
+use crate::options::Value;
+
+/// Objects that can go along.
+const OBJECTS: &[&str] = &[
+    "iothread",
+    "main-loop",
+    "throttle-group",
+    "can-bus",
+    "rng-random",
+    "rng-builtin",
+    "rng-egd",
+    "secret",
+    "secret_keyring",
+    "tls-creds-x509",
+    "tls-creds-psk",
+    "tls-creds-anon",
+    "tls-cipher-suites",
+    "authz-simple",
+    "authz-list",
+    "authz-list-file",
+    "authz-pam",
+    "filter-buffer",
+    "filter-dump",
+    "filter-mirror",
+    "filter-redirector",
+    "filter-replay",
+    "filter-rewriter",
+    "thread-context",
+    "cryptodev-backend-builtin",
+    "acpi-generic-initiator",
+];
+
+impl Build<'_> {
+    /// `-object`.
+    pub(super) fn object(&mut self, option: &Given) -> Option<Given> {
+        let mut value = option.parsed();
+        let kind = value.get("qom-type").unwrap_or_default();
+        let id = value.get("id").unwrap_or_default();
+        if kind.starts_with("memory-backend-") {
+            self.memory_object(&kind, &id, &mut value);
+            return Some(Given::new("object", value.to_string()));
+        }
+        if !OBJECTS.contains(&kind.as_str()) && !self.rules.allows(&format!("object:{kind}")) {
+            self.problem(
+                "object-refused",
+                format!("object {id} ({kind}) may belong to this host or keep state outside QEMU"),
+                format!("start the guest without it, or allow it by name (object:{kind})"),
+            );
+        }
+        Some(self.with_paths(option))
+    }
+
+    fn memory_object(&mut self, kind: &str, id: &str, value: &mut Value) {
+        if value.get("pmem").as_deref() == Some("on") || kind == "memory-backend-epc" {
+            self.problem(
+                "memory-persistent",
+                format!("memory {id} is persistent or an enclave's"),
+                "such memory cannot be moved",
+            );
+            return;
+        }
+        let target = match self.rules.ram {
+            RamPlan::SameAsSource => {
+                if kind == "memory-backend-file" {
+                    let path = value.get("mem-path").unwrap_or_default();
+                    let here = self.path_here(&path);
+                    value.set("mem-path", &here);
+                }
+                return;
+            }
+            RamPlan::Memfd { .. } => "memory-backend-memfd",
+            RamPlan::Anonymous => "memory-backend-ram",
+        };
+        // Size and what the guest can notice stay; where it comes from does not.
+        for key in [
+            "mem-path",
+            "align",
+            "discard-data",
+            "readonly",
+            "rom",
+            "offset",
+            "host-nodes",
+            "policy",
+            "hugetlb",
+            "hugetlbsize",
+            "seal",
+            "share",
+            "x-use-canonical-path-for-ramblock-id",
+            "prealloc-context",
+        ] {
+            value.remove(key);
+        }
+        value.set("qom-type", target);
+        self.fill(id, value);
+    }
+
+    /// What the plan adds to a memory object.
+    fn fill(&self, id: &str, value: &mut Value) {
+        if let RamPlan::Memfd { hugepage_bytes } = self.rules.ram {
+            value.set_json("share", true.into());
+            if let Some(size) = hugepage_bytes {
+                value.set_json("hugetlb", true.into());
+                value.set_json("hugetlbsize", size.into());
+            }
+        }
+        let path = format!("/objects/{id}");
+        let canonical = self.vm.memory.blocks.iter().any(|block| block.name == path);
+        value.set_json("x-use-canonical-path-for-ramblock-id", canonical.into());
+    }
+
+    /// Puts an object in place of the machine's default memory, where the plan wants one.
+    pub(super) fn memory(&mut self) {
+        if !matches!(self.rules.ram, RamPlan::Memfd { .. }) || self.has_objects() {
+            return;
+        }
+        let Some(id) = self.vm.memory.default_block.clone() else { return };
+        let mut value = Value::parse("memory-backend-memfd", Some("qom-type"));
+        value.set("id", &id);
+        value.set("size", &format!("{}b", self.vm.memory.base_bytes));
+        self.fill(&id, &mut value);
+        if let Some(machine) = self.out.iter_mut().find(|option| option.name == "machine") {
+            let mut of_machine = machine.parsed();
+            // What -machine says of the default memory is said of the object instead.
+            for (key, of_object) in [("mem-merge", "merge"), ("dump-guest-core", "dump")] {
+                if let Some(given) = of_machine.get(key) {
+                    value.set(of_object, &given);
+                }
+            }
+            of_machine.set("memory-backend", &id);
+            machine.value = Some(of_machine.to_string());
+        }
+        self.out.insert(0, Given::new("object", value.to_string()));
+    }
+
+    /// Whether the machine's memory is given by objects already.
+    fn has_objects(&self) -> bool {
+        self.vm.options.iter().any(|option| match option.name.as_str() {
+            "machine" => option.parsed().get("memory-backend").is_some(),
+            "numa" => option.value.as_deref().is_some_and(|text| text.contains("memdev=")),
+            _ => false,
+        })
+    }
+}

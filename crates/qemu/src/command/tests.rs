@@ -1,0 +1,221 @@
+use super::*;
+use crate::describe::{Disk, Machine, Memory, MemoryBlock, Program, SCHEMA};
+use crate::tree::DeviceTree;
+
+fn vm(arguments: &str) -> VmDescription {
+    let words: Vec<String> = arguments.split_whitespace().map(str::to_owned).collect();
+    VmDescription {
+        schema: SCHEMA,
+        name: None,
+        uuid: None,
+        program: Program {
+            binary: "/usr/bin/qemu".into(),
+            version: "7.2.0".to_owned(),
+            working_dir: "/".into(),
+        },
+        machine: Machine {
+            machine_type: "pc-q35-7.2".to_owned(),
+            accelerator: "tcg".to_owned(),
+            cpu_type: "max-x86_64-cpu".to_owned(),
+            cpu_option: None,
+            cpus: 1,
+        },
+        memory: Memory {
+            base_bytes: 256 << 20,
+            plugged_bytes: 0,
+            default_block: Some("pc.ram".to_owned()),
+            blocks: vec![MemoryBlock { name: "pc.ram".to_owned(), page_size_bytes: 4096 }],
+        },
+        disks: Vec::new(),
+        networks: Vec::new(),
+        chardevs: Vec::new(),
+        devices: DeviceTree::default(),
+        options: cmdline::parse(&words),
+        problems: Vec::new(),
+    }
+}
+
+fn rules() -> HostRules {
+    HostRules { ram: RamPlan::SameAsSource, ..HostRules::new("/usr/bin/qemu", "/run/vm") }
+}
+
+/// The arguments between the program and what is always added.
+fn built(arguments: &str, rules: &HostRules) -> String {
+    let built = build(&vm(arguments), rules).unwrap();
+    let words: Vec<String> = built.argv.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+    let text = words[1..].join(" ");
+    let end = text.find(" -chardev socket,id=whimbrel-qmp").unwrap_or_else(|| panic!("{text}"));
+    text[..end].to_owned()
+}
+
+fn codes(arguments: &str, rules: &HostRules) -> Vec<String> {
+    let error = build(&vm(arguments), rules).unwrap_err();
+    error.problems.into_iter().map(|problem| problem.code).collect()
+}
+
+#[test]
+fn what_is_always_added() {
+    let built = build(&vm("-display none"), &rules()).unwrap();
+    let words: Vec<&str> = built.argv.iter().filter_map(|word| word.to_str()).collect();
+    assert_eq!(
+        words,
+        [
+            "/usr/bin/qemu",
+            "-display",
+            "none",
+            "-chardev",
+            "socket,id=whimbrel-qmp,path=/run/vm/whimbrel-qmp.sock,server=on,wait=off",
+            "-mon",
+            "chardev=whimbrel-qmp,mode=control",
+            "-S",
+            "-incoming",
+            "defer"
+        ]
+    );
+    // Our monitor of the last time does not come along.
+    let again = "-display none -chardev socket,id=whimbrel-qmp,path=/x,server=on -mon chardev=whimbrel-qmp,mode=control";
+    assert_eq!(build(&vm(again), &rules()).unwrap(), built);
+}
+
+#[test]
+fn sockets_files_and_terminals() {
+    for (there, here) in [
+        ("-qmp unix:/tmp/q.sock,server,nowait", "-qmp unix:/run/vm/q.sock,server=on,wait=off"),
+        ("-monitor unix:/a/m,server=on,wait=off", "-monitor unix:/run/vm/m,server=on,wait=off"),
+        ("-serial file:/log/serial", "-serial file:/run/vm/serial"),
+        ("-serial unix:/there/peer", "-serial unix:/there/peer"),
+        ("-serial null", "-serial null"),
+        ("-serial stdio -monitor none", "-serial file:/run/vm/serial0.log -monitor none"),
+        ("-serial mon:stdio", "-monitor none -serial file:/run/vm/serial0.log"),
+        ("-monitor stdio", "-monitor none"),
+        (
+            "-chardev socket,id=c,path=/x/s,server=on,wait=off -serial chardev:c",
+            "-chardev backend=socket,id=c,path=/run/vm/s,server=on,wait=off -serial chardev:c",
+        ),
+        ("-chardev file,id=c,path=/x/log", "-chardev backend=file,id=c,path=/run/vm/log"),
+        ("-chardev stdio,id=c,mux=on", "-chardev backend=file,id=c,mux=on,path=/run/vm/c.log"),
+        ("-vnc unix:/x/vnc", "-vnc unix:/run/vm/vnc"),
+        ("-vnc :3,password=on", "-vnc :3,password=on"),
+        // Equal names do not collide.
+        ("-serial file:/a/log -serial file:/b/log", "-serial file:/run/vm/log -serial file:/run/vm/log.2"),
+    ] {
+        assert_eq!(built(&format!("{there} -display none"), &rules()), format!("{here} -display none"));
+    }
+    let keep = HostRules { keep_log_files: true, ..rules() };
+    assert_eq!(
+        built("-serial file:/log/serial -display none", &keep),
+        "-serial file:/log/serial -display none"
+    );
+    assert_eq!(built("-nographic", &rules()), "-nographic -serial file:/run/vm/serial0.log -monitor none");
+    assert_eq!(built("-display gtk", &rules()), "-display none");
+    assert_eq!(codes("-serial /dev/ttyS0", &rules()), ["chardev-of-host"]);
+    assert_eq!(codes("-chardev tty,id=a,path=/dev/ttyS0", &rules()), ["chardev-of-host"]);
+}
+
+#[test]
+fn networks() {
+    let rules = HostRules {
+        tap: [("tap0", "tap7"), ("net1", "tap8"), ("br0", "br5")]
+            .map(|(from, to)| (from.to_owned(), to.to_owned()))
+            .into(),
+        ..rules()
+    };
+    for (there, here) in [
+        ("tap,id=net0,ifname=tap0,script=no", "type=tap,id=net0,ifname=tap7,script=no"),
+        ("tap,id=net9,ifname=tap9,script=no", "type=tap,id=net9,ifname=tap9,script=no"),
+        (
+            "tap,id=net1,fds=3:4,vhostfds=5:6",
+            "type=tap,id=net1,script=no,downscript=no,queues=2,vhost=on,ifname=tap8",
+        ),
+        ("bridge,id=n,br=br0", "type=bridge,id=n,br=br5"),
+        ("user,id=n,hostfwd=tcp::1-:2", "type=user,id=n,hostfwd=tcp::1-:2"),
+    ] {
+        assert_eq!(
+            built(&format!("-netdev {there} -display none"), &rules),
+            format!("-netdev {here} -display none")
+        );
+    }
+    assert_eq!(codes("-netdev tap,id=other,fd=3", &rules), ["tap-descriptor"]);
+    assert_eq!(codes("-netdev socket,id=other,fd=3", &rules), ["network-descriptor"]);
+}
+
+#[test]
+fn directories_of_disks() {
+    let dirs = [("/vm", "/mnt"), ("/vm/fast", "/ssd")];
+    let rules = HostRules { disk_dirs: dirs.map(|(from, to)| (from.into(), to.into())).to_vec(), ..rules() };
+    assert_eq!(
+        built(
+            "-drive file=/vm/a.img -blockdev driver=file,node-name=n,filename=/vm/fast/b -kernel /vm/k -display none",
+            &rules
+        ),
+        "-drive file=/mnt/a.img -blockdev driver=file,node-name=n,filename=/ssd/b -kernel /mnt/k -display none"
+    );
+    let mut vm = vm("-drive file=/vm/a.img");
+    vm.disks.push(Disk {
+        name: "d".to_owned(),
+        device: None,
+        file: Some("/vm/a.img".to_owned()),
+        format: Some("qcow2".to_owned()),
+        backing_files: vec!["/vm/base".to_owned()],
+        read_only: false,
+        direct: false,
+        removable: false,
+    });
+    let error = build(&vm, &rules).unwrap_err();
+    assert_eq!(error.problems[0].code, "disk-backing-moved");
+}
+
+#[test]
+fn memory_keeps_its_names() {
+    let memfd = HostRules { ram: RamPlan::Memfd { hugepage_bytes: None }, ..rules() };
+    let off = "x-use-canonical-path-for-ramblock-id=off";
+    assert_eq!(
+        built("-machine pc-q35-7.2,mem-merge=off -display none", &memfd),
+        format!(
+            "-object qom-type=memory-backend-memfd,id=pc.ram,size=268435456b,share=on,{off},merge=off -machine type=pc-q35-7.2,mem-merge=off,memory-backend=pc.ram -display none"
+        )
+    );
+    let numa = "-machine pc-q35-7.2 -object memory-backend-file,id=r0,size=1G,mem-path=/dev/shm/x,share=on -numa node,memdev=r0 -display none";
+    assert_eq!(
+        built(numa, &memfd),
+        format!(
+            "-machine pc-q35-7.2 -object qom-type=memory-backend-memfd,id=r0,size=1G,share=on,{off} -numa node,memdev=r0 -display none"
+        )
+    );
+    let huge = HostRules { ram: RamPlan::Memfd { hugepage_bytes: Some(2 << 20) }, ..rules() };
+    assert!(built(numa, &huge).contains("share=on,hugetlb=on,hugetlbsize=2097152,"));
+    let anonymous = HostRules { ram: RamPlan::Anonymous, ..rules() };
+    assert!(
+        built(numa, &anonymous).contains(&format!("-object qom-type=memory-backend-ram,id=r0,size=1G,{off}"))
+    );
+    assert_eq!(built("-machine pc-q35-7.2 -display none", &anonymous), "-machine pc-q35-7.2 -display none");
+    assert_eq!(
+        codes("-object memory-backend-file,id=r,size=1G,mem-path=/x,pmem=on", &memfd),
+        ["memory-persistent"]
+    );
+}
+
+#[test]
+fn what_is_not_known_is_refused_unless_allowed() {
+    assert_eq!(codes("-frobnicate 3", &rules()), ["option-unknown"]);
+    assert_eq!(
+        codes("-snapshot -readconfig x -object sev-guest,id=s", &rules()),
+        ["option-refused", "option-refused", "object-refused"]
+    );
+    assert_eq!(codes("-machine q35,confidential-guest-support=s", &rules()), ["guest-encrypted"]);
+    let allow = HostRules { allow_options: vec!["frobnicate".to_owned(), "object:x".to_owned()], ..rules() };
+    assert_eq!(
+        built("-frobnicate 3 -object x,id=1 -display none", &allow),
+        "-frobnicate 3 -object x,id=1 -display none"
+    );
+    assert_eq!(
+        built("-S -daemonize -pidfile x -D y -incoming defer -display none", &rules()),
+        "-display none"
+    );
+    let long = HostRules { run_dir: "/run/".to_owned().repeat(30).into(), ..rules() };
+    assert_eq!(codes("-display none", &long), ["run-dir-too-long"]);
+    let mut vm = vm("");
+    vm.problems.push(Problem::new("x", "it is so", "do something"));
+    let error = build(&vm, &rules()).unwrap_err();
+    assert_eq!(error.to_string(), "the guest cannot be started on the destination: it is so; do something");
+}

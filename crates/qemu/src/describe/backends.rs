@@ -1,0 +1,243 @@
+//! Network back ends, character devices and objects that came or went after the start.
+
+use std::collections::BTreeSet;
+
+use serde_json::Value as Json;
+
+use super::Problem;
+use super::live::{self, Chardev, Live, Net};
+use crate::cmdline::Given;
+use crate::qmp::{Qmp, QmpError};
+
+/// Character devices that come from other options (`-serial`, `-qmp`) or from QEMU itself.
+const OF_OTHER_OPTIONS: &[&str] =
+    &["serial", "parallel", "compat_monitor", "debugcon", "gdb", "virtcon", "sclp", "seabios", "vdagent"];
+
+/// Objects that can be described from their properties.
+const OBJECTS: &[&str] = &[
+    "iothread",
+    "main-loop",
+    "memory-backend-ram",
+    "memory-backend-file",
+    "memory-backend-memfd",
+    "rng-random",
+    "rng-builtin",
+    "throttle-group",
+    "can-bus",
+];
+
+/// Drops what is gone, adds what came.
+pub(super) fn refresh(
+    qmp: &mut Qmp,
+    options: &mut Vec<Given>,
+    live: &Live,
+    problems: &mut Vec<Problem>,
+) -> Result<(), QmpError> {
+    let ids = |options: &[Given], name: &str| -> BTreeSet<String> {
+        options
+            .iter()
+            .filter(|option| option.name == name)
+            .filter_map(|option| option.parsed().get("id"))
+            .collect()
+    };
+    let is_there = |option: &Given| {
+        let Some(id) = option.parsed().get("id") else { return true };
+        match option.name.as_str() {
+            "netdev" => {
+                live.nets.iter().any(|net| net.id == id)
+                    || option.parsed().get("type").as_deref() == Some("hubport")
+            }
+            "chardev" => live.chardevs.iter().any(|chardev| chardev.label == id),
+            "object" => live.objects.iter().any(|object| object.id == id),
+            _ => true,
+        }
+    };
+    options.retain(is_there);
+
+    let netdevs = ids(options, "netdev");
+    let nics: Vec<Given> = options.iter().filter(|o| o.name == "nic" || o.name == "net").cloned().collect();
+    for net in &live.nets {
+        let of_nic = nics.iter().any(|nic| nic.parsed().get("id").is_some_and(|id| id == net.id));
+        // A name that QEMU made up belongs to -nic, -net or the default card.
+        if netdevs.contains(&net.id) || net.id.starts_with('#') || of_nic {
+            continue;
+        }
+        match netdev(net, &live.usernet) {
+            Some(option) => options.push(option),
+            None => problems.push(Problem::new(
+                "network-unclear",
+                format!("network {} ({}) was added after the start, and QEMU does not tell all about it", net.id, net.kind),
+                "give it with -netdev when the guest is started next, or unplug its card and remove it (netdev_del)",
+            )),
+        }
+    }
+
+    let chardevs = ids(options, "chardev");
+    for chardev in &live.chardevs {
+        let label = chardev.label.as_str();
+        let other = OF_OTHER_OPTIONS.iter().any(|start| label.starts_with(start));
+        if chardevs.contains(label) || other || label.ends_with("-base") {
+            continue;
+        }
+        match chardev_option(chardev) {
+            Some(option) => options.push(option),
+            None => problems.push(Problem::new(
+                "chardev-unclear",
+                format!("character device {label} ({}) was added after the start, and QEMU does not tell all about it", chardev.filename),
+                "give it with -chardev when the guest is started next, or remove it (chardev-remove)",
+            )),
+        }
+    }
+
+    let objects = ids(options, "object");
+    for object in &live.objects {
+        let default_ram =
+            live.default_ram_id.as_ref() == Some(&object.id) || object.id.starts_with("ram-node");
+        if objects.contains(&object.id) || default_ram {
+            continue;
+        }
+        if !OBJECTS.contains(&object.kind.as_str()) {
+            problems.push(Problem::new(
+                "object-unclear",
+                format!(
+                    "object {} ({}) was added after the start, and QEMU does not tell all about it",
+                    object.id, object.kind
+                ),
+                "give it with -object when the guest is started next, or remove it (object-del)",
+            ));
+            continue;
+        }
+        let mut map = live::object_properties(qmp, object)?;
+        map.insert("qom-type".to_owned(), object.kind.clone().into());
+        map.insert("id".to_owned(), object.id.clone().into());
+        options.push(Given::new("object", Json::Object(map).to_string()));
+    }
+    Ok(())
+}
+
+/// The `-netdev` that makes a back end, where `info network` tells enough.
+fn netdev(net: &Net, usernet: &str) -> Option<Given> {
+    let detail = |key: &str| {
+        net.details
+            .split(',')
+            .find_map(|part| part.trim().strip_prefix(key)?.strip_prefix('='))
+            .map(str::to_owned)
+    };
+    let id = net.id.replace(',', ",,");
+    match net.kind.as_str() {
+        "user" => {
+            let mut text = format!("type=user,id={id}");
+            if let Some(network) = detail("net").filter(|network| network != "10.0.2.0") {
+                text.push_str(&format!(",net={network}/24"));
+            }
+            if detail("restrict").is_some_and(|restrict| restrict == "on" || restrict == "yes") {
+                text.push_str(",restrict=on");
+            }
+            for forward in forwards(usernet, &net.id) {
+                text.push_str(&format!(",hostfwd={forward}"));
+            }
+            Some(Given::new("netdev", text))
+        }
+        "tap" => {
+            let ifname = detail("ifname")?;
+            let mut text = format!("type=tap,id={id},ifname={ifname}");
+            for key in ["script", "downscript"] {
+                if let Some(script) = detail(key) {
+                    text.push_str(&format!(",{key}={script}"));
+                }
+            }
+            Some(Given::new("netdev", text))
+        }
+        _ => None,
+    }
+}
+
+/// Ports forwarded to the guest, from `info usernet`:
+/// `  TCP[HOST_FORWARD]  11       127.0.0.1  5599       10.0.2.15    22     0     0`.
+fn forwards(usernet: &str, id: &str) -> Vec<String> {
+    let mut ours = false;
+    let mut found = Vec::new();
+    for line in usernet.lines() {
+        if line.trim_start().starts_with("Hub ") {
+            ours = line.contains(&format!("({id})"));
+        } else if ours && line.contains("[HOST_FORWARD]") {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            if let [protocol, _, from, from_port, to, to_port, ..] = words.as_slice() {
+                let protocol = protocol.split('[').next().unwrap_or("tcp").to_lowercase();
+                let from = if *from == "*" { "" } else { from };
+                found.push(format!("{protocol}:{from}:{from_port}-{to}:{to_port}"));
+            }
+        }
+    }
+    found
+}
+
+/// The `-chardev` that makes a character device, where its name tells enough.
+fn chardev_option(chardev: &Chardev) -> Option<Given> {
+    let id = chardev.label.replace(',', ",,");
+    let name = chardev.filename.strip_prefix("disconnected:").unwrap_or(&chardev.filename);
+    let (kind, rest) = name.split_once(':').unwrap_or((name, ""));
+    let server = rest.contains(",server=on");
+    let address = rest.split([',', ' ']).next().unwrap_or_default();
+    let text = match kind {
+        "null" | "ringbuf" => format!("backend={kind},id={id}"),
+        "pty" => format!("backend=pty,id={id}"),
+        "unix" if server => format!("backend=socket,id={id},path={address},server=on,wait=off"),
+        "unix" => format!("backend=socket,id={id},path={address}"),
+        "tcp" if server => {
+            let (host, port) = address.rsplit_once(':')?;
+            format!("backend=socket,id={id},host={host},port={port},server=on,wait=off")
+        }
+        _ => return None,
+    };
+    Some(Given::new("chardev", text))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn back_ends_become_options() {
+        let net = |kind: &str, details: &str| Net {
+            id: "n".to_owned(),
+            kind: kind.to_owned(),
+            details: details.to_owned(),
+        };
+        let usernet = "Hub 0 (#net185):\n  TCP[HOST_FORWARD]  9 127.0.0.1  1 10.0.2.15 1 0 0\nHub -1 (n):
+  Protocol[State]    FD  Source Address  Port   Dest. Address  Port RecvQ SendQ
+  TCP[HOST_FORWARD]  11       127.0.0.1  5599       10.0.2.15    22     0     0
+  UDP[HOST_FORWARD]  12               *  53         10.0.2.15    53     0     0\n";
+        assert_eq!(
+            netdev(&net("user", "index=0,type=user,net=10.0.2.0,restrict=off"), usernet),
+            Some(Given::new(
+                "netdev",
+                "type=user,id=n,hostfwd=tcp:127.0.0.1:5599-10.0.2.15:22,hostfwd=udp::53-10.0.2.15:53"
+            ))
+        );
+        assert_eq!(
+            netdev(&net("tap", "index=0,type=tap,ifname=tap3,script=no,downscript=no"), ""),
+            Some(Given::new("netdev", "type=tap,id=n,ifname=tap3,script=no,downscript=no"))
+        );
+        assert_eq!(netdev(&net("tap", "index=0,type=tap,fd=20"), ""), None);
+        assert_eq!(netdev(&net("vde", ""), ""), None);
+    }
+
+    #[test]
+    fn character_devices_become_options() {
+        let option = |filename: &str| {
+            chardev_option(&Chardev { label: "c".to_owned(), filename: filename.to_owned() })
+                .and_then(|given| given.value)
+        };
+        assert_eq!(option("null").as_deref(), Some("backend=null,id=c"));
+        assert_eq!(
+            option("disconnected:unix:/run/a,server=on").as_deref(),
+            Some("backend=socket,id=c,path=/run/a,server=on,wait=off")
+        );
+        assert_eq!(
+            option("tcp:127.0.0.1:5,server=on <-> 127.0.0.1:9").as_deref(),
+            Some("backend=socket,id=c,host=127.0.0.1,port=5,server=on,wait=off")
+        );
+        assert_eq!(option("file"), None);
+    }
+}

@@ -1,0 +1,343 @@
+//! Disks: what the block graph is now.
+//!
+//! A drive keeps its `-drive` with its way of caching and I/O, and gets the name of the present top
+//! image (after a snapshot, the overlay). Nodes of `-blockdev` are kept where they are still there,
+//! dropped where they are not; nodes that came later are described from the graph. Nodes that QEMU
+//! named itself (`#block123`) cannot be named so again and get a name of ours.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use serde_json::{Map, Value as Json, json};
+
+use super::live::{Backend, Live, LiveDevice, Node};
+use super::{Disk, Problem, absolute};
+use crate::cmdline::Given;
+use crate::options::Value;
+
+/// Drivers that a name of a file or one child describes fully.
+const FILES: &[&str] = &["file", "host_device", "host_cdrom"];
+const FORMATS: &[&str] =
+    &["raw", "qcow2", "qed", "vdi", "vhdx", "vmdk", "vpc", "copy-on-read", "preallocate"];
+
+/// The names that nodes have on the other side.
+#[derive(Debug, Default)]
+pub(super) struct Names {
+    renamed: BTreeMap<String, String>,
+}
+
+impl Names {
+    /// What a device's `drive` is there; `None` when it has none.
+    pub(super) fn drive_of(&self, device: &LiveDevice, live: &Live) -> Option<String> {
+        let below = format!("{}/", device.path);
+        let backend = live.backends.iter().find(|backend| {
+            backend.device.as_ref().is_some_and(|path| {
+                *path == device.path || path.starts_with(&below) || device.id.as_ref() == Some(path)
+            })
+        })?;
+        if !backend.name.is_empty() {
+            return Some(backend.name.clone());
+        }
+        backend.root.as_ref().map(|root| self.renamed.get(root).unwrap_or(root).clone())
+    }
+}
+
+/// Puts the short options (`-hda`, `-cdrom`, …) as `-drive`.
+pub(super) fn normalise(options: &mut [Given]) {
+    for option in options {
+        let place = match option.name.as_str() {
+            "hda" => "index=0,media=disk",
+            "hdb" => "index=1,media=disk",
+            "hdc" => "index=2,media=disk",
+            "hdd" => "index=3,media=disk",
+            "cdrom" => "index=2,media=cdrom",
+            "fda" => "if=floppy,index=0",
+            "fdb" => "if=floppy,index=1",
+            "sd" => "if=sd",
+            "mtdblock" => "if=mtd",
+            "pflash" => "if=pflash",
+            _ => continue,
+        };
+        let file = option.value.take().unwrap_or_default().replace(',', ",,");
+        *option = Given::new("drive", format!("{place},file={file}"));
+    }
+}
+
+/// A disk for people.
+pub(super) fn disk(backend: &Backend, live: &Live) -> Disk {
+    let chain = backend.root.as_ref().map(|root| live.chain(root)).unwrap_or_default();
+    let top = chain.first();
+    let file = top.map(|node| node.file.clone());
+    let mut below: Vec<String> = chain.iter().map(|node| node.file.clone()).collect();
+    below.dedup();
+    Disk {
+        name: if backend.name.is_empty() {
+            backend.root.clone().unwrap_or_default()
+        } else {
+            backend.name.clone()
+        },
+        device: backend.device.clone(),
+        backing_files: below.into_iter().skip(1).collect(),
+        file,
+        format: top.map(|node| node.driver.clone()),
+        read_only: top.is_some_and(|node| node.read_only),
+        direct: top.is_some_and(|node| node.cache.direct),
+        removable: backend.removable,
+    }
+}
+
+/// Brings `-drive` and `-blockdev` to what is there now.
+pub(super) fn refresh(
+    options: &mut Vec<Given>,
+    live: &Live,
+    working_dir: &Path,
+    problems: &mut Vec<Problem>,
+) -> Names {
+    let mut work = Work { live, working_dir, problems, names: Names::default(), declared: BTreeSet::new() };
+    work.names.rename(live);
+    let mut of_drives = BTreeSet::new();
+    let mut used = BTreeSet::new();
+    let mut kept = Vec::new();
+    for option in std::mem::take(options) {
+        match option.name.as_str() {
+            "drive" => {
+                let Some(backend) = work.backend_of(&option.parsed(), &used) else {
+                    continue;
+                };
+                used.insert(backend.name.clone());
+                if let Some(root) = &backend.root {
+                    of_drives.extend(work.below(root));
+                }
+                kept.extend(work.drive(option, backend));
+            }
+            "blockdev" => kept.extend(work.blockdev(option)),
+            _ => kept.push(option),
+        }
+    }
+    // Nodes that came later: first everything that has a name, then what devices use directly.
+    let roots = live.backends.iter().filter(|b| b.name.is_empty()).filter_map(|b| b.root.as_ref());
+    let named = live.nodes.keys().filter(|name| !name.starts_with('#'));
+    let mut added = Vec::new();
+    for name in named.chain(roots) {
+        if !of_drives.contains(name) {
+            work.declare(name, &mut added);
+        }
+    }
+    *options = kept;
+    options.extend(added);
+    work.names
+}
+
+impl Names {
+    fn rename(&mut self, live: &Live) {
+        let roots = live.backends.iter().filter(|b| b.name.is_empty()).filter_map(|b| b.root.as_ref());
+        for root in roots.filter(|root| root.starts_with('#')) {
+            let mut number = self.renamed.len();
+            while live.nodes.contains_key(&format!("whimbrel-node{number}")) {
+                number += 1;
+            }
+            self.renamed.entry(root.clone()).or_insert(format!("whimbrel-node{number}"));
+        }
+    }
+}
+
+struct Work<'a> {
+    live: &'a Live,
+    working_dir: &'a Path,
+    problems: &'a mut Vec<Problem>,
+    names: Names,
+    declared: BTreeSet<String>,
+}
+
+impl<'a> Work<'a> {
+    /// The drive that a `-drive` made: by its id, or else by the interface and the image that still
+    /// is its top or below it.
+    fn backend_of(&self, value: &Value, used: &BTreeSet<String>) -> Option<&'a Backend> {
+        if let Some(id) = value.get("id") {
+            return self.live.backends.iter().find(|backend| backend.name == id);
+        }
+        let interface = value.get("if");
+        let interface = interface.as_deref().unwrap_or("");
+        let medium = match value.get("media").as_deref() {
+            Some("cdrom") => "-cd",
+            _ => "-hd",
+        };
+        let fits = |backend: &&Backend| {
+            let rest = if interface.is_empty() {
+                // The machine's own default.
+                backend
+                    .name
+                    .strip_prefix("ide")
+                    .or_else(|| backend.name.strip_prefix("scsi"))
+                    .or_else(|| backend.name.strip_prefix("virtio"))
+                    .or_else(|| backend.name.strip_prefix("sd"))
+            } else {
+                backend.name.strip_prefix(interface)
+            };
+            rest.is_some_and(|rest| {
+                let number_only = !rest.is_empty() && rest.bytes().all(|byte| byte.is_ascii_digit());
+                number_only || rest.contains(medium)
+            }) && !used.contains(&backend.name)
+        };
+        let mut candidates: Vec<&Backend> = self.live.backends.iter().filter(fits).collect();
+        candidates.sort_by_key(|backend| (backend.name.len(), backend.name.clone()));
+        let file = self.file_of(value);
+        let has_file = |backend: &&&Backend| {
+            backend.root.as_ref().is_some_and(|root| {
+                let below = self.below(root);
+                below.iter().any(|name| {
+                    self.live.nodes.get(name).is_some_and(|node| Some(self.absolute(&node.file)) == file)
+                })
+            })
+        };
+        candidates
+            .iter()
+            .find(has_file)
+            .or_else(|| candidates.iter().find(|backend| backend.root.is_none() || backend.removable))
+            .or_else(|| candidates.first())
+            .copied()
+    }
+
+    fn file_of(&self, value: &Value) -> Option<String> {
+        value.get("file").or_else(|| value.get("file.filename")).map(|file| self.absolute(&file))
+    }
+
+    fn absolute(&self, file: &str) -> String {
+        absolute(file, self.working_dir)
+    }
+
+    /// All nodes below a node, itself included.
+    fn below(&self, top: &str) -> BTreeSet<String> {
+        let mut found = BTreeSet::new();
+        let mut open = vec![top.to_owned()];
+        while let Some(name) = open.pop() {
+            if let Some(node) = self.live.nodes.get(&name)
+                && found.insert(name)
+            {
+                open.extend(node.children.values().cloned());
+            }
+        }
+        found
+    }
+
+    fn drive(&mut self, mut option: Given, backend: &Backend) -> Option<Given> {
+        let mut value = option.parsed();
+        let Some(root) = backend.root.as_ref().and_then(|root| self.live.nodes.get(root)) else {
+            // Ejected.
+            for key in ["file", "format", "driver", "read-only", "readonly"] {
+                value.remove(key);
+            }
+            option.value = Some(value.to_string());
+            return Some(option);
+        };
+        let present = self.absolute(&root.file);
+        if self.file_of(&value).as_ref() != Some(&present) {
+            if FILES.contains(&root.driver.as_str()) || FORMATS.contains(&root.driver.as_str()) {
+                let (file, format) = if value.get("file").is_some() {
+                    ("file", "format")
+                } else {
+                    ("file.filename", "driver")
+                };
+                let format = if value.get("driver").is_some() { "driver" } else { format };
+                let file = if value.get("file.filename").is_some() { "file.filename" } else { file };
+                value.set(if file == "file.filename" { file } else { "file" }, &present);
+                value.set(format, if FILES.contains(&root.driver.as_str()) { "raw" } else { &root.driver });
+                // What was said about the old image's own backing files is in the new one's header.
+                value.remove("backing");
+                if !root.name.starts_with('#') {
+                    value.set("node-name", &root.name);
+                }
+            } else {
+                self.cannot(root);
+            }
+        }
+        if root.encrypted {
+            self.encrypted(root);
+        }
+        option.value = Some(value.to_string());
+        Some(option)
+    }
+
+    fn blockdev(&mut self, mut option: Given) -> Option<Given> {
+        let mut value = option.parsed();
+        let name = value.get("node-name")?;
+        let node = self.live.nodes.get(&name)?;
+        let given = value.get("read-only").as_deref() == Some("on");
+        if given != node.read_only && value.get("auto-read-only").as_deref() != Some("on") {
+            value.set_json("read-only", node.read_only.into());
+        }
+        self.declared.insert(name);
+        option.value = Some(value.to_string());
+        Some(option)
+    }
+
+    /// Adds the `-blockdev`s that make a node and the named ones below it.
+    fn declare(&mut self, name: &str, added: &mut Vec<Given>) {
+        if !self.declared.insert(name.to_owned()) {
+            return;
+        }
+        let Some(node) = self.live.nodes.get(name) else { return };
+        let mut map = self.node(node, added);
+        let there = self.names.renamed.get(name).map_or(name, String::as_str);
+        map.insert("node-name".to_owned(), there.into());
+        added.push(Given::new("blockdev", Json::Object(map).to_string()));
+    }
+
+    fn node(&mut self, node: &Node, added: &mut Vec<Given>) -> Map<String, Json> {
+        let mut map = Map::new();
+        if let Some(Ok(Json::Object(described))) = node.file.strip_prefix("json:").map(serde_json::from_str) {
+            map = described;
+        }
+        map.insert("driver".to_owned(), node.driver.clone().into());
+        map.insert("read-only".to_owned(), node.read_only.into());
+        map.insert(
+            "cache".to_owned(),
+            json!({ "direct": node.cache.direct, "no-flush": node.cache.no_flush }),
+        );
+        if !node.detect_zeroes.is_empty() && node.detect_zeroes != "off" {
+            map.insert("detect-zeroes".to_owned(), node.detect_zeroes.clone().into());
+        }
+        if node.encrypted {
+            self.encrypted(node);
+        }
+        let is_file = FILES.contains(&node.driver.as_str());
+        if is_file {
+            map.entry("filename").or_insert_with(|| absolute(&node.file, self.working_dir).into());
+        } else if !FORMATS.contains(&node.driver.as_str()) {
+            self.cannot(node);
+        }
+        for (role, child) in &node.children {
+            let described = if self.declared.contains(child) || !child.starts_with('#') {
+                self.declare(child, added);
+                self.names.renamed.get(child).unwrap_or(child).clone().into()
+            } else if let Some(child) = self.live.nodes.get(child) {
+                Json::Object(self.node(child, added))
+            } else {
+                continue;
+            };
+            map.insert(role.clone(), described);
+        }
+        map
+    }
+
+    fn cannot(&mut self, node: &Node) {
+        self.problems.push(Problem::new(
+            "disk-unclear",
+            format!(
+                "block node {} was added after the start, and QEMU does not tell all about its driver {}",
+                node.name, node.driver
+            ),
+            "remove it (blockdev-del), or give it with -blockdev when the guest is started next",
+        ));
+    }
+
+    fn encrypted(&mut self, node: &Node) {
+        if node.name.starts_with('#') {
+            self.problems.push(Problem::new(
+                "disk-encrypted",
+                format!("image {} is encrypted, and QEMU does not tell its key", node.file),
+                "give it with -blockdev and a secret object when the guest is started next",
+            ));
+        }
+    }
+}

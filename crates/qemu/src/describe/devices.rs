@@ -1,0 +1,276 @@
+//! Devices: which of those on the command line are still there, where they sit, which came later.
+
+use std::collections::BTreeMap;
+
+use serde_json::Value as Json;
+
+use super::Problem;
+use super::blocks::Names;
+use super::live::{self, Live, LiveDevice};
+use crate::cmdline::Given;
+use crate::options::Value;
+use crate::qmp::{Qmp, QmpError};
+use crate::tree::DeviceTree;
+
+/// Devices that cannot be moved, by the beginning of their type's name.
+const REFUSED: &[(&str, &str)] = &[
+    ("vfio-", "it is a device of the host, which writes to the guest's memory by itself"),
+    ("pci-assign", "it is a device of the host, which writes to the guest's memory by itself"),
+    ("vhost-user-", "its back end is another process, which writes to the guest's memory by itself"),
+    ("vhost-vdpa", "it is a device of the host, which writes to the guest's memory by itself"),
+    ("vhost-scsi", "the kernel's SCSI target writes to the guest's memory by itself"),
+    ("vhost-vsock", "its connections end on this host"),
+    ("virtio-9p", "shared folders keep open files that cannot be moved"),
+    ("ivshmem", "others map its memory"),
+    ("usb-host", "it is a device of this host"),
+    ("usb-mtp", "it keeps open files of this host"),
+    ("scsi-generic", "it passes commands to a device of this host"),
+    ("scsi-block", "it passes commands to a device of this host"),
+    ("tpm-", "the state of a TPM lies outside QEMU"),
+    ("nvdimm", "persistent memory is mapped from a file of the host"),
+    ("virtio-pmem", "persistent memory is mapped from a file of the host"),
+    ("virtio-gpu-gl", "its memory is shared with the host's graphics driver"),
+    ("virtio-vga-gl", "its memory is shared with the host's graphics driver"),
+    ("virtio-gpu-rutabaga", "its memory is shared with the host's graphics driver"),
+    ("virtio-vga-rutabaga", "its memory is shared with the host's graphics driver"),
+    ("virtio-input-host", "it is a device of this host"),
+    ("x-vfio-user", "its back end is another process"),
+];
+
+/// Type names that QEMU takes for others.
+const ALIASES: &[(&str, &str)] = &[("e1000-82540em", "e1000"), ("ich9-ahci", "ahci"), ("lsi", "lsi53c895a")];
+
+impl Live {
+    /// USB ports that QEMU chose by itself stand nowhere but in the tree.
+    pub(super) fn add_usb_ports(&mut self, tree: &DeviceTree) {
+        for device in &mut self.devices {
+            let on_usb = device.bus.as_ref().is_some_and(|(name, path)| {
+                name.contains("usb-bus") || path.contains("usb-bus") || device.driver.starts_with("usb-")
+            });
+            if !on_usb || device.place.contains_key("port") {
+                continue;
+            }
+            let Some(id) = &device.id else { continue };
+            if let Some(found) = tree.devices.iter().find(|found| &found.id == id)
+                && !found.place.is_empty()
+            {
+                device.place.insert("port".to_owned(), found.place.clone().into());
+            }
+        }
+    }
+}
+
+/// Drops devices that were unplugged, fixes the others to where they sit, and returns those that
+/// came later.
+pub(super) fn refresh<'a>(
+    options: &mut Vec<Given>,
+    live: &'a Live,
+    names: &Names,
+    problems: &mut Vec<Problem>,
+) -> Vec<&'a LiveDevice> {
+    let mut taken: Vec<&str> = Vec::new();
+    let expected = expected_without_id(options);
+    let mut kept = Vec::new();
+    for mut option in std::mem::take(options) {
+        if option.name != "device" {
+            kept.push(option);
+            continue;
+        }
+        let mut value = option.parsed();
+        let driver = value.get("driver").unwrap_or_default();
+        let found = match value.get("id") {
+            Some(id) => live.devices.iter().find(|device| {
+                device.id.as_ref() == Some(&id) && !device.hotplugged && same_driver(&driver, &device.driver)
+            }),
+            None => {
+                let cold = || {
+                    let is_it = |device: &&LiveDevice| {
+                        device.id.is_none() && !device.hotplugged && same_driver(&driver, &device.driver)
+                    };
+                    live.devices.iter().filter(is_it)
+                };
+                let wanted = expected
+                    .iter()
+                    .filter(|(name, _)| same_driver(name, &driver) || same_driver(&driver, name));
+                if cold().count() != wanted.map(|(_, count)| count).sum::<usize>() {
+                    problems.push(Problem::new(
+                        "device-unclear",
+                        format!("of several {driver} without an id one was unplugged, and QEMU does not tell which"),
+                        "give devices an id (-device …,id=NAME) when the guest is started next",
+                    ));
+                }
+                cold().find(|device| !taken.contains(&device.path.as_str()))
+            }
+        };
+        let Some(device) = found else { continue };
+        taken.push(&device.path);
+        fix_place(&mut value, device);
+        if value.get("drive").is_some()
+            && let Some(drive) = names.drive_of(device, live)
+        {
+            value.set("drive", &drive);
+        }
+        option.value = Some(value.to_string());
+        kept.push(option);
+    }
+    *options = kept;
+    let mut later: Vec<&LiveDevice> = live
+        .devices
+        .iter()
+        .filter(|device| device.hotplugged && !taken.contains(&device.path.as_str()))
+        .collect();
+    // A device comes after the one whose bus it sits on.
+    later.sort_by_key(|device| depth(device, &live.devices));
+    later
+}
+
+/// How many devices without an id each type should have, from the options alone.
+fn expected_without_id(options: &[Given]) -> BTreeMap<String, usize> {
+    let mut expected: BTreeMap<String, usize> = BTreeMap::new();
+    for option in options {
+        let value = option.parsed();
+        let driver = match option.name.as_str() {
+            "device" if value.get("id").is_none() => value.get("driver"),
+            // QEMU makes a device of its own for these.
+            "drive" if value.get("if").as_deref() == Some("virtio") => Some("virtio-blk-pci".to_owned()),
+            _ => None,
+        };
+        if let Some(driver) = driver {
+            *expected.entry(driver).or_default() += 1;
+        }
+    }
+    expected
+}
+
+fn same_driver(given: &str, live: &str) -> bool {
+    let short = |suffix: &str| live.strip_suffix(suffix) == Some(given);
+    given == live || short("-pci") || short("-device") || ALIASES.contains(&(given, live))
+}
+
+/// Writes down where the device sits, so that QEMU does not choose again: after an unplugging it
+/// would choose otherwise.
+fn fix_place(value: &mut Value, device: &LiveDevice) {
+    for (key, at) in &device.place {
+        if value.get(key).is_none() {
+            value.set_json(key, at.clone());
+        }
+    }
+    if let Some((bus, path)) = &device.bus
+        && device.place.contains_key("addr")
+        && path.contains("/pci")
+        && value.get("bus").is_none()
+    {
+        value.set("bus", bus);
+    }
+}
+
+fn depth(device: &LiveDevice, all: &[LiveDevice]) -> usize {
+    let parent = device
+        .bus
+        .as_ref()
+        .and_then(|(_, path)| all.iter().find(|other| path.starts_with(&format!("{}/", other.path))));
+    parent.map_or(0, |parent| if parent.path == device.path { 0 } else { 1 + depth(parent, all) })
+}
+
+/// The `-device` that makes a device which was plugged later.
+pub(super) fn describe(
+    qmp: &mut Qmp,
+    device: &LiveDevice,
+    live: &Live,
+    names: &mut Names,
+) -> Result<Given, QmpError> {
+    let mut map = live::device_properties(qmp, device)?;
+    map.insert("driver".to_owned(), device.driver.clone().into());
+    if let Some(id) = &device.id {
+        map.insert("id".to_owned(), id.clone().into());
+    }
+    if let Some((bus, _)) = device.bus.as_ref().filter(|(bus, _)| bus != "main-system-bus") {
+        map.insert("bus".to_owned(), bus.clone().into());
+    }
+    for (key, at) in &device.place {
+        map.insert(key.clone(), at.clone());
+    }
+    if let Some(drive) = names.drive_of(device, live) {
+        map.insert("drive".to_owned(), drive.into());
+    }
+    Ok(Given::new("device", Json::Object(map).to_string()))
+}
+
+/// Finds devices that cannot be moved.
+pub(super) fn refuse(options: &[Given], problems: &mut Vec<Problem>) {
+    for option in options {
+        let value = option.parsed();
+        let mut refuse = |what: String, why: &str| {
+            problems.push(Problem::new(
+                "device-refused",
+                format!("{what} cannot be moved: {why}"),
+                "unplug it (device_del), or start the guest without it",
+            ));
+        };
+        match option.name.as_str() {
+            "device" => {
+                let driver = value.get("driver").unwrap_or_default();
+                let known = REFUSED.iter().find(|(start, _)| driver.starts_with(start));
+                if let Some((_, why)) = known {
+                    refuse(format!("device {driver}"), why);
+                }
+                if value.get("blob").as_deref() == Some("on") || value.get("blob").as_deref() == Some("true")
+                {
+                    refuse(
+                        format!("device {driver} with blob=on"),
+                        "its memory is shared with the host's graphics driver",
+                    );
+                }
+            }
+            "netdev" | "nic" => {
+                let kind = value.get("type").unwrap_or_default();
+                if kind.starts_with("vhost-") || kind == "af-xdp" || kind == "netmap" || kind == "passt" {
+                    refuse(
+                        format!("network {kind}"),
+                        "its back end is outside QEMU and may write to the guest's memory by itself",
+                    );
+                }
+            }
+            "usbdevice" if value.to_string().starts_with("host") => {
+                refuse("a USB device of the host".to_owned(), "it is a device of this host");
+            }
+            _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_moved_is_told() {
+        let options = crate::cmdline::parse(
+            &[
+                "-device",
+                "vfio-pci,host=1",
+                "-device",
+                "virtio-gpu-pci,blob=on",
+                "-device",
+                "virtio-blk-pci",
+                "-netdev",
+                "vhost-user,id=a,chardev=b",
+                "-netdev",
+                "tap,id=c",
+                "-device",
+                r#"{"driver":"usb-host"}"#,
+            ]
+            .map(str::to_owned),
+        );
+        let mut problems = Vec::new();
+        refuse(&options, &mut problems);
+        assert_eq!(problems.len(), 4, "{problems:#?}");
+    }
+
+    #[test]
+    fn short_names_are_known() {
+        assert!(same_driver("virtio-blk", "virtio-blk-pci"));
+        assert!(same_driver("e1000", "e1000"));
+        assert!(!same_driver("virtio-blk", "virtio-net-pci"));
+    }
+}

@@ -1,0 +1,411 @@
+//! What QEMU says about a running guest, as far as it is needed to build it again.
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde_json::{Map, Value, json};
+
+use crate::qmp::{Qmp, QmpError, Version};
+
+/// A device that somebody asked for, on the command line or later.
+#[derive(Debug, Clone, Default)]
+pub(super) struct LiveDevice {
+    pub(super) path: String,
+    /// `None` for those without an id.
+    pub(super) id: Option<String>,
+    pub(super) driver: String,
+    /// Whether it came after the machine was built.
+    pub(super) hotplugged: bool,
+    /// The bus's name and the QOM path it hangs on.
+    pub(super) bus: Option<(String, String)>,
+    /// Where on the bus, as properties of the device: `addr`, `port`, `scsi-id`, …
+    pub(super) place: BTreeMap<String, Value>,
+}
+
+/// A block node.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Node {
+    #[serde(rename = "node-name")]
+    pub(super) name: String,
+    #[serde(rename = "drv")]
+    pub(super) driver: String,
+    /// The file's name, or a `json:` description where a name does not do.
+    pub(super) file: String,
+    #[serde(rename = "ro")]
+    pub(super) read_only: bool,
+    #[serde(default)]
+    pub(super) encrypted: bool,
+    pub(super) cache: Cache,
+    #[serde(default, rename = "detect_zeroes")]
+    pub(super) detect_zeroes: String,
+    #[serde(skip)]
+    pub(super) children: BTreeMap<String, String>,
+}
+
+/// How a node caches.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Cache {
+    pub(super) direct: bool,
+    #[serde(rename = "no-flush")]
+    pub(super) no_flush: bool,
+}
+
+/// What a device sees as its drive.
+#[derive(Debug, Clone)]
+pub(super) struct Backend {
+    /// Name of the drive; empty where a device uses a node directly.
+    pub(super) name: String,
+    /// QOM path of the device that uses it.
+    pub(super) device: Option<String>,
+    pub(super) removable: bool,
+    /// Name of its top node; `None` when it is empty.
+    pub(super) root: Option<String>,
+}
+
+/// A network back end, from `info network`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Net {
+    pub(super) id: String,
+    pub(super) kind: String,
+    pub(super) details: String,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Chardev {
+    pub(super) label: String,
+    pub(super) filename: String,
+}
+
+/// A user-made object.
+#[derive(Debug, Clone)]
+pub(super) struct Object {
+    pub(super) id: String,
+    pub(super) kind: String,
+}
+
+/// All of it.
+#[derive(Debug, Clone)]
+pub(super) struct Live {
+    pub(super) version: Version,
+    pub(super) machine_type: String,
+    pub(super) default_ram_id: Option<String>,
+    pub(super) base_memory_bytes: u64,
+    pub(super) plugged_memory_bytes: u64,
+    pub(super) name: Option<String>,
+    pub(super) uuid: Option<String>,
+    pub(super) kvm: bool,
+    pub(super) cpu_type: String,
+    pub(super) cpus: usize,
+    pub(super) devices: Vec<LiveDevice>,
+    pub(super) nodes: BTreeMap<String, Node>,
+    pub(super) backends: Vec<Backend>,
+    pub(super) jobs: Vec<String>,
+    pub(super) nets: Vec<Net>,
+    pub(super) usernet: String,
+    pub(super) chardevs: Vec<Chardev>,
+    pub(super) objects: Vec<Object>,
+    pub(super) ram_blocks: Vec<(String, u64)>,
+}
+
+#[derive(Deserialize)]
+struct Property {
+    name: String,
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default, rename = "default-value")]
+    default: Option<Value>,
+}
+
+/// Properties that say where on its bus a device sits.
+const PLACES: &[&str] = &["addr", "port", "scsi-id", "channel", "lun", "unit", "nr", "slot"];
+
+impl Live {
+    pub(super) fn ask(qmp: &mut Qmp) -> Result<Self, QmpError> {
+        let machine_type = crate::device_state::machine_type(qmp)?;
+        let machines: Vec<Value> = qmp.execute("query-machines", Value::Null)?;
+        let default_ram_id = machines
+            .iter()
+            .find(|machine| machine["name"] == machine_type.as_str())
+            .and_then(|machine| machine["default-ram-id"].as_str())
+            .map(str::to_owned);
+        let memory: Value = qmp.execute("query-memory-size-summary", Value::Null)?;
+        let bytes = |key| memory.get(key).and_then(Value::as_u64).unwrap_or(0);
+        let name: Value = qmp.execute("query-name", Value::Null)?;
+        let uuid: Value = qmp.execute("query-uuid", Value::Null)?;
+        let kvm: Value = qmp.execute("query-kvm", Value::Null)?;
+        let cpus: Vec<Value> = qmp.execute("query-cpus-fast", Value::Null)?;
+        let cpu_path = cpus.first().and_then(|cpu| cpu["qom-path"].as_str()).unwrap_or_default();
+        let cpu_type = get(qmp, cpu_path, "type")?.as_str().unwrap_or_default().to_owned();
+        let jobs: Vec<Value> = qmp.execute("query-block-jobs", Value::Null)?;
+        let job = |job: &Value| job["device"].as_str().unwrap_or("?").to_owned();
+        let ram: Value = qmp.execute("x-query-ramblock", Value::Null)?;
+        let ram_text = ram["human-readable-text"].as_str().unwrap_or_default().to_owned();
+        let text = |value: &Value| value.as_str().map(str::to_owned);
+        let (nodes, backends) = block_graph(qmp)?;
+        Ok(Self {
+            version: qmp.version().clone(),
+            machine_type,
+            default_ram_id,
+            base_memory_bytes: bytes("base-memory"),
+            plugged_memory_bytes: bytes("plugged-memory"),
+            name: text(&name["name"]),
+            uuid: text(&uuid["UUID"]).filter(|uuid| uuid.bytes().any(|b| b != b'0' && b != b'-')),
+            kvm: kvm["enabled"].as_bool().unwrap_or(false),
+            cpu_type,
+            cpus: cpus.len(),
+            devices: devices(qmp)?,
+            nodes,
+            backends,
+            jobs: jobs.iter().map(job).collect(),
+            nets: nets(&qmp.human("info network")?),
+            usernet: qmp.human("info usernet")?,
+            chardevs: qmp.execute("query-chardev", Value::Null)?,
+            objects: objects(qmp)?,
+            ram_blocks: crate::ram::names(&ram_text),
+        })
+    }
+
+    /// The nodes of a chain from `top` down, through `file` of filters and `backing` of images.
+    pub(super) fn chain(&self, top: &str) -> Vec<&Node> {
+        let mut chain: Vec<&Node> = Vec::new();
+        let mut next = self.nodes.get(top);
+        while let Some(node) = next.filter(|node| !chain.iter().any(|seen| seen.name == node.name)) {
+            chain.push(node);
+            let below = node.children.get("backing").or_else(|| node.children.get("file"));
+            next = below.and_then(|name| self.nodes.get(name));
+        }
+        chain
+    }
+}
+
+fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value, QmpError> {
+    qmp.execute("qom-get", json!({ "path": path, "property": property }))
+}
+
+fn list(qmp: &mut Qmp, path: &str) -> Result<Vec<Property>, QmpError> {
+    qmp.execute("qom-list", json!({ "path": path }))
+}
+
+/// The type in `child<type>`.
+fn child(kind: &str) -> Option<&str> {
+    kind.strip_prefix("child<")?.strip_suffix('>')
+}
+
+fn devices(qmp: &mut Qmp) -> Result<Vec<LiveDevice>, QmpError> {
+    let mut found = Vec::new();
+    for (container, with_id) in [("/machine/peripheral", true), ("/machine/peripheral-anon", false)] {
+        for property in list(qmp, container)? {
+            let Some(driver) = child(&property.kind) else { continue };
+            let path = format!("{container}/{}", property.name);
+            found.push(LiveDevice {
+                id: with_id.then(|| property.name.clone()),
+                driver: driver.to_owned(),
+                hotplugged: get(qmp, &path, "hotplugged")?.as_bool().unwrap_or(false),
+                bus: bus(qmp, &path)?,
+                place: place(qmp, &path)?,
+                path,
+            });
+        }
+    }
+    // Without an id they are named device[N] in the order of their making; QOM lists them anyhow.
+    let number = |device: &LiveDevice| {
+        let digits: String = device.path.chars().filter(char::is_ascii_digit).collect();
+        (device.id.is_some(), device.id.is_none().then(|| digits.parse::<u64>().ok()).flatten())
+    };
+    found.sort_by_key(number);
+    Ok(found)
+}
+
+fn bus(qmp: &mut Qmp, path: &str) -> Result<Option<(String, String)>, QmpError> {
+    let parent = match get(qmp, path, "parent_bus") {
+        Ok(parent) => parent,
+        Err(error) if error.is_refusal() => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let path = parent.as_str().unwrap_or_default();
+    Ok(path.rsplit_once('/').map(|(_, name)| (name.to_owned(), path.to_owned())))
+}
+
+fn place(qmp: &mut Qmp, path: &str) -> Result<BTreeMap<String, Value>, QmpError> {
+    let mut place = BTreeMap::new();
+    for property in list(qmp, path)? {
+        if !PLACES.contains(&property.name.as_str()) {
+            continue;
+        }
+        let value = get(qmp, path, &property.name)?;
+        let value = match (property.name.as_str(), value.as_u64(), value.as_str()) {
+            // PCI tells slot and function in one number.
+            ("addr", Some(number), _) if number < 256 => {
+                format!("{:02x}.{:x}", number >> 3, number & 7).into()
+            }
+            (_, _, Some("")) => continue,
+            _ => value,
+        };
+        place.insert(property.name, value);
+    }
+    Ok(place)
+}
+
+/// Everything that was set on a device otherwise than it would be by itself, for `-device` in JSON.
+pub(super) fn device_properties(qmp: &mut Qmp, device: &LiveDevice) -> Result<Map<String, Value>, QmpError> {
+    let listed: Vec<Property> =
+        qmp.execute("device-list-properties", json!({ "typename": device.driver }))?;
+    let is_cpu = device.driver.ends_with("-cpu");
+    let mut properties = Map::new();
+    for property in listed {
+        let name = property.name.as_str();
+        // Of a CPU only its place; its features come from -cpu.
+        let of_cpu = name.ends_with("-id") && name != "apic-id";
+        if (is_cpu && !of_cpu) || PLACES.contains(&name) || child(&property.kind).is_some() {
+            continue;
+        }
+        // Where the guest put a bus, and which file of QEMU's own a ROM comes from.
+        if name == "busnr" || name == "romfile" {
+            continue;
+        }
+        let value = match get(qmp, &device.path, name) {
+            Ok(value) => value,
+            Err(error) if error.is_refusal() => continue,
+            Err(error) => return Err(error),
+        };
+        if value.is_null() || value == "" || property.default.as_ref() == Some(&value) {
+            continue;
+        }
+        if name == "bootindex" && value == -1 {
+            continue;
+        }
+        if property.kind.starts_with("link<") {
+            // A user's object is named by its id; other links are made by QEMU itself.
+            let object = value.as_str().and_then(|path| path.strip_prefix("/objects/"));
+            if let Some(id) = object {
+                properties.insert(property.name, id.into());
+            }
+            continue;
+        }
+        properties.insert(property.name, value);
+    }
+    Ok(properties)
+}
+
+/// The properties of an object, as `-object` in JSON takes them.
+pub(super) fn object_properties(qmp: &mut Qmp, object: &Object) -> Result<Map<String, Value>, QmpError> {
+    let path = format!("/objects/{}", object.id);
+    let mut properties = Map::new();
+    for property in list(qmp, &path)? {
+        let name = property.name.as_str();
+        if name == "type" || child(&property.kind).is_some() || property.kind.starts_with("link<") {
+            continue;
+        }
+        match get(qmp, &path, name) {
+            Ok(value) if !value.is_null() && value != "" => {
+                properties.insert(property.name, value);
+            }
+            Ok(_) => {}
+            Err(error) if error.is_refusal() => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(properties)
+}
+
+fn objects(qmp: &mut Qmp) -> Result<Vec<Object>, QmpError> {
+    let is_object = |property: Property| {
+        let kind = child(&property.kind)?.to_owned();
+        Some(Object { id: property.name, kind })
+    };
+    Ok(list(qmp, "/objects")?.into_iter().filter_map(is_object).collect())
+}
+
+fn block_graph(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>), QmpError> {
+    #[derive(Deserialize)]
+    struct Graph {
+        nodes: Vec<GraphNode>,
+        edges: Vec<Edge>,
+    }
+    #[derive(Deserialize)]
+    struct GraphNode {
+        id: u64,
+        name: String,
+        #[serde(rename = "type")]
+        kind: String,
+    }
+    #[derive(Deserialize)]
+    struct Edge {
+        parent: u64,
+        child: u64,
+        name: String,
+    }
+    #[derive(Deserialize)]
+    struct Block {
+        device: String,
+        qdev: Option<String>,
+        removable: bool,
+        inserted: Option<Inserted>,
+    }
+    #[derive(Deserialize)]
+    struct Inserted {
+        #[serde(rename = "node-name")]
+        node: String,
+    }
+    let nodes: Vec<Node> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let mut nodes: BTreeMap<String, Node> = nodes.into_iter().map(|node| (node.name.clone(), node)).collect();
+    let graph: Graph = qmp.execute("x-debug-query-block-graph", Value::Null)?;
+    let driver_name = |id| {
+        let is_it = |node: &&GraphNode| node.id == id && node.kind == "block-driver";
+        graph.nodes.iter().find(is_it).map(|node| node.name.clone())
+    };
+    for edge in &graph.edges {
+        if let (Some(parent), Some(child)) = (driver_name(edge.parent), driver_name(edge.child))
+            && let Some(node) = nodes.get_mut(&parent)
+        {
+            node.children.insert(edge.name.clone(), child);
+        }
+    }
+    let blocks: Vec<Block> = qmp.execute("query-block", Value::Null)?;
+    let backends = blocks
+        .into_iter()
+        .map(|block| Backend {
+            name: block.device,
+            device: block.qdev,
+            removable: block.removable,
+            root: block.inserted.map(|inserted| inserted.node),
+        })
+        .collect();
+    Ok((nodes, backends))
+}
+
+/// Back ends in `info network`, e.g. ` \ n0: index=0,type=user,net=10.0.2.0,restrict=off`.
+fn nets(text: &str) -> Vec<Net> {
+    let net = |line: &str| {
+        let line = line.trim().trim_start_matches("\\ ");
+        let (id, details) = line.split_once(": ")?;
+        // In a hub the port stands before: `hub0port1: #net185: index=0,…`.
+        let (id, details) = details.split_once(": ").unwrap_or((id, details));
+        let kind = details.split(',').find_map(|part| part.trim().strip_prefix("type="))?;
+        (kind != "nic" && kind != "hubport").then(|| Net {
+            id: id.to_owned(),
+            kind: kind.to_owned(),
+            details: details.to_owned(),
+        })
+    };
+    text.lines().filter_map(net).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn back_ends_are_read_from_info_network() {
+        let text = "hub 0
+ \\ hub0port1: #net185: index=0,type=user,net=10.0.2.0,restrict=off
+ \\ hub0port0: e1000.0: index=0,type=nic,model=e1000,macaddr=52:54:00:12:34:56
+hnic: index=0,type=nic,model=virtio-net-pci,macaddr=52:54:00:12:34:57
+ \\ hn0: index=0,type=tap,ifname=tap3,script=no,downscript=no
+";
+        let found = nets(text);
+        assert_eq!(found.len(), 2);
+        assert_eq!((found[0].id.as_str(), found[0].kind.as_str()), ("#net185", "user"));
+        assert_eq!(found[1].details, "index=0,type=tap,ifname=tap3,script=no,downscript=no");
+    }
+}

@@ -1,0 +1,55 @@
+//! The machine's own options.
+
+use super::live::Live;
+use crate::cmdline::Given;
+
+/// Names the machine by its versioned type: `q35` means another machine in every version of QEMU.
+/// Options that newer versions no longer have are put as they are spelt there.
+pub(super) fn refresh(options: &mut Vec<Given>, live: &Live) {
+    let mut machine: Option<usize> = None;
+    let mut extra = Vec::new();
+    for option in options.iter_mut() {
+        match option.name.as_str() {
+            "no-acpi" => extra.push(("acpi", "off")),
+            "no-hpet" => extra.push(("hpet", "off")),
+            _ => {}
+        }
+    }
+    options.retain(|option| option.name != "no-acpi" && option.name != "no-hpet");
+    for (at, option) in options.iter_mut().enumerate() {
+        if option.name == "machine" {
+            let mut value = option.parsed();
+            value.remove("type");
+            option.value = Some(value.to_string());
+            machine = machine.or(Some(at));
+        }
+    }
+    let rest = machine.and_then(|at| options.get(at)).and_then(|option| option.value.clone());
+    let mut text = live.machine_type.clone();
+    if let Some(rest) = rest.filter(|rest| !rest.is_empty()) {
+        text.push(',');
+        text.push_str(&rest);
+    }
+    for (key, value) in extra {
+        text.push_str(&format!(",{key}={value}"));
+    }
+    let whole = Given::new("machine", text);
+    match machine.and_then(|at| options.get_mut(at)) {
+        Some(option) => *option = whole,
+        None => options.insert(0, whole),
+    }
+    options.retain(|option| option.name != "machine" || option.value.as_deref() != Some(""));
+}
+
+/// What runs the processors.
+pub(super) fn accelerator(options: &[Given], kvm: bool) -> String {
+    if kvm {
+        return "kvm".to_owned();
+    }
+    let asked = options.iter().find_map(|option| match option.name.as_str() {
+        "accel" => option.value.as_deref()?.split(',').next().map(str::to_owned),
+        "machine" => option.parsed().get("accel"),
+        _ => None,
+    });
+    asked.filter(|accelerator| accelerator != "kvm" && !accelerator.contains(':')).unwrap_or("tcg".to_owned())
+}

@@ -1,0 +1,447 @@
+//! Finding the QEMUs of this host.
+//!
+//! Everything comes from `/proc`: which processes are QEMUs, how they were started, which monitors
+//! they listen on. A guest is asked for by process, by the socket of its monitor, or by name, and
+//! whatever is in the way of talking to it is said together with what to do about it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::cmdline::{self, Given};
+use crate::describe::{Origin, absolute};
+use crate::process::{start_time_ticks, systemd_runs};
+use crate::qmp::{Qmp, QmpError};
+
+/// A QMP monitor of a QEMU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Monitor {
+    /// Its socket.
+    pub path: PathBuf,
+    /// Whether the process is seen to listen on it.
+    pub listening: bool,
+    /// Whether a client is connected to it; QEMU serves one at a time.
+    pub held: bool,
+}
+
+/// A running QEMU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QemuProcess {
+    /// Its process.
+    pub pid: u32,
+    /// When it was started, in clock ticks since boot.
+    pub start_time_ticks: u64,
+    /// Its program, as it can be started again.
+    pub binary: PathBuf,
+    /// Its arguments, without the program's name.
+    pub arguments: Vec<String>,
+    /// Its working directory.
+    pub working_dir: PathBuf,
+    /// Inode of its network namespace.
+    pub network_namespace: u64,
+    /// The guest's name (`-name`).
+    pub name: Option<String>,
+    /// Its QMP monitors on unix sockets.
+    pub monitors: Vec<Monitor>,
+    /// The systemd unit that it runs in.
+    pub unit: Option<String>,
+}
+
+impl QemuProcess {
+    /// How it was started, for [`crate::describe::describe`].
+    pub fn origin(&self) -> Origin {
+        Origin {
+            binary: self.binary.clone(),
+            arguments: self.arguments.clone(),
+            working_dir: self.working_dir.clone(),
+        }
+    }
+
+    /// Whether libvirt started it.
+    pub fn is_libvirts(&self) -> bool {
+        let of_libvirt = |text: &str| text.contains("libvirt") || text.contains("charmonitor");
+        self.arguments.iter().any(|argument| of_libvirt(argument))
+    }
+
+    fn label(&self) -> String {
+        match &self.name {
+            Some(name) => format!("{name} (process {})", self.pid),
+            None => format!("process {}", self.pid),
+        }
+    }
+}
+
+/// What a guest is asked for by.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Selector {
+    /// Its process.
+    Pid(u32),
+    /// The socket of its monitor.
+    Socket(PathBuf),
+    /// Its name.
+    Name(String),
+}
+
+impl Selector {
+    /// Digits are a process, a path is a socket, anything else a name.
+    pub fn parse(text: &str) -> Self {
+        if let Ok(pid) = text.parse() {
+            Self::Pid(pid)
+        } else if text.contains('/') {
+            Self::Socket(text.into())
+        } else {
+            Self::Name(text.to_owned())
+        }
+    }
+}
+
+impl std::fmt::Display for Selector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Pid(pid) => write!(f, "process {pid}"),
+            Self::Socket(path) => write!(f, "monitor {}", path.display()),
+            Self::Name(name) => write!(f, "name {name}"),
+        }
+    }
+}
+
+/// Why a guest was not found or cannot be talked to.
+#[derive(Debug, thiserror::Error)]
+pub enum FindError {
+    /// None such.
+    #[error("no QEMU of this host has {selector}; {seen}")]
+    None {
+        /// What was asked for.
+        selector: Selector,
+        /// What there is.
+        seen: String,
+    },
+    /// More than one.
+    #[error("several QEMUs have {selector}: {which}; say which by its process number")]
+    Several {
+        /// What was asked for.
+        selector: Selector,
+        /// Those.
+        which: String,
+    },
+    /// It has no monitor that we could use.
+    #[error(
+        "QEMU {which} has no QMP monitor on a unix socket; a running QEMU cannot be given one, so start it with -qmp unix:PATH,server=on,wait=off next time"
+    )]
+    NoMonitor {
+        /// The process.
+        which: String,
+    },
+    /// libvirt holds its only monitor.
+    #[error(
+        "the only QMP monitor of QEMU {which} is held by libvirt, so it cannot be adopted; give the domain a second monitor (<qemu:commandline> with -qmp unix:PATH,server=on,wait=off) when it is started next"
+    )]
+    HeldByLibvirt {
+        /// The process.
+        which: String,
+    },
+    /// Something else holds its monitors.
+    #[error(
+        "all QMP monitors of QEMU {which} are held by other clients or do not answer; end them, or give it one more monitor when it is started next"
+    )]
+    Held {
+        /// The process.
+        which: String,
+        /// What the last monitor did.
+        source: QmpError,
+    },
+}
+
+/// All QEMUs of this host that this user may see, by process number.
+pub fn list() -> Vec<QemuProcess> {
+    let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
+    let mut pids: Vec<u32> =
+        entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    pids.sort_unstable();
+    pids.into_iter().filter_map(inspect).collect()
+}
+
+/// The QEMU that is asked for.
+pub fn find(selector: &Selector) -> Result<QemuProcess, FindError> {
+    let all = list();
+    let canonical = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let is_it = |process: &&QemuProcess| match selector {
+        Selector::Pid(pid) => process.pid == *pid,
+        Selector::Socket(path) => {
+            let path = canonical(path);
+            process.monitors.iter().any(|monitor| canonical(&monitor.path) == path)
+        }
+        Selector::Name(name) => process.name.as_ref() == Some(name),
+    };
+    let mut found: Vec<&QemuProcess> = all.iter().filter(is_it).collect();
+    if found.len() > 1 {
+        let which = found.iter().map(|process| process.label()).collect::<Vec<_>>().join(", ");
+        return Err(FindError::Several { selector: selector.clone(), which });
+    }
+    found.pop().cloned().ok_or_else(|| {
+        let names: Vec<String> = all.iter().map(QemuProcess::label).collect();
+        let seen = if names.is_empty() {
+            "none runs, or this user may not see them".to_owned()
+        } else {
+            format!("there are {}", names.join(", "))
+        };
+        FindError::None { selector: selector.clone(), seen }
+    })
+}
+
+/// Connects to the first monitor of a QEMU that is free.
+pub fn connect(process: &QemuProcess, timeout: Duration) -> Result<Qmp, FindError> {
+    let which = process.label();
+    let mut last = None;
+    // Those that nobody holds first.
+    let mut monitors: Vec<&Monitor> = process.monitors.iter().collect();
+    monitors.sort_by_key(|monitor| (monitor.held, !monitor.listening));
+    for monitor in monitors {
+        // A held monitor greets nobody else: no need to wait for it for long.
+        let patience = if monitor.held { timeout.min(Duration::from_millis(200)) } else { timeout };
+        let path = reachable(process.pid, &monitor.path);
+        match Qmp::connect(&path, patience) {
+            Ok(qmp) => return Ok(qmp),
+            Err(error) => last = Some(error),
+        }
+    }
+    Err(match last {
+        None => FindError::NoMonitor { which },
+        Some(_) if process.is_libvirts() => FindError::HeldByLibvirt { which },
+        Some(source) => FindError::Held { which, source },
+    })
+}
+
+/// A warning when something would start the guest again after it has moved away.
+pub fn restart_warning(process: &QemuProcess) -> Option<String> {
+    let unit = process.unit.as_ref().filter(|_| systemd_runs())?;
+    let output = Command::new("systemctl")
+        .args(["show", "--property=Restart", "--value", "--", unit])
+        .output()
+        .ok()?;
+    let restart = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    (!restart.is_empty() && restart != "no").then(|| {
+        format!(
+            "systemd unit {unit} has Restart={restart} and would start the guest again after it has moved; set Restart=no, or stop the unit's restarting before migrating"
+        )
+    })
+}
+
+/// The path as this process can open it: QEMU may live in another mount namespace.
+fn reachable(pid: u32, path: &Path) -> PathBuf {
+    if path.exists() {
+        return path.to_owned();
+    }
+    let through = PathBuf::from(format!("/proc/{pid}/root{}", path.display()));
+    if through.exists() { through } else { path.to_owned() }
+}
+
+fn inspect(pid: u32) -> Option<QemuProcess> {
+    let proc = PathBuf::from(format!("/proc/{pid}"));
+    let binary = std::fs::read_link(proc.join("exe")).ok()?;
+    // A program that was upgraded meanwhile.
+    let text = binary.to_string_lossy();
+    let binary = PathBuf::from(text.strip_suffix(" (deleted)").unwrap_or(&text));
+    let program = binary.file_name()?.to_string_lossy().into_owned();
+    let is_qemu = program.starts_with("qemu-system-") || program == "qemu-kvm" || program == "kvm";
+    if !is_qemu {
+        return None;
+    }
+    let cmdline = std::fs::read(proc.join("cmdline")).ok()?;
+    let mut words = split_cmdline(&cmdline).into_iter();
+    // A process that has ended and was not waited for has no command line.
+    words.next()?;
+    let arguments: Vec<String> = words.collect();
+    let working_dir = std::fs::read_link(proc.join("cwd")).ok()?;
+    let given = cmdline::parse(&arguments);
+    Some(QemuProcess {
+        pid,
+        start_time_ticks: start_time_ticks(pid)?,
+        network_namespace: std::fs::metadata(proc.join("ns/net")).map_or(0, |meta| meta.ino()),
+        name: guest_name(&given),
+        monitors: monitors(pid, &given, &working_dir),
+        unit: std::fs::read_to_string(proc.join("cgroup")).ok().and_then(|text| unit(&text)),
+        binary,
+        arguments,
+        working_dir,
+    })
+}
+
+fn split_cmdline(bytes: &[u8]) -> Vec<String> {
+    let mut words: Vec<String> =
+        bytes.split(|byte| *byte == 0).map(|word| String::from_utf8_lossy(word).into_owned()).collect();
+    // Each word is ended by a zero byte, also the last one.
+    if words.last().is_some_and(String::is_empty) {
+        words.pop();
+    }
+    words
+}
+
+fn guest_name(given: &[Given]) -> Option<String> {
+    let option = given.iter().rev().find(|option| option.name == "name")?;
+    let value = crate::options::Value::parse(option.value.as_deref()?, Some("guest"));
+    value.get("guest").filter(|name| !name.is_empty())
+}
+
+/// The monitors on the command line, by the sockets that the process has.
+fn monitors(pid: u32, given: &[Given], working_dir: &Path) -> Vec<Monitor> {
+    let sockets = Sockets::of(pid);
+    let chardevs: BTreeMap<String, crate::options::Value> = given
+        .iter()
+        .filter(|option| option.name == "chardev")
+        .filter_map(|option| Some((option.parsed().get("id")?, option.parsed())))
+        .collect();
+    let mut paths: Vec<PathBuf> = Vec::new();
+    for option in given {
+        let path = match option.name.as_str() {
+            "qmp" | "qmp-pretty" => {
+                let text = option.value.as_deref().unwrap_or_default();
+                match text.strip_prefix("chardev:") {
+                    Some(id) => chardevs.get(id).and_then(|chardev| sockets.path_of(chardev)),
+                    None => {
+                        text.strip_prefix("unix:").and_then(|rest| rest.split(',').next()).map(str::to_owned)
+                    }
+                }
+            }
+            "mon" => {
+                let mon = option.parsed();
+                let control = mon.get("mode").as_deref() == Some("control");
+                let chardev = mon.get("chardev").filter(|_| control);
+                chardev.and_then(|id| chardevs.get(&id)).and_then(|chardev| sockets.path_of(chardev))
+            }
+            _ => None,
+        };
+        let Some(path) = path else { continue };
+        let path = PathBuf::from(absolute(&path, working_dir));
+        if !paths.contains(&path) {
+            paths.push(path);
+        }
+    }
+    let monitor = |path: PathBuf| {
+        let name = path.to_string_lossy().into_owned();
+        let is = |set: &BTreeSet<String>| {
+            set.contains(&name) || set.iter().any(|other| Path::new(&absolute(other, working_dir)) == path)
+        };
+        Monitor { listening: is(&sockets.listening), held: is(&sockets.connected), path }
+    };
+    paths.into_iter().map(monitor).collect()
+}
+
+/// The named unix sockets of a process.
+#[derive(Debug, Default)]
+struct Sockets {
+    listening: BTreeSet<String>,
+    connected: BTreeSet<String>,
+    /// Paths by descriptor.
+    by_fd: BTreeMap<String, String>,
+}
+
+impl Sockets {
+    fn of(pid: u32) -> Self {
+        let mut of_process: BTreeMap<u64, String> = BTreeMap::new();
+        for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten() {
+            let Ok(link) = std::fs::read_link(entry.path()) else { continue };
+            let inode =
+                link.to_str().and_then(|l| l.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok());
+            if let Some(inode) = inode {
+                of_process.insert(inode, entry.file_name().to_string_lossy().into_owned());
+            }
+        }
+        let table = std::fs::read_to_string(format!("/proc/{pid}/net/unix")).unwrap_or_default();
+        Self::parse(&table, &of_process)
+    }
+
+    /// Lines such as `ffff…: 00000002 00000000 00010000 0001 01 21312 /run/qmp`: flags tell who
+    /// listens, the state who is connected (03).
+    fn parse(table: &str, of_process: &BTreeMap<u64, String>) -> Self {
+        let mut found = Self::default();
+        for line in table.lines().skip(1) {
+            let mut words = line.split_whitespace();
+            let flags = words.nth(3).unwrap_or_default();
+            let state = words.nth(1).unwrap_or_default();
+            let inode = words.next().and_then(|inode| inode.parse::<u64>().ok());
+            let path = words.collect::<Vec<_>>().join(" ");
+            let Some(fd) = inode.and_then(|inode| of_process.get(&inode)) else { continue };
+            if path.is_empty() {
+                continue;
+            }
+            if flags == "00010000" {
+                found.listening.insert(path.clone());
+            } else if state == "03" {
+                found.connected.insert(path.clone());
+            }
+            found.by_fd.insert(fd.clone(), path);
+        }
+        found
+    }
+
+    fn path_of(&self, chardev: &crate::options::Value) -> Option<String> {
+        if chardev.get("backend").as_deref() != Some("socket") {
+            return None;
+        }
+        chardev.get("path").or_else(|| self.by_fd.get(&chardev.get("fd")?).cloned())
+    }
+}
+
+/// The unit in `/proc/PID/cgroup`: the last component that is a service or a scope.
+fn unit(cgroup: &str) -> Option<String> {
+    let path = cgroup.lines().find_map(|line| {
+        line.strip_prefix("0::").or_else(|| line.split_once(":name=systemd:").map(|(_, path)| path))
+    })?;
+    path.rsplit('/').find(|part| part.ends_with(".service") || part.ends_with(".scope")).map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn selectors() {
+        assert_eq!(Selector::parse("42"), Selector::Pid(42));
+        assert_eq!(Selector::parse("./qmp"), Selector::Socket("./qmp".into()));
+        assert_eq!(Selector::parse("web1"), Selector::Name("web1".to_owned()));
+    }
+
+    #[test]
+    fn command_lines_keep_empty_words() {
+        assert_eq!(split_cmdline(b"qemu\0-append\0\0-S\0"), ["qemu", "-append", "", "-S"]);
+        assert_eq!(split_cmdline(b""), Vec::<String>::new());
+    }
+
+    #[test]
+    fn names() {
+        let name = |text: &str| guest_name(&[Given::new("name", text)]);
+        assert_eq!(name("web1").as_deref(), Some("web1"));
+        assert_eq!(name("guest=web1,debug-threads=on").as_deref(), Some("web1"));
+        assert_eq!(name("process=x"), None);
+    }
+
+    #[test]
+    fn units() {
+        assert_eq!(unit("0::/system.slice/vm@web1.service\n").as_deref(), Some("vm@web1.service"));
+        assert_eq!(unit("0::/machine.slice/qemu.scope/libvirt/emulator\n").as_deref(), Some("qemu.scope"));
+        assert_eq!(unit("0::/\n"), None);
+    }
+
+    #[test]
+    fn sockets_are_read() {
+        let table = "Num       RefCount Protocol Flags    Type St Inode Path
+0000000000000000: 00000002 00000000 00010000 0001 01 100 /run/a b
+0000000000000000: 00000003 00000000 00000000 0001 03 101 /run/a b
+0000000000000000: 00000002 00000000 00010000 0001 01 102 /run/other
+0000000000000000: 00000003 00000000 00000000 0001 03 103
+";
+        let sockets = Sockets::parse(
+            table,
+            &[(100, "5".to_owned()), (101, "9".to_owned()), (103, "8".to_owned())].into(),
+        );
+        assert_eq!(sockets.listening, ["/run/a b".to_owned()].into());
+        assert_eq!(sockets.connected, ["/run/a b".to_owned()].into());
+        let passed = crate::options::Value::parse("socket,id=m,fd=5", Some("backend"));
+        assert_eq!(sockets.path_of(&passed).as_deref(), Some("/run/a b"));
+    }
+}

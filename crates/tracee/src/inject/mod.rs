@@ -46,6 +46,7 @@ use rustix::net::{
 };
 
 use crate::{AddressRange, Process, ProcessError};
+use gadgets::Gadgets;
 use wire::{Failure, MAX_ARGUMENTS, MAX_THREADS, Operation, REPLY_BYTES, Reply, Request, USERFAULTFD_FLAGS};
 
 pub use child::injector_main;
@@ -191,6 +192,8 @@ pub struct Injector {
     program: PathBuf,
     arguments: Vec<OsString>,
     running: Mutex<Option<Running>>,
+    /// What was found in the process that was worked on last: number, start time, addresses.
+    found: Mutex<Option<(u32, u64, Gadgets)>>,
     die_at: AtomicU64,
     only_thread: AtomicU64,
     steps: AtomicU64,
@@ -218,6 +221,7 @@ impl Injector {
             program,
             arguments,
             running: Mutex::new(None),
+            found: Mutex::new(None),
             die_at: AtomicU64::new(0),
             only_thread: AtomicU64::new(0),
             steps: AtomicU64::new(0),
@@ -301,7 +305,7 @@ impl Injector {
         if let Some(tracer) = status.tracer {
             return Err(traced(pid, tracer));
         }
-        let gadgets = gadgets::find(process)?.ok_or(InjectError::NoGadget { pid })?;
+        let gadgets = self.gadgets(process)?;
         let sigreturn = gadgets.sigreturn.filter(|_| !status.shadow_stack);
         let only = self.only_thread.load(Ordering::Relaxed) as i32;
         let request = Request {
@@ -318,8 +322,27 @@ impl Injector {
         self.steps.store(reply.steps, Ordering::Relaxed);
         match reply.result {
             Ok(()) => Ok((reply.done, descriptor)),
-            Err(failure) => Err(self.explain(pid, &request, failure)),
+            Err(failure) => {
+                // The process may have loaded another program: look again next time.
+                *self.found.lock().unwrap_or_else(PoisonError::into_inner) = None;
+                Err(self.explain(pid, &request, failure))
+            }
         }
+    }
+
+    /// Looks for instructions to inject a call with, once for each process. The injector makes
+    /// sure that they are still there.
+    fn gadgets(&self, process: &Process) -> Result<Gadgets, InjectError> {
+        let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        let (pid, start_time) = (process.pid(), process.start_time());
+        if let Some((known_pid, known_time, gadgets)) = *found
+            && (known_pid, known_time) == (pid, start_time)
+        {
+            return Ok(gadgets);
+        }
+        let gadgets = gadgets::find(process)?.ok_or(InjectError::NoGadget { pid })?;
+        *found = Some((pid, start_time, gadgets));
+        Ok(gadgets)
     }
 
     /// Sends a request and waits for the answer.

@@ -1,0 +1,155 @@
+//! Memory to order: one mapping, to which commands on standard input are done, each answered with
+//! a line. Offsets and lengths in bytes.
+//!
+//! | command | does |
+//! |---|---|
+//! | `map KIND LEN` | maps, and answers the address; kinds: `anonymous`, `huge`, `memfd`, `hugetlb-memfd`, `hugetlb` |
+//! | `write OFFSET LEN SEED` | writes values made from SEED |
+//! | `read OFFSET LEN` | reads every page |
+//! | `drop OFFSET LEN` | gives back: `MADV_DONTNEED`, or a hole in the file if shared |
+//! | `unmap-pages OFFSET LEN` | `MADV_DONTNEED` also if shared: the page stays in the file |
+//! | `pageout OFFSET LEN` | to swap |
+//! | `fork-write OFFSET LEN SEED` | a child writes, and ends |
+//! | `fork-stay OFFSET LEN SEED` | a child writes, and stays |
+//! | `storm` / `calm` | starts / ends two threads that write all over |
+
+use std::io::{BufRead, Write};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::{self, JoinHandle};
+
+use nix::libc;
+
+const PAGE: usize = 4096;
+
+#[derive(Clone, Copy)]
+struct Memory {
+    base: usize,
+    len: usize,
+    shared: bool,
+}
+
+impl Memory {
+    fn map(kind: &str, len: usize) -> Self {
+        let private = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // Room for aligning to 2 MiB, so that huge pages fit.
+        let room = len + (2 << 20);
+        let (flags, fd) = match kind {
+            "anonymous" | "huge" => (private, -1),
+            "hugetlb" => (private | libc::MAP_HUGETLB, -1),
+            "memfd" => (libc::MAP_SHARED, memfd(0, len)),
+            "hugetlb-memfd" => (libc::MAP_SHARED, memfd(libc::MFD_HUGETLB, len)),
+            other => panic!("no kind {other}"),
+        };
+        // SAFETY: a new mapping, of which nobody has a pointer.
+        let reserved = unsafe { libc::mmap(std::ptr::null_mut(), room, libc::PROT_NONE, private, -1, 0) };
+        let base = (reserved as usize).next_multiple_of(2 << 20);
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: over a part of the reservation just made.
+        let mapped =
+            unsafe { libc::mmap(base as *mut libc::c_void, len, access, flags | libc::MAP_FIXED, fd, 0) };
+        assert_ne!(mapped, libc::MAP_FAILED, "no memory of kind {kind}");
+        let memory = Self { base, len, shared: fd >= 0 };
+        if kind == "huge" {
+            memory.advise(0, len, libc::MADV_HUGEPAGE);
+        }
+        memory
+    }
+
+    fn advise(&self, offset: usize, len: usize, advice: i32) {
+        assert!(offset + len <= self.len, "beyond the mapping");
+        // SAFETY: within the mapping, which is only touched through volatile accesses.
+        let result = unsafe { libc::madvise((self.base + offset) as *mut libc::c_void, len, advice) };
+        assert_eq!(result, 0, "madvise {advice}: {}", std::io::Error::last_os_error());
+    }
+
+    fn write(&self, offset: usize, len: usize, seed: u64) {
+        assert!(offset + len <= self.len, "beyond the mapping");
+        for at in offset..offset + len {
+            let value = (seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(at as u64) >> 8) as u8;
+            // SAFETY: within the mapping.
+            unsafe { ((self.base + at) as *mut u8).write_volatile(value) };
+        }
+    }
+
+    fn read(&self, offset: usize, len: usize) {
+        assert!(offset + len <= self.len, "beyond the mapping");
+        for at in (offset..offset + len).step_by(PAGE) {
+            // SAFETY: within the mapping.
+            unsafe { ((self.base + at) as *const u8).read_volatile() };
+        }
+    }
+
+    fn fork(&self, stay: bool, offset: usize, len: usize, seed: u64) {
+        let (reader, writer) = std::io::pipe().expect("pipe");
+        // SAFETY: the child only writes memory and a pipe, and ends without cleaning up.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: takes numbers alone.
+            unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+            self.write(offset, len, seed);
+            let _ = (&writer).write(b".");
+            if stay {
+                // SAFETY: waits until this child is killed with its parent.
+                unsafe { libc::pause() };
+            }
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(0) };
+        }
+        drop(writer);
+        let _ = std::io::Read::read(&mut &reader, &mut [0]);
+        if !stay {
+            // SAFETY: waits for the child just made.
+            unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        }
+    }
+}
+
+fn memfd(flags: libc::c_uint, len: usize) -> i32 {
+    // SAFETY: a valid name.
+    let fd = unsafe { libc::memfd_create(c"victim".as_ptr(), flags | libc::MFD_CLOEXEC) };
+    assert!(fd >= 0, "no memfd");
+    // SAFETY: takes numbers alone.
+    unsafe { libc::ftruncate(fd, len as i64) };
+    fd
+}
+
+pub(super) fn serve(_: &[String]) {
+    println!("ready");
+    let mut memory = Memory { base: 0, len: 0, shared: false };
+    let calm = Arc::new(AtomicBool::new(false));
+    let mut storm: Vec<JoinHandle<()>> = Vec::new();
+    for line in std::io::stdin().lock().lines().map_while(Result::ok) {
+        let words: Vec<&str> = line.split(' ').collect();
+        let number = |at: usize| words.get(at).and_then(|word| word.parse().ok()).unwrap_or(0usize);
+        let (offset, len, seed) = (number(1), number(2), number(3) as u64);
+        match words[0] {
+            "map" => memory = Memory::map(words[1], len),
+            "write" => memory.write(offset, len, seed),
+            "read" => memory.read(offset, len),
+            "drop" if memory.shared => memory.advise(offset, len, libc::MADV_REMOVE),
+            "drop" | "unmap-pages" => memory.advise(offset, len, libc::MADV_DONTNEED),
+            "pageout" => memory.advise(offset, len, libc::MADV_PAGEOUT),
+            "fork-write" => memory.fork(false, offset, len, seed),
+            "fork-stay" => memory.fork(true, offset, len, seed),
+            "storm" => storm.extend((1..3).map(|seed| start_storm(memory, seed, calm.clone()))),
+            "calm" => {
+                calm.store(true, Ordering::Relaxed);
+                storm.drain(..).for_each(|thread| thread.join().expect("a storm ends"));
+                calm.store(false, Ordering::Relaxed);
+            }
+            other => panic!("no command {other}"),
+        }
+        println!("{}", memory.base);
+    }
+}
+
+fn start_storm(memory: Memory, seed: u64, calm: Arc<AtomicBool>) -> JoinHandle<()> {
+    thread::spawn(move || {
+        let mut state = seed;
+        while !calm.load(Ordering::Relaxed) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(seed);
+            memory.write((state >> 16) as usize % (memory.len - 8), 8, state);
+        }
+    })
+}

@@ -1,0 +1,93 @@
+//! Processes in special situations, each with one thread. They print `ready` and then stay.
+
+use std::io::{Read, Write};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use linux_raw_sys::general as raw;
+use nix::libc;
+
+/// What a mode does with the arguments behind its name.
+type Mode = fn(&[String]);
+
+/// Name of the mode, and what it does.
+pub(super) const MODES: &[(&str, Mode)] = &[
+    ("mode-memory", super::memory::serve),
+    ("mode-quiet", quiet),
+    ("mode-seccomp", seccomp),
+    ("mode-userfaultfd", userfaultfd),
+    ("mode-uninterruptible", uninterruptible),
+    ("mode-dispatch", dispatch),
+];
+
+/// Says so, and stays until its input ends.
+pub(super) fn stay() {
+    println!("ready");
+    let _ = std::io::stdout().flush();
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
+fn quiet(_: &[String]) {
+    stay();
+}
+
+/// Installs a seccomp filter that answers the calls with numbers `arguments[1..]` with
+/// `arguments[0]`, and permits all others.
+fn seccomp(arguments: &[String]) {
+    let numbers: Vec<u32> = arguments.iter().filter_map(|one| one.parse().ok()).collect();
+    let op = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    let mut filter = vec![op(0x20, 0, 0, 0)];
+    for &number in &numbers[1..] {
+        filter.push(op(0x15, 0, 1, number));
+        filter.push(op(0x06, 0, 0, numbers[0]));
+    }
+    filter.push(op(0x06, 0, 0, libc::SECCOMP_RET_ALLOW));
+    let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
+    // SAFETY: takes numbers alone.
+    unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) };
+    // SAFETY: a valid program that outlives the call.
+    let result = unsafe { libc::prctl(libc::PR_SET_SECCOMP, 2, &raw const program) };
+    assert_eq!(result, 0, "no seccomp");
+    stay();
+}
+
+/// Has a userfaultfd of its own, in use.
+fn userfaultfd(_: &[String]) {
+    // SAFETY: takes flags alone.
+    let fd =
+        unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | raw::UFFD_USER_MODE_ONLY as i32) };
+    // SAFETY: the kernel has just made it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd as i32) };
+    let mut api = raw::uffdio_api { api: u64::from(raw::UFFD_API), features: 0, ioctls: 0 };
+    // SAFETY: the structure of this request.
+    let result = unsafe {
+        libc::ioctl(fd.as_raw_fd(), libc::c_ulong::from(linux_raw_sys::ioctl::UFFDIO_API), &raw mut api)
+    };
+    assert_eq!(result, 0, "no userfaultfd");
+    stay();
+}
+
+/// Is in `vfork`, waiting for a child that does not come back until input ends.
+fn uninterruptible(_: &[String]) {
+    extern "C" fn child(_: *mut libc::c_void) -> libc::c_int {
+        stay();
+        // SAFETY: ends this process at once.
+        unsafe { libc::_exit(0) }
+    }
+    let mut stack = vec![0u8; 256 * 1024];
+    let top = (stack.as_mut_ptr_range().end as usize & !63) as *mut libc::c_void;
+    // SAFETY: the child has a stack of its own, and this process waits until it has ended.
+    unsafe {
+        libc::clone(child, top, libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD, std::ptr::null_mut())
+    };
+}
+
+/// Has its system calls handed to a handler of its own, but for those in all of its memory.
+fn dispatch(_: &[String]) {
+    const PR_SET_SYSCALL_USER_DISPATCH: i32 = 59;
+    let selector = Box::leak(Box::new(0u8));
+    // SAFETY: the selector byte lives for ever and says "allow".
+    let result =
+        unsafe { libc::prctl(PR_SET_SYSCALL_USER_DISPATCH, 1, 0usize, 0usize, std::ptr::from_mut(selector)) };
+    assert_eq!(result, 0, "no user dispatch");
+    stay();
+}

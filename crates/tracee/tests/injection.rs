@@ -1,0 +1,120 @@
+//! Injection leaves no trace in the process that it is done to.
+
+#![allow(clippy::panic, reason = "tests")]
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Victim, injector, soak};
+use whimbrel_tracee::{InjectError, Injector};
+
+/// How often a system call is injected; the design asks for ten thousand.
+const INJECTIONS: usize = 10_000;
+
+/// Names of the victim's threads. Each is tried in a victim of its own: all of them at once keep
+/// two processors so busy that every stop takes milliseconds.
+fn kinds() -> Vec<String> {
+    let mut names: Vec<String> = Victim::start(&["list"]).threads.clone().into_keys().collect();
+    names.push("main".into());
+    assert!(names.len() > 20);
+    names
+}
+
+fn inject(injector: &Injector, victim: &Victim, times: usize) {
+    for (name, &thread) in victim.threads.iter().cycle().take(times) {
+        injector.use_only_thread(thread);
+        if let Err(error) = injector.take_userfaultfd(&victim.process) {
+            panic!("into thread {name}: {error:?}");
+        }
+    }
+}
+
+#[test]
+fn ten_thousand_injections_leave_no_trace() {
+    let injector = injector();
+    let count = if soak() { 20 * INJECTIONS } else { INJECTIONS };
+    let kinds = kinds();
+    for kind in &kinds {
+        let mut victim = Victim::start(&[kind]);
+        let before = victim.process.descriptors().unwrap().len();
+        // Into the thread of this kind, and into the main thread, which reads from a pipe.
+        inject(&injector, &victim, count / kinds.len() + 1);
+        assert_eq!(victim.process.descriptors().unwrap().len(), before);
+        victim.assert_goes_on();
+        victim.assert_well();
+    }
+    // And all of them together.
+    let mut victim = Victim::start(&[]);
+    inject(&injector, &victim, 100);
+    victim.assert_goes_on();
+    victim.assert_well();
+}
+
+#[test]
+fn the_injector_is_killed_at_every_step() {
+    let mut steps = 0;
+    let mut leftovers = 0;
+    for kind in kinds() {
+        let injector = injector();
+        let mut victim = Victim::start(&[&kind]);
+        injector.take_userfaultfd(&victim.process).unwrap();
+        steps = injector.steps_taken();
+        assert!(steps > 10);
+        let thread = victim.threads[&kind];
+        for step in 1..=steps {
+            injector.use_only_thread(thread);
+            injector.die_at_step(step);
+            match injector.take_userfaultfd(&victim.process) {
+                Err(InjectError::Killed { .. }) => {}
+                other => panic!("{kind}, step {step}: {other:?}"),
+            }
+        }
+        injector.use_only_thread(0);
+        injector.die_at_step(0);
+        leftovers += injector.close_leftovers(&victim.process, &[]).unwrap();
+        assert_eq!(victim.userfaultfds(), 0);
+        victim.assert_goes_on();
+        inject(&injector, &victim, 2);
+        victim.assert_goes_on();
+        victim.assert_well();
+    }
+    println!("{steps} steps, {leftovers} userfaultfds were left and closed");
+    assert!(leftovers > 0);
+}
+
+#[test]
+fn the_injector_is_killed_at_any_time() {
+    let mut seed = 4711u64;
+    let (mut killed, mut finished) = (0, 0);
+    for kind in kinds() {
+        let injector = injector();
+        let mut victim = Victim::start(&[&kind]);
+        injector.use_only_thread(victim.threads[&kind]);
+        for _ in 0..if soak() { 1000 } else { 12 } {
+            injector.take_userfaultfd(&victim.process).unwrap();
+            let pid = injector.injector_pid().unwrap() as i32;
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let delay = Duration::from_nanos((seed >> 33) % 300_000);
+            std::thread::scope(|scope| {
+                let injection = scope.spawn(|| injector.take_userfaultfd(&victim.process));
+                let began = std::time::Instant::now();
+                while began.elapsed() < delay {
+                    std::hint::spin_loop();
+                }
+                nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::SIGKILL).unwrap();
+                match injection.join().unwrap() {
+                    Ok(_) => finished += 1,
+                    Err(InjectError::Killed { .. }) => killed += 1,
+                    Err(error) => panic!("{error:?}"),
+                }
+            });
+        }
+        injector.close_leftovers(&victim.process, &[]).unwrap();
+        assert_eq!(victim.userfaultfds(), 0);
+        victim.assert_goes_on();
+        victim.assert_well();
+    }
+    println!("{killed} were killed in the middle, {finished} were not");
+    assert!(killed > 0);
+}

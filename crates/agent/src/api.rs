@@ -24,7 +24,7 @@
 
 mod client;
 mod control;
-mod problem;
+pub(crate) mod problem;
 mod routes;
 mod server;
 mod types;
@@ -32,7 +32,6 @@ mod types;
 pub use client::{Client, ClientError, Lines, Which};
 pub use control::Control;
 pub use engine::handover::Role;
-pub use engine::handover::recover::{Advice, Choice, Decision};
 pub use problem::{Kind, Problem, with_causes};
 pub use proto::message::{Finding, Severity};
 pub use proto::{Epoch, HostId, MigrationId, VmName};

@@ -171,7 +171,7 @@ impl Journal {
     pub fn tidy(&self) -> Result<(), JournalError> {
         self.guard()
             .connection
-            .query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))
+            .query_row("PRAGMA wal_checkpoint(RESTART)", [], |_| Ok(()))
             .map_err(self.failed("fold its log in"))
     }
 
@@ -225,7 +225,8 @@ impl Open {
         if self.durability != durability {
             let level = match durability {
                 Durability::Synced => "FULL",
-                Durability::Process => "OFF",
+                // Not OFF: then a checkpoint, also the one when the connection closes, would not sync either.
+                Durability::Process => "NORMAL",
             };
             self.connection.pragma_update(None, "synchronous", level)?;
             self.durability = durability;

@@ -250,7 +250,7 @@ impl Iterator for Lines<'_> {
             let body = self.body.as_mut()?;
             match self.runtime.block_on(body.frame()) {
                 Some(Ok(frame)) => {
-                    self.pending.extend_from_slice(frame.data_ref().map_or(&[], |data| &data[..]))
+                    self.pending.extend_from_slice(frame.data_ref().map_or(&[], |data| &data[..]));
                 }
                 Some(Err(error)) => {
                     self.body = None;

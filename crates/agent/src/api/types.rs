@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use engine::handover::Role;
-use engine::handover::recover::{Advice, Decision};
 use proto::message::{Finding, Severity};
 use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
@@ -280,16 +279,27 @@ pub enum CancelOutcome {
 }
 
 /// What an operator wants done about a migration in doubt.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RecoverRequest {
-    /// What the operator decides. Without it the peer and the register are asked once more and what they say is done,
-    /// which risks nothing.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub decision: Option<Decision>,
-    /// The operator has read what is risked and takes it upon himself. Without it a decision is only described.
+    /// What to do.
+    pub action: RecoverAction,
+    /// The operator has read what is risked and takes it upon himself. Without it, an action that guesses is only
+    /// described.
     #[serde(default)]
     pub i_know_the_risk: bool,
+}
+
+/// What an operator wants done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RecoverAction {
+    /// Ask the peer and the register once more, and do what they say. Risks nothing.
+    Ask,
+    /// Run the VM here: the operator knows that the other side does not run it and never will.
+    RunHere,
+    /// Give this side's copy up: the operator knows that the other side has the VM.
+    GiveUpHere,
 }
 
 /// What is known, what is risked, and what was done.
@@ -297,9 +307,11 @@ pub struct RecoverRequest {
 pub struct RecoverReport {
     /// How the migration stands now.
     pub status: MigrationStatus,
-    /// What is known here, what is not, and what can be decided at which price.
-    pub advice: Advice,
-    /// Whether a decision was carried out, or nothing is left to be decided.
+    /// What is known, line by line.
+    pub known: Vec<String>,
+    /// What the action would risk, line by line; empty if nothing.
+    pub risked: Vec<String>,
+    /// Whether the action was carried out, or nothing was left to do.
     pub done: bool,
     /// What was done, or what to do next.
     pub message: String,

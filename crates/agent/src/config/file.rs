@@ -103,11 +103,14 @@ struct Checks<'a> {
 impl Checks<'_> {
     fn not_understood(&self, error: &toml::de::Error) -> ConfigError {
         let offset = error.span().map_or(0, |span| span.start);
+        let what = error.message().trim_end().replace('\n', ", ");
+        // What is missing at the top level is not missing in the first key.
+        let nowhere = offset == 0 && what.starts_with("missing");
         ConfigError::Invalid {
             path: self.path.to_owned(),
             line: self.locator.line_at(offset),
-            key: self.locator.key_at(offset),
-            what: error.message().trim_end().replace('\n', ", "),
+            key: if nowhere { String::new() } else { self.locator.key_at(offset) },
+            what,
         }
     }
 

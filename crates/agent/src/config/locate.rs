@@ -15,8 +15,8 @@ impl Locator {
 
     /// The line, from 1 on, in which a byte stands.
     pub(super) fn line_at(&self, offset: usize) -> usize {
-        let before = &self.text.as_bytes()[..offset.min(self.text.len())];
-        1 + before.iter().filter(|byte| **byte == b'\n').count()
+        // Offsets of the parser lie between characters; one that does not is none of its own.
+        1 + self.text.get(..offset).unwrap_or(&self.text).matches('\n').count()
     }
 
     /// The line in which a key stands, or the nearest table around it; line 1 if there is none.

@@ -1,1 +1,225 @@
+use std::path::{Path, PathBuf};
 
+use super::*;
+
+const HERE: &str = "/etc/whimbrel/agent.toml";
+
+const LEAST: &str = "host = \"alpha\"\nlisten = \"127.0.0.1:7740\"\n[tls]\nplain = true\n";
+
+fn parse(text: &str) -> Result<Config, ConfigError> {
+    Config::parse(Path::new(HERE), text)
+}
+
+fn example() -> String {
+    std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/agent.example.toml")).unwrap()
+}
+
+/// The example with every key that it shows commented out, set.
+fn example_with_all_keys() -> String {
+    let mut in_comment = String::new();
+    for line in example().lines() {
+        let is_key = |rest: &str| rest.contains(" = ") || (rest.starts_with('[') && rest.ends_with(']'));
+        match line.strip_prefix('#').filter(|rest| !rest.starts_with(' ') && is_key(rest)) {
+            Some("plain = true") => {}
+            Some(rest) => in_comment.push_str(rest),
+            None => in_comment.push_str(line),
+        }
+        in_comment.push('\n');
+    }
+    in_comment
+}
+
+#[test]
+fn the_least_configuration_has_the_documented_defaults() {
+    let config = parse(LEAST).unwrap();
+    assert_eq!(config.security, Security::Plain);
+    assert_eq!(config.state_dir, PathBuf::from("/var/lib/whimbrel"));
+    assert_eq!(config.api_socket, PathBuf::from("/run/whimbrel/agent.sock"));
+    assert_eq!((config.limits.max_downtime_ms, config.limits.on_limit), (30, OnLimit::Abort));
+    assert_eq!((config.role, config.register, config.fault_socket), (AgentRole::Host, None, None));
+}
+
+#[test]
+fn the_example_is_right_and_shows_the_defaults() {
+    let plain = parse(&example()).unwrap();
+    assert_eq!(plain.host.as_str(), "alpha");
+    assert_eq!(plain.register.as_ref().map(HostId::as_str), Some("gamma"));
+    let Security::Tls { ca, .. } = &plain.security else { panic!("the example has certificates") };
+    assert_eq!(ca, Path::new("/etc/whimbrel/ca.pem"), "relative to the file");
+
+    // What is commented out are the defaults, but for the maps and the fault socket, which have none.
+    let mut all = parse(&example_with_all_keys()).unwrap();
+    assert_eq!(all.taps.len(), 1);
+    assert_eq!(all.disk_dirs.len(), 1);
+    assert!(all.fault_socket.is_some());
+    all.taps.clear();
+    all.disk_dirs.clear();
+    all.fault_socket = None;
+    assert_eq!(all, plain);
+}
+
+#[test]
+fn the_example_names_every_key() {
+    let text = example_with_all_keys();
+    let qemu = toml::to_string(&Qemu::default()).unwrap();
+    let limits = toml::to_string(&Limits::default()).unwrap();
+    let timeouts = toml::to_string(&Timeouts::default()).unwrap();
+    for line in [qemu, limits, timeouts].iter().flat_map(|text| text.lines()) {
+        let (key, _) = line.split_once(" =").unwrap();
+        assert!(text.contains(&format!("\n{key} = ")), "{key} is missing in docs/agent.example.toml");
+    }
+}
+
+/// Text, the line and key that the error has to name, and a word of what it has to say.
+const MISTAKES: &[(&str, usize, &str, &str)] = &[
+    ("host = \"a b\"\nlisten = \"127.0.0.1:1\"\n[tls]\nplain = true", 1, "host", "letters, digits"),
+    ("host = \"a\"\nlisten = \"nowhere\"\n[tls]\nplain = true", 2, "listen", "0.0.0.0:7740"),
+    ("host = \"a\"\n[tls]\nplain = true", 1, "", "listen"),
+    ("host = \"a\"\nlisten = \"127.0.0.1:1\"", 1, "tls", "plain = true"),
+    ("host = \"a\"\nlisten = \"127.0.0.1:1\"\n\n[tls]\nca = \"x\"", 4, "tls", "certificate"),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\n[tls]\nca = \"x\"\ncertificate = \"y\"\nkey = \"z\"\nplain = true",
+        7,
+        "tls.plain",
+        "beside certificates",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\nstraems = 3",
+        5,
+        "limits.straems",
+        "unknown",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\nstreams = 65",
+        5,
+        "limits.streams",
+        "1 to 64",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\nstreams = \"4\"",
+        5,
+        "limits.streams",
+        "u16",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\non_limit = \"x\"",
+        5,
+        "limits.on_limit",
+        "abort",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\nmax_downtime_ms = 0",
+        5,
+        "limits.max_downtime_ms",
+        "30",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[timeouts]\n\nretry_ms = 0",
+        6,
+        "timeouts.retry_ms",
+        "milliseconds",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[qemu]\nbinaries = []",
+        5,
+        "qemu.binaries",
+        "names no QEMU",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[hosts.b]\naddress = \"b\"",
+        5,
+        "hosts.b.address",
+        "HOST:PORT",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[hosts.b]\nadress = \"b:1\"",
+        5,
+        "hosts.b.adress",
+        "unknown field",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[hosts.\"b c\"]\naddress = \"b:1\"",
+        4,
+        "hosts.b c",
+        "letters",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[register]\nhost = \"a\"",
+        5,
+        "register.host",
+        "third host",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[register]\nhost = \"w\"",
+        5,
+        "register.host",
+        "[hosts.w]",
+    ),
+    (
+        "host = \"a\"\nrole = \"witness\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[register]\nhost = \"w\"",
+        6,
+        "register.host",
+        "keeps the register itself",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.dirs]\n\"x\" = \"/y\"",
+        5,
+        "disks.dirs.x",
+        "absolute",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\nlisten = \"127.0.0.1:2\"",
+        4,
+        "",
+        "duplicate",
+    ),
+    ("host = \"a\"\nlisten = ", 2, "", "string"),
+];
+
+#[test]
+fn mistakes_are_located_and_explained() {
+    for (text, line, key, word) in MISTAKES {
+        let Err(error) = parse(text) else { panic!("this was accepted:\n{text}") };
+        let ConfigError::Invalid { path, line: found_line, key: found_key, what } = &error else {
+            panic!("{error}")
+        };
+        assert_eq!(
+            (path.as_path(), *found_line, found_key.as_str()),
+            (Path::new(HERE), *line, *key),
+            "{what}\n{text}"
+        );
+        assert!(what.contains(word), "{word:?} is missing in {what:?}");
+        let said = error.to_string();
+        assert!(said.starts_with(&format!("{HERE}, line {line}")), "{said}");
+        assert!(!said.contains('\n'), "one line: {said}");
+    }
+}
+
+#[test]
+fn own_entry_in_the_table_of_hosts_is_no_peer() {
+    let config =
+        parse(&format!("{LEAST}[hosts.alpha]\naddress = \"x:1\"\n[hosts.beta]\naddress = \"y:2\"")).unwrap();
+    let name = |name: &str| HostId::new(name).unwrap();
+    assert_eq!(config.peer(&name("beta")), Some("y:2"));
+    assert_eq!(config.peer(&name("alpha")), None);
+    assert_eq!(config.peers().count(), 1);
+}
+
+#[test]
+fn missing_files_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("agent.toml");
+    let error = Config::load(&path).unwrap_err();
+    assert!(matches!(&error, ConfigError::Read { .. }), "{error}");
+    assert!(error.to_string().contains("--config"), "{error}");
+
+    let text = "host = \"a\"\nlisten = \"127.0.0.1:1\"\n[tls]\nca = \"ca.pem\"\ncertificate = \"c.pem\"\nkey = \"k\"\n[qemu]\nbinaries = [\"q\"]";
+    std::fs::write(&path, text).unwrap();
+    let config = Config::load(&path).unwrap();
+    for (missing, line) in [("ca.pem", 4), ("c.pem", 5), ("k", 6), ("q", 8)] {
+        let error = config.check_files(&path).unwrap_err().to_string();
+        assert!(error.contains(&format!("line {line}")) && error.contains(missing), "{error}");
+        std::fs::write(folder.path().join(missing), "").unwrap();
+    }
+    config.check_files(&path).unwrap();
+}

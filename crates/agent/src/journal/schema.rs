@@ -88,7 +88,7 @@ pub(super) fn open(path: &Path) -> Result<Connection, JournalError> {
     }
     transaction.pragma_update(None, "user_version", known).map_err(failed)?;
     transaction.commit().map_err(failed)?;
-    connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(())).map_err(failed)?;
+    connection.query_row("PRAGMA wal_checkpoint(RESTART)", [], |_| Ok(())).map_err(failed)?;
     Ok(connection)
 }
 

@@ -1,1 +1,309 @@
+use std::io::{BufRead, BufReader};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 
+use engine::handover::Terms;
+use engine::handover::destination::DestinationState;
+use engine::handover::source::SourceState;
+use proto::message::Proposal;
+use proto::{Generation, HostId, Incarnation};
+use serde_json::json;
+
+use super::*;
+use crate::progress::Standing;
+use crate::report::{Objective, Outcome, Report};
+
+fn name(name: &str) -> VmName {
+    VmName::new(name).unwrap()
+}
+
+fn id(vm: &str, epoch: u64) -> MigrationId {
+    MigrationId { vm: name(vm), epoch: Epoch(epoch) }
+}
+
+fn terms(id: &MigrationId) -> Terms {
+    Terms {
+        migration: id.clone(),
+        source: HostId::new("alpha").unwrap(),
+        destination: HostId::new("beta").unwrap(),
+        register: None,
+    }
+}
+
+fn proposal() -> Proposal {
+    // As JSON, so that fields with defaults can be added without touching this test.
+    let description = json!({"large": "x".repeat(50_000)});
+    let proposal = json!({"reply_to": "192.0.2.1:7740", "streams": 2, "ram": [], "facts": {}, "description": description, "check_only": false});
+    serde_json::from_value(proposal).unwrap()
+}
+
+fn begin(journal: &Journal, id: &MigrationId, state: State) -> Result<(), JournalError> {
+    journal.begin(&NewMigration { terms: &terms(id), state, was_running: true, proposal: &proposal() })
+}
+
+fn prepared() -> State {
+    State::Source(SourceState::Prepared { run: true })
+}
+
+fn incarnation() -> Incarnation {
+    Incarnation { boot_id: "b".into(), pid: 7, start_time_ticks: 9, generation: Generation(2) }
+}
+
+#[test]
+fn what_was_recorded_is_there_after_a_restart() {
+    let folder = tempfile::tempdir().unwrap();
+    let id = id("web", 1);
+    let committed = SourceState::Committed { incarnation: incarnation(), run: true };
+    {
+        let journal = Journal::open(folder.path()).unwrap();
+        assert_eq!(journal.next_epoch(&id.vm).unwrap(), Epoch(1));
+        begin(&journal, &id, prepared()).unwrap();
+        journal.record_source(&id, &committed, Durability::Process).unwrap();
+        journal.set_generation(&id, Generation(2)).unwrap();
+        journal.set_incarnation(&id, &incarnation(), Durability::Process).unwrap();
+        journal.set_details(&id, &json!({"fd": 3}), Durability::Process).unwrap();
+        journal.set_message(&id, "waits").unwrap();
+    }
+    let journal = Journal::open(folder.path()).unwrap();
+    let record = journal.migration(&id).unwrap().unwrap();
+    assert_eq!(record.state, State::Source(committed));
+    assert_eq!((record.role(), record.peer().as_str()), (engine::handover::Role::Source, "beta"));
+    assert_eq!((record.generation, record.incarnation), (Generation(2), Some(incarnation())));
+    assert_eq!((record.details, record.message), (json!({"fd": 3}), Some("waits".into())));
+    assert!(record.open && record.was_running);
+    assert_eq!(record.state.standing(), Standing::InDoubt);
+    assert_eq!(journal.open_migrations().unwrap().len(), 1);
+    assert_eq!(journal.proposal(&id).unwrap().unwrap(), proposal());
+}
+
+#[test]
+fn a_vm_has_one_open_migration_at_a_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let journal = Journal::open(folder.path()).unwrap();
+    begin(&journal, &id("web", 1), prepared()).unwrap();
+    let error = begin(&journal, &id("web", 2), prepared()).unwrap_err();
+    assert!(matches!(&error, JournalError::AlreadyOpen { open } if *open == id("web", 1)), "{error}");
+    assert!(error.to_string().contains("whimbrel cancel web"), "{error}");
+    begin(&journal, &id("db", 1), prepared()).unwrap();
+    journal.close(&id("web", 1)).unwrap();
+    begin(&journal, &id("web", 2), prepared()).unwrap();
+    assert_eq!(journal.latest(&name("web")).unwrap().unwrap().id().epoch, Epoch(2));
+    assert_eq!(journal.migrations().unwrap().len(), 3);
+}
+
+#[test]
+fn epochs_only_grow_wherever_they_were_learnt() {
+    let folder = tempfile::tempdir().unwrap();
+    let vm = name("web");
+    {
+        let journal = Journal::open(folder.path()).unwrap();
+        assert_eq!(journal.next_epoch(&vm).unwrap(), Epoch(1));
+        journal.learn_epoch(&vm, Epoch(9)).unwrap();
+        journal.learn_epoch(&vm, Epoch(4)).unwrap();
+    }
+    let journal = Journal::open(folder.path()).unwrap();
+    assert_eq!(journal.next_epoch(&vm).unwrap(), Epoch(10));
+    assert_eq!(
+        journal.next_epoch(&vm).unwrap(),
+        Epoch(11),
+        "never given twice, though nothing was begun with it"
+    );
+
+    let arriving = State::Destination(DestinationState::Prepared);
+    for old in [3, 11] {
+        let error = begin(&journal, &id("web", old), arriving.clone()).unwrap_err();
+        assert!(matches!(&error, JournalError::OldEpoch { largest: Epoch(11), .. }), "{error}");
+    }
+    begin(&journal, &id("web", 12), arriving).unwrap();
+    assert_eq!(journal.next_epoch(&vm).unwrap(), Epoch(13), "a peer's epoch counts");
+}
+
+#[test]
+fn transitions_of_unknown_migrations_and_of_the_other_role_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let journal = Journal::open(folder.path()).unwrap();
+    begin(&journal, &id("web", 1), prepared()).unwrap();
+    let aborted = SourceState::Aborted;
+    let unknown = journal.record_source(&id("web", 2), &aborted, Durability::Synced).unwrap_err();
+    assert!(matches!(unknown, JournalError::NoMigration(_)), "{unknown}");
+    let other = journal.record_destination(&id("web", 1), &DestinationState::Discarded, Durability::Synced);
+    assert!(matches!(other.unwrap_err(), JournalError::NoMigration(_)));
+    assert_eq!(journal.migration(&id("web", 1)).unwrap().unwrap().state, prepared());
+}
+
+#[test]
+fn vms_and_reports_are_kept() {
+    let folder = tempfile::tempdir().unwrap();
+    let journal = Journal::open(folder.path()).unwrap();
+    let record = VmRecord::new(name("web"), json!({"cpus": 2}), 77, u64::MAX, PathBuf::from("/run/q.sock"));
+    journal.put_vm(&record).unwrap();
+    assert_eq!(journal.vm(&name("web")).unwrap(), Some(record.clone()));
+    assert_eq!(journal.vms().unwrap(), vec![record]);
+    assert!(journal.remove_vm(&name("web")).unwrap());
+    assert!(!journal.remove_vm(&name("web")).unwrap());
+
+    let objective = Objective {
+        max_downtime_ms: 30,
+        max_rounds: 30,
+        on_limit: "abort".into(),
+        streams: 1,
+        bandwidth_bytes_per_s: None,
+    };
+    let terms = terms(&id("web", 3));
+    let mut report = Report::begin(terms.migration.clone(), terms.source, terms.destination, objective);
+    journal.put_report(&report).unwrap();
+    report.end(Outcome::Moved, None, 5);
+    journal.put_report(&report).unwrap();
+    assert_eq!(journal.report(&terms.migration).unwrap(), Some(report));
+}
+
+#[test]
+fn a_second_agent_is_told_who_the_first_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = Journal::open(folder.path()).unwrap();
+    let error = Journal::open(folder.path()).unwrap_err();
+    assert!(matches!(error, JournalError::Locked { .. }), "{error}");
+    assert!(error.to_string().contains(&format!("(pid {})", std::process::id())), "{error}");
+    drop(first);
+    Journal::open(folder.path()).unwrap();
+}
+
+#[test]
+fn a_newer_format_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    drop(Journal::open(folder.path()).unwrap());
+    let path = folder.path().join(FILE_NAME);
+    let newer = |version: i64| Connection::open(&path).unwrap().pragma_update(None, "user_version", version);
+    newer(99).unwrap();
+    let before = std::fs::read(&path).unwrap();
+    let error = Journal::open(folder.path()).unwrap_err();
+    assert!(matches!(error, JournalError::Newer { found: 99, .. }), "{error}");
+    assert_eq!(std::fs::read(&path).unwrap(), before);
+}
+
+#[test]
+fn damage_is_called_damage() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(
+        folder.path().join(FILE_NAME),
+        "this is no database, it is a letter to the editor".repeat(100),
+    )
+    .unwrap();
+    let error = Journal::open(folder.path()).unwrap_err();
+    assert!(matches!(error, JournalError::Damaged { .. }), "{error}");
+
+    // A database with garbage in a page in the middle.
+    let folder = tempfile::tempdir().unwrap();
+    let journal = Journal::open(folder.path()).unwrap();
+    for n in 1..40 {
+        begin(&journal, &id(&format!("vm{n}"), 1), prepared()).unwrap();
+    }
+    journal.tidy().unwrap();
+    drop(journal);
+    let path = folder.path().join(FILE_NAME);
+    let mut bytes = std::fs::read(&path).unwrap();
+    assert!(bytes.len() > 5 * 4096);
+    bytes[4096..5 * 4096].fill(0x5a);
+    std::fs::write(&path, bytes).unwrap();
+    let error = Journal::open(folder.path()).unwrap_err();
+    assert!(matches!(error, JournalError::Damaged { .. }), "{error}");
+    assert!(error.to_string().contains("backup"), "{error}");
+}
+
+#[test]
+fn a_full_disk_is_said_and_loses_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let journal = Journal::open(folder.path()).unwrap();
+    begin(&journal, &id("web", 1), prepared()).unwrap();
+    // SQLite itself says that there is no room when a database may not grow.
+    let pages: i64 =
+        journal.read("count", |c| Ok(c.query_row("PRAGMA page_count", [], |row| row.get(0))?)).unwrap();
+    journal.guard().connection.pragma_update(None, "max_page_count", pages).unwrap();
+    let error = begin(&journal, &id("db", 1), prepared()).unwrap_err();
+    assert!(matches!(error, JournalError::Full { .. }), "{error}");
+    journal.guard().connection.pragma_update(None, "max_page_count", 1_000_000).unwrap();
+    assert_eq!(journal.migrations().unwrap().len(), 1);
+    begin(&journal, &id("db", 1), prepared()).unwrap();
+}
+
+#[test]
+fn an_unusable_directory_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    let error = Journal::open(&file.join("state")).unwrap_err();
+    assert!(matches!(error, JournalError::Directory { .. }), "{error}");
+    assert!(error.to_string().contains("state_dir"), "{error}");
+}
+
+/// Not a test of its own: what [`writes_survive_a_killed_agent`] runs as another process and kills.
+#[test]
+fn victim_that_writes_until_it_is_killed() {
+    let Ok(directory) = std::env::var("WHIMBREL_TEST_JOURNAL") else { return };
+    let journal = Journal::open(Path::new(&directory)).unwrap();
+    let id = id("web", 1);
+    if journal.migration(&id).unwrap().is_none() {
+        begin(&journal, &id, prepared()).unwrap();
+    }
+    for n in 0.. {
+        let state =
+            SourceState::Committed { incarnation: Incarnation { pid: n, ..incarnation() }, run: true };
+        journal.record_source(&id, &state, Durability::Process).unwrap();
+        println!("recorded {n}");
+    }
+}
+
+#[test]
+fn writes_survive_a_killed_agent() {
+    let folder = tempfile::tempdir().unwrap();
+    for recorded in [1, 40, 300] {
+        let mut victim = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "journal::tests::victim_that_writes_until_it_is_killed", "--nocapture"])
+            .env("WHIMBREL_TEST_JOURNAL", folder.path())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines();
+        let number = |line: &str| line.strip_prefix("recorded ").and_then(|n| n.parse::<u32>().ok());
+        let mut last =
+            lines.by_ref().find_map(|line| number(&line.unwrap()).filter(|n| *n >= recorded)).unwrap();
+        victim.kill().unwrap();
+        victim.wait().unwrap();
+        last = lines.map_while(Result::ok).filter_map(|line| number(&line)).last().unwrap_or(last);
+
+        let journal = Journal::open(folder.path()).unwrap();
+        let State::Source(SourceState::Committed { incarnation, .. }) =
+            journal.migration(&id("web", 1)).unwrap().unwrap().state
+        else {
+            panic!("the state is lost")
+        };
+        // It may have recorded one more than it could say.
+        assert!(incarnation.pid == last || incarnation.pid == last + 1, "{} after {last}", incarnation.pid);
+    }
+}
+
+/// Prints what writes cost; asserts nothing about time. `cargo test -p whimbrel-agent --release cost -- --ignored
+/// --nocapture`
+#[test]
+#[ignore = "measures"]
+fn cost_of_writes() {
+    let folder =
+        tempfile::tempdir_in(std::env::var("WHIMBREL_TEST_DIR").unwrap_or_else(|_| "/var/tmp".into()))
+            .unwrap();
+    let journal = Journal::open(folder.path()).unwrap();
+    let id = id("web", 1);
+    begin(&journal, &id, prepared()).unwrap();
+    for durability in [Durability::Process, Durability::Synced] {
+        let mut times: Vec<_> = (0..500)
+            .map(|pid| {
+                let state =
+                    SourceState::Committed { incarnation: Incarnation { pid, ..incarnation() }, run: true };
+                let before = std::time::Instant::now();
+                journal.record_source(&id, &state, durability).unwrap();
+                before.elapsed().as_micros()
+            })
+            .collect();
+        times.sort_unstable();
+        println!("{durability:?}: median {} µs, 99 % {} µs, worst {} µs", times[250], times[495], times[499]);
+    }
+}

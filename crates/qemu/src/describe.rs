@@ -219,7 +219,8 @@ fn assemble(
     options: Vec<Given>,
     problems: Vec<Problem>,
 ) -> VmDescription {
-    let disks = live.backends.iter().map(|backend| blocks::disk(backend, &live)).collect();
+    let disks =
+        live.backends.iter().map(|backend| blocks::disk(backend, &live, &origin.working_dir)).collect();
     let block = |(name, page_size_bytes)| MemoryBlock { name, page_size_bytes };
     VmDescription {
         schema: SCHEMA,
@@ -277,7 +278,9 @@ pub(crate) fn absolute(path: &str, working_dir: &Path) -> String {
 pub(crate) fn names_a_file(option: &str, key: &str) -> bool {
     let last = key.rsplit('.').next().unwrap_or(key);
     match option {
-        "drive" | "blockdev" => last == "filename" || key == "file",
+        // In a -blockdev `file` is the name of a node.
+        "drive" => last == "filename" || key == "file",
+        "blockdev" => last == "filename",
         "object" => last == "mem-path" || last == "file" || last == "dir" || last == "filename",
         "chardev" => last == "path" || last == "logfile",
         "netdev" | "nic" | "net" => last == "path",

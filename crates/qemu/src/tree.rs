@@ -12,24 +12,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::qmp::{Qmp, QmpError, Version};
 
-/// Properties that name something behind the device, or that the running guest changes.
-const NOT_COMPARED: &[&str] = &[
-    "drive",
-    "netdev",
-    "chardev",
-    "iothread",
-    "audiodev",
-    "romfile",
-    "busnr",
-    "hpet-offset-saved",
-    "fsdev",
-    "memdev",
-    "rng",
-    "logfile",
-    "filename",
-    "file",
-    "display",
+/// Properties that name something behind the device.
+const OF_HOST: &[&str] = &[
+    "drive", "netdev", "chardev", "iothread", "audiodev", "romfile", "fsdev", "memdev", "rng", "logfile",
+    "filename", "file", "display",
 ];
+/// Properties that the running guest sets: they tell its state, not its devices.
+const OF_GUEST: &[&str] = &["busnr", "MCFG", "smb_io_base", "hpet-offset-saved", "attached"];
+/// Properties that are part of [`Device::place`], where they count as what they are, not as how they
+/// were asked for.
+const OF_PLACE: &[&str] = &["addr", "port", "nr", "unit", "scsi-id", "lun"];
 
 /// One device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -118,7 +110,7 @@ pub fn compare_device_trees(first: &DeviceTree, second: &DeviceTree) -> Vec<Diff
         };
         for (property, value) in &one.properties {
             let Some(others) = other.properties.get(property) else { continue };
-            if value != others && !NOT_COMPARED.contains(&property.as_str()) {
+            if value != others && !is_left_out(property) {
                 differences.push(Difference::Property {
                     device: one.label(),
                     property: property.clone(),
@@ -131,6 +123,10 @@ pub fn compare_device_trees(first: &DeviceTree, second: &DeviceTree) -> Vec<Diff
     let added = second.iter().filter(|(key, _)| !first.contains_key(*key));
     differences.extend(added.map(|(_, device)| Difference::Added { device: device.label() }));
     differences
+}
+
+fn is_left_out(property: &str) -> bool {
+    [OF_HOST, OF_GUEST, OF_PLACE].iter().any(|list| list.contains(&property))
 }
 
 /// Reads the trees of two QEMUs and compares them.

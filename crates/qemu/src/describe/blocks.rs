@@ -64,11 +64,12 @@ pub(super) fn normalise(options: &mut [Given]) {
 }
 
 /// A disk for people.
-pub(super) fn disk(backend: &Backend, live: &Live) -> Disk {
+pub(super) fn disk(backend: &Backend, live: &Live, working_dir: &Path) -> Disk {
+    let file_of = |node: &Node| absolute(&live.file_of(node), working_dir);
     let chain = backend.root.as_ref().map(|root| live.chain(root)).unwrap_or_default();
     let top = chain.first();
-    let file = top.map(|node| node.file.clone());
-    let mut below: Vec<String> = chain.iter().map(|node| node.file.clone()).collect();
+    let file = top.map(|node| file_of(node));
+    let mut below: Vec<String> = chain.iter().map(|node| file_of(node)).collect();
     below.dedup();
     Disk {
         name: if backend.name.is_empty() {
@@ -186,7 +187,10 @@ impl<'a> Work<'a> {
             backend.root.as_ref().is_some_and(|root| {
                 let below = self.below(root);
                 below.iter().any(|name| {
-                    self.live.nodes.get(name).is_some_and(|node| Some(self.absolute(&node.file)) == file)
+                    self.live
+                        .nodes
+                        .get(name)
+                        .is_some_and(|node| Some(self.absolute(&self.live.file_of(node))) == file)
                 })
             })
         };
@@ -230,7 +234,7 @@ impl<'a> Work<'a> {
             option.value = Some(value.to_string());
             return Some(option);
         };
-        let present = self.absolute(&root.file);
+        let present = self.absolute(&self.live.file_of(root));
         if self.file_of(&value).as_ref() != Some(&present) {
             if FILES.contains(&root.driver.as_str()) || FORMATS.contains(&root.driver.as_str()) {
                 let (file, format) = if value.get("file").is_some() {

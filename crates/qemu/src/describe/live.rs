@@ -119,6 +119,19 @@ struct Property {
 /// Properties that say where on its bus a device sits.
 const PLACES: &[&str] = &["addr", "port", "scsi-id", "channel", "lun", "unit", "nr", "slot"];
 
+/// Properties that say where a processor sits.
+const CPU_PLACES: &[&str] = &[
+    "node-id",
+    "drawer-id",
+    "book-id",
+    "socket-id",
+    "die-id",
+    "cluster-id",
+    "module-id",
+    "core-id",
+    "thread-id",
+];
+
 impl Live {
     pub(super) fn ask(qmp: &mut Qmp) -> Result<Self, QmpError> {
         let machine_type = crate::device_state::machine_type(qmp)?;
@@ -163,6 +176,22 @@ impl Live {
             objects: objects(qmp)?,
             ram_blocks: crate::ram::names(&ram_text),
         })
+    }
+
+    /// The file behind a node: that of the lowest node under it which is one, because formats with
+    /// options name themselves by a whole `json:` description.
+    pub(super) fn file_of(&self, node: &Node) -> String {
+        let mut at = node;
+        for _ in 0..self.nodes.len() {
+            if !at.file.starts_with("json:") {
+                return at.file.clone();
+            }
+            match at.children.get("file").and_then(|child| self.nodes.get(child)) {
+                Some(child) => at = child,
+                None => break,
+            }
+        }
+        node.file.clone()
     }
 
     /// The nodes of a chain from `top` down, through `file` of filters and `backing` of images.
@@ -255,12 +284,18 @@ pub(super) fn device_properties(qmp: &mut Qmp, device: &LiveDevice) -> Result<Ma
     for property in listed {
         let name = property.name.as_str();
         // Of a CPU only its place; its features come from -cpu.
-        let of_cpu = name.ends_with("-id") && name != "apic-id";
-        if (is_cpu && !of_cpu) || PLACES.contains(&name) || child(&property.kind).is_some() {
+        if (is_cpu && !CPU_PLACES.contains(&name))
+            || PLACES.contains(&name)
+            || child(&property.kind).is_some()
+        {
             continue;
         }
-        // Where the guest put a bus, and which file of QEMU's own a ROM comes from.
-        if name == "busnr" || name == "romfile" {
+        // Where the guest put a bus, which file of QEMU's own a ROM comes from, a state.
+        if ["busnr", "romfile", "attached"].contains(&name) {
+            continue;
+        }
+        // Of memory modules the size is that of what is behind them.
+        if name == "size" && (device.driver.contains("dimm") || device.driver.starts_with("virtio-mem")) {
             continue;
         }
         let value = match get(qmp, &device.path, name) {

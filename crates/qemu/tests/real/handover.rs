@@ -2,8 +2,7 @@
 //! destination: before it is let go no virtual CPU has run, no image lock is taken, no packet has
 //! left. Each ingredient is also left out once, to see the accident that it prevents.
 
-use std::fs::OpenOptions;
-use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 
@@ -12,9 +11,10 @@ use whimbrel_qemu::control::{announce_self, blocked_reasons, cont, drain, status
 use whimbrel_qemu::device_state::{
     Incoming, LoadError, StateError, any_block_node_active, capture, complete, machine_type,
 };
-use whimbrel_qemu::ram::ram_blocks;
 
-use crate::support::{Version, Vm, args, deadline, qcow2, ticker_disk, until, versions};
+use crate::support::{
+    Version, Vm, args, assert_memory_equal, copy_memory, deadline, qcow2, ticker_disk, until, versions,
+};
 
 /// Two QEMUs of one guest, and what they share.
 struct Pair {
@@ -64,43 +64,8 @@ impl Pair {
         stop(&mut self.source.qmp).unwrap();
         let raw = capture(&mut self.source.qmp).unwrap();
         // After saving, because saving may write guest memory.
-        self.for_all_memory(|source, destination, address, chunk| {
-            source.0.read_exact_at(chunk, source.1 + address).unwrap();
-            destination.0.write_all_at(chunk, destination.1 + address).unwrap();
-        });
+        copy_memory(&mut self.source, &mut self.destination);
         raw
-    }
-
-    fn assert_memory_equal(&mut self) {
-        let mut other = Vec::new();
-        self.for_all_memory(|source, destination, address, chunk| {
-            source.0.read_exact_at(chunk, source.1 + address).unwrap();
-            other.resize(chunk.len(), 0);
-            destination.0.read_exact_at(&mut other, destination.1 + address).unwrap();
-            assert!(*chunk == other, "memory differs at {address:#x}");
-        });
-    }
-
-    fn for_all_memory(
-        &mut self,
-        mut with: impl FnMut((&std::fs::File, u64), (&std::fs::File, u64), u64, &mut Vec<u8>),
-    ) {
-        let (from, to) = (self.source.pid(), self.destination.pid());
-        let ours = ram_blocks(&mut self.source.qmp, from).unwrap();
-        let theirs = ram_blocks(&mut self.destination.qmp, to).unwrap();
-        let open =
-            |pid: u32| OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/mem")).unwrap();
-        let (from, to) = (open(from), open(to));
-        for block in &ours {
-            let other = theirs.iter().find(|other| other.name == block.name).unwrap();
-            assert_eq!(block.used_bytes, other.used_bytes);
-            let mut at = 0;
-            while at < block.used_bytes {
-                let mut chunk = vec![0; (block.used_bytes - at).min(4 << 20) as usize];
-                with((&from, block.host_address), (&to, other.host_address), at, &mut chunk);
-                at += chunk.len() as u64;
-            }
-        }
     }
 
     fn prepare(&mut self) -> Incoming {
@@ -179,7 +144,7 @@ fn before_it_is_let_go_nothing_has_happened() {
         }
         // No packet has left.
         assert_eq!(pair.packets(), 0);
-        pair.assert_memory_equal();
+        assert_memory_equal(&mut pair.source, &mut pair.destination);
 
         cont(&mut pair.destination.qmp).unwrap();
         assert!(locks(&disk) > 0, "the destination holds the image now");
@@ -391,22 +356,4 @@ fn a_running_guest_is_not_saved() {
         assert!(matches!(error, LoadError::NotWaiting { .. }));
         assert!(instruction_pointer(&mut pair.source).contains("IP="));
     });
-}
-
-#[test]
-fn what_qemu_would_not_migrate_is_told() {
-    for version in versions() {
-        let dir = tempfile::tempdir().unwrap();
-        let share = dir.path().display();
-        let mut vm = version.start(
-            dir.path(),
-            "a",
-            &args(&format!(
-                "-machine q35 -m 64 -S -fsdev local,id=f0,path={share},security_model=none
-                 -device virtio-9p-pci,fsdev=f0,mount_tag=t -device nvme,serial=1"
-            )),
-        );
-        let reasons = blocked_reasons(&mut vm.qmp).unwrap();
-        println!("{reasons:?}");
-    }
 }

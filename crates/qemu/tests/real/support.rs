@@ -1,12 +1,15 @@
 //! What the tests on a real QEMU share: the versions to try, a guest of 512 bytes, waiting.
 
 use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use whimbrel_qemu::process::{Launch, Started, start};
 use whimbrel_qemu::qmp::Qmp;
+use whimbrel_qemu::ram::ram_blocks;
 
 /// Boot sector that increments the word at 0x600 and writes a dot to the first serial port at each
 /// tick of the BIOS's clock (18 a second), and sleeps between:
@@ -54,7 +57,6 @@ pub(crate) struct Vm {
     pub(crate) qmp: Qmp,
     pub(crate) started: Started,
     pub(crate) dir: PathBuf,
-    pub(crate) version: Version,
 }
 
 impl Drop for Vm {
@@ -116,7 +118,7 @@ impl Version {
             scope: None,
         };
         let (started, qmp) = start(&launch, deadline()).unwrap();
-        Vm { qmp, started, dir: dir.to_owned(), version: self.clone() }
+        Vm { qmp, started, dir: dir.to_owned() }
     }
 }
 
@@ -168,4 +170,46 @@ pub(crate) fn qcow2(path: &Path, size: &str) {
         .status()
         .unwrap();
     assert!(made.success());
+}
+
+/// Copies all RAM blocks from one guest to the other, who must have the same.
+pub(crate) fn copy_memory(source: &mut Vm, destination: &mut Vm) {
+    for_all_memory(source, destination, |from, to, chunk| {
+        from.0.read_exact_at(chunk, from.1).unwrap();
+        to.0.write_all_at(chunk, to.1).unwrap();
+    });
+}
+
+pub(crate) fn assert_memory_equal(source: &mut Vm, destination: &mut Vm) {
+    let mut other = Vec::new();
+    for_all_memory(source, destination, |from, to, chunk| {
+        from.0.read_exact_at(chunk, from.1).unwrap();
+        other.resize(chunk.len(), 0);
+        to.0.read_exact_at(&mut other, to.1).unwrap();
+        assert!(*chunk == other, "memory differs near {:#x} of the source", from.1);
+    });
+}
+
+fn for_all_memory(
+    source: &mut Vm,
+    destination: &mut Vm,
+    mut with: impl FnMut((&File, u64), (&File, u64), &mut Vec<u8>),
+) {
+    let (from, to) = (source.pid(), destination.pid());
+    let ours = ram_blocks(&mut source.qmp, from).unwrap();
+    let theirs = ram_blocks(&mut destination.qmp, to).unwrap();
+    assert_eq!(ours.len(), theirs.len());
+    let open = |pid: u32| OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/mem")).unwrap();
+    let (from, to) = (open(from), open(to));
+    for block in &ours {
+        let other = theirs.iter().find(|other| other.name == block.name);
+        let other = other.unwrap_or_else(|| panic!("no block {} on the destination", block.name));
+        assert_eq!(block.used_bytes, other.used_bytes, "{}", block.name);
+        let mut at = 0;
+        while at < block.used_bytes {
+            let mut chunk = vec![0; (block.used_bytes - at).min(4 << 20) as usize];
+            with((&from, block.host_address + at), (&to, other.host_address + at), &mut chunk);
+            at += chunk.len() as u64;
+        }
+    }
 }

@@ -143,13 +143,17 @@ impl Reader {
     pub fn recv(&mut self, deadline: Option<Instant>) -> Result<Incoming, LinkError> {
         let header = self.next_frame(deadline, usize::MAX)?;
         let incoming = match header.kind {
-            Kind::Message => {
-                serde_json::from_slice(&self.payload).map(Incoming::Message).map_err(LinkError::Message)
-            }
+            Kind::Message => self.message().map(Incoming::Message),
             Kind::Blob => Ok(Incoming::Blob(std::mem::take(&mut self.payload))),
             kind => Err(LinkError::NotExpected(kind)),
         };
         self.ended_by(incoming)
+    }
+
+    fn message(&self) -> Result<Message, LinkError> {
+        let message: Message = serde_json::from_slice(&self.payload).map_err(LinkError::Message)?;
+        message.validate()?;
+        Ok(message)
     }
 
     /// Waits for a frame of any kind and puts its payload into `payload`, whose memory is used again.

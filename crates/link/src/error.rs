@@ -56,6 +56,9 @@ pub enum LinkError {
     /// A message that this version of the protocol does not know.
     #[error("the other side sent a message that this version does not know")]
     Message(#[source] serde_json::Error),
+    /// A message that says what it may not.
+    #[error("the other side sent a message that breaks the protocol's limits")]
+    Invalid(#[from] proto::Invalid),
 }
 
 /// Why a connection was not opened, on either side.

@@ -124,7 +124,12 @@ pub enum IdentityError {
 impl Identity {
     /// Reads the files. Whether peers will accept what is in them is for [`Identity::check`] to tell.
     pub fn load(files: &TlsFiles) -> Result<Self, IdentityError> {
-        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        Self::load_with(files, rustls::crypto::aws_lc_rs::default_provider())
+    }
+
+    /// With the ciphers of a provider; named here, so that none has to be installed for the whole process.
+    fn load_with(files: &TlsFiles, provider: CryptoProvider) -> Result<Self, IdentityError> {
+        let provider = Arc::new(provider);
         let roots = Arc::new(read_authorities(&files.ca)?);
         let chain = read_certificates(&files.certificate)?;
         let key = read_key(&files.key)?;
@@ -277,4 +282,32 @@ fn read_key(path: &Path) -> Result<PrivateKeyDer<'static>, IdentityError> {
         pem::Error::NoItemsFound => IdentityError::Empty { path: path.to_owned(), what: "private key" },
         source => IdentityError::Pem { path: path.to_owned(), source },
     })
+}
+
+#[cfg(test)]
+impl Identity {
+    /// One whose keys are worn out after so many records of TLS. Real ones last for 2²⁴, which is hundreds of
+    /// gigabytes on one connection.
+    pub(crate) fn load_with_short_lived_keys(files: &TlsFiles, records: u64) -> Self {
+        let mut provider = rustls::crypto::aws_lc_rs::default_provider();
+        let suites = provider.cipher_suites.iter().filter_map(rustls::SupportedCipherSuite::tls13);
+        let suites: Vec<_> = suites
+            .map(|suite| {
+                let common = rustls::crypto::CipherSuiteCommon {
+                    suite: suite.common.suite,
+                    hash_provider: suite.common.hash_provider,
+                    confidentiality_limit: records,
+                };
+                let suite = rustls::Tls13CipherSuite {
+                    common,
+                    hkdf_provider: suite.hkdf_provider,
+                    aead_alg: suite.aead_alg,
+                    quic: None,
+                };
+                rustls::SupportedCipherSuite::Tls13(Box::leak(Box::new(suite)))
+            })
+            .collect();
+        provider.cipher_suites = suites;
+        Self::load_with(files, provider).unwrap()
+    }
 }

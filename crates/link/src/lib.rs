@@ -43,3 +43,9 @@ pub use identity::{Identity, IdentityError, Security, TlsFiles};
 pub use listen::{Arrival, Listener, Rejected, Serving};
 pub use rate::{Bucket, RateLimit};
 pub use router::{Route, Router};
+
+// Tests inside and outside of the crate share helpers, which call it by its name.
+#[cfg(test)]
+extern crate self as whimbrel_link;
+#[cfg(test)]
+mod tests;

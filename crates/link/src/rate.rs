@@ -243,7 +243,7 @@ mod tests {
                 }
             };
             prop_assert!(wait > Duration::ZERO);
-            let too_early = wait - Duration::from_nanos(1);
+            let too_early = wait.saturating_sub(Duration::from_nanos(1));
             prop_assert!(bucket.clone().take(bytes, too_early).is_err());
             prop_assert!(bucket.take(bytes, wait).is_ok());
         }
@@ -285,7 +285,8 @@ mod tests {
     /// Threads that would wait for a year. Each of these ends them, whether they already sleep or not yet.
     #[test]
     fn waiting_threads_notice() {
-        let ends: [(fn(&RateLimit, &AtomicBool), bool); 4] = [
+        type End = fn(&RateLimit, &AtomicBool);
+        let ends: [(End, bool); 4] = [
             (|limit, _| limit.set_rate(None), true),
             (|limit, _| limit.set_rate(Some(u64::MAX)), true),
             (|limit, _| limit.close(), false),

@@ -18,11 +18,20 @@ use crate::listen::Arrival;
 /// Who expects which connections.
 #[derive(Clone, Debug, Default)]
 pub struct Router {
-    expected: Arc<Mutex<BTreeMap<MigrationId, Expected>>>,
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    expected: BTreeMap<MigrationId, Expected>,
+    /// How many routes there have been.
+    routes: u64,
 }
 
 #[derive(Debug)]
 struct Expected {
+    /// Which route it is, so that the end of an older one leaves it alone.
+    route: u64,
     generation: Generation,
     /// How many data streams, and which of them have come.
     seen: Vec<bool>,
@@ -34,7 +43,7 @@ struct Expected {
 pub struct Route {
     router: Router,
     migration: MigrationId,
-    generation: Generation,
+    number: u64,
     arrivals: Receiver<(u16, Connection)>,
 }
 
@@ -43,9 +52,12 @@ impl Router {
     /// expectation for the same migration.
     pub fn expect(&self, migration: MigrationId, generation: Generation, streams: u16) -> Route {
         let (deliver, arrivals) = mpsc::channel();
-        let expected = Expected { generation, seen: vec![false; usize::from(streams)], deliver };
-        self.lock().insert(migration.clone(), expected);
-        Route { router: self.clone(), migration, generation, arrivals }
+        let mut state = self.lock();
+        state.routes += 1;
+        let number = state.routes;
+        let seen = vec![false; usize::from(streams)];
+        state.expected.insert(migration.clone(), Expected { route: number, generation, seen, deliver });
+        Route { router: self.clone(), migration, number, arrivals }
     }
 
     /// Accepts an arrival that is expected and refuses a data stream that is not. Any other purpose is handed back.
@@ -71,8 +83,9 @@ impl Router {
         generation: Generation,
         stream: u16,
     ) -> Result<Sender<(u16, Connection)>, String> {
-        let mut expected = self.lock();
-        let expected = expected
+        let mut state = self.lock();
+        let expected = state
+            .expected
             .get_mut(migration)
             .ok_or_else(|| format!("no data stream of {migration} is expected here"))?;
         if expected.generation != generation {
@@ -91,8 +104,8 @@ impl Router {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<MigrationId, Expected>> {
-        self.expected.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -107,9 +120,9 @@ impl Route {
 
 impl Drop for Route {
     fn drop(&mut self) {
-        let mut expected = self.router.lock();
-        if expected.get(&self.migration).is_some_and(|expected| expected.generation == self.generation) {
-            expected.remove(&self.migration);
+        let mut state = self.router.lock();
+        if state.expected.get(&self.migration).is_some_and(|expected| expected.route == self.number) {
+            state.expected.remove(&self.migration);
         }
     }
 }

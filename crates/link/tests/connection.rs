@@ -1,11 +1,12 @@
 //! Open connections over real TCP, with TLS and without.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
 mod common;
 
 use std::io::{IoSlice, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use common::{both_endpoints, both_kinds, connected, control, host, plain, soon};
@@ -88,6 +89,9 @@ fn what_is_no_frame_ends_the_connection() {
     let unknown = br#"{"type":"from-the-future"}"#;
     let unknown = [&header(Kind::Message, unknown.len())[..], unknown].concat();
     assert!(matches!(received(&unknown), Err(LinkError::Message(_))));
+    let invalid = br#"{"type":"verified","different_chunks":[18446744073709551615]}"#;
+    let invalid = [&header(Kind::Message, invalid.len())[..], invalid].concat();
+    assert!(matches!(received(&invalid), Err(LinkError::Invalid(_))));
 }
 
 #[test]
@@ -127,7 +131,7 @@ fn a_deadline_within_a_frame_loses_nothing() {
     // The frame comes in three parts, of which the first two end within header and payload.
     for part in [&frame[..3], &frame[3..12]] {
         stream.write_all(part).unwrap();
-        while !connection_has(&mut connection) {
+        while !connection.has_more() {
             std::thread::yield_now();
         }
         let error = connection.recv(Some(Instant::now())).unwrap_err();
@@ -144,11 +148,6 @@ fn a_deadline_within_a_frame_loses_nothing() {
     let mut payload = vec![1; 100];
     assert_eq!(reader.read_frame(&mut payload).unwrap(), Header::new(Kind::Message, ping.len()).unwrap());
     assert_eq!(payload, ping);
-}
-
-/// Whether the part has arrived; the test sends it through the system's queues.
-fn connection_has(connection: &mut Connection) -> bool {
-    connection.has_more()
 }
 
 #[test]
@@ -177,7 +176,7 @@ fn a_reader_tells_whether_more_has_arrived() {
 
 /// Bytes that can be told from others by where they stand.
 fn pattern(seed: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|at| ((at + seed) * 31 >> 3) as u8).collect()
+    (0..len).map(|at| (((at + seed) * 31) >> 3) as u8).collect()
 }
 
 #[test]
@@ -250,14 +249,26 @@ fn both_directions_full_at_once() {
     }
 }
 
+/// Whether the system has put a thread of this process to sleep.
+fn sleeps(thread: rustix::thread::Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/self/task/{}/stat", thread.as_raw_nonzero())).unwrap();
+    stat.rsplit_once(") ").unwrap().1.starts_with('S')
+}
+
 #[test]
 fn shutdown_ends_whatever_waits() {
     for (kind, a, b) in both_kinds() {
         let handle = a.handle();
         let (mut reader, mut writer) = a.split();
         std::thread::scope(|scope| {
-            let reading = scope.spawn(move || reader.read_frame(&mut Vec::new()).unwrap_err());
+            let (tell, known) = mpsc::channel();
+            let tell_reader = tell.clone();
+            let reading = scope.spawn(move || {
+                tell_reader.send(rustix::thread::gettid()).unwrap();
+                reader.read_frame(&mut Vec::new()).unwrap_err()
+            });
             let writing = scope.spawn(move || {
+                tell.send(rustix::thread::gettid()).unwrap();
                 let bytes = vec![0; 1 << 20];
                 loop {
                     if let Err(error) = writer
@@ -267,11 +278,10 @@ fn shutdown_ends_whatever_waits() {
                     }
                 }
             });
-            // Until the buffers are full, so that the writer waits: what was sent grows no more.
-            let mut before = u64::MAX;
-            while handle.sent_bytes() != before {
-                before = handle.sent_bytes();
-                std::thread::sleep(Duration::from_millis(20));
+            // Both have to wait, the writer for a buffer that is full.
+            let waiting = [known.recv().unwrap(), known.recv().unwrap()];
+            while handle.sent_bytes() < 1 << 20 || !waiting.iter().all(|&thread| sleeps(thread)) {
+                std::thread::yield_now();
             }
             handle.shutdown();
             for thread in [reading, writing] {
@@ -293,7 +303,7 @@ fn shutdown_reaches_a_writer_that_waits_for_its_rate() {
         let limit = Arc::new(RateLimit::new(Some(1)));
         writer.set_rate_limit(Some(Arc::clone(&limit)));
         std::thread::scope(|scope| {
-            let writing = scope.spawn(move || writer.send_blob(&[0; 1 << 20]).unwrap_err());
+            let writing = scope.spawn(move || writer.send_blob(&vec![0; 1 << 20]).unwrap_err());
             handle.shutdown();
             assert!(matches!(writing.join().unwrap(), LinkError::Closed), "{kind}");
         });
@@ -307,10 +317,10 @@ fn a_limit_can_be_lifted_while_a_writer_waits() {
         let limit = Arc::new(RateLimit::new(Some(1)));
         writer.set_rate_limit(Some(Arc::clone(&limit)));
         std::thread::scope(|scope| {
-            let writing = scope.spawn(move || writer.send_blob(&[5; 1 << 20]).map(|()| writer));
+            let writing = scope.spawn(move || writer.send_blob(&vec![5; 1 << 20]).map(|()| writer));
             limit.set_rate(None);
             assert!(
-                matches!(b.recv(Some(soon())), Ok(Incoming::Blob(bytes)) if bytes == [5; 1 << 20]),
+                matches!(b.recv(Some(soon())), Ok(Incoming::Blob(bytes)) if bytes == vec![5; 1 << 20]),
                 "{kind}"
             );
             writing.join().unwrap().unwrap();
@@ -325,7 +335,7 @@ fn a_peer_that_takes_nothing_is_lost() {
         let (a, _b) = connected(&client.with_settings(settings), server);
         let (_keep, mut writer) = a.split();
         let error = loop {
-            if let Err(error) = writer.send_blob(&[0; 1 << 20]) {
+            if let Err(error) = writer.send_blob(&vec![0; 1 << 20]) {
                 break error;
             }
         };

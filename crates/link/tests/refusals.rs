@@ -1,4 +1,5 @@
 //! Who is not let in, and what both sides are told about it.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "helpers of tests")]
 
 mod common;
 

@@ -24,27 +24,41 @@
 //! data streams. Pages of frames that were not acknowledged are dirty again.
 //!
 //! After READY either side may have lost its agent. Whoever does not know asks on a connection for `Handover`: the
-//! destination sends `Ask` and gets a `Verdict`, the source repeats `Go` and gets `Running` or `Refused`.
+//! destination sends `Ask` and gets a `Verdict`; the source repeats `Go` and gets `Running`, `Refused` or `Crashed`, or
+//! learns with `Inquire` what the destination has. Before COMMITTED the source may say `Abort`.
+//!
+//! # The envelope
+//!
+//! Every connection is TCP, with TLS 1.3 inside and certificates on both sides unless both configurations say plain.
+//! Each side sends frames ([`frame`]): eight bytes of header, then the payload. The first frame of each side is a
+//! greeting, `Hello` from the one that connects and `Welcome` from the one that answers. A frame of another kind
+//! before that, or one that is longer than [`limits::GREETING_BYTES`], ends the connection. The names in the greetings
+//! have to be names of the certificates.
 //!
 //! # Versions
 //!
 //! The side that connects names the oldest and the newest version that it speaks, the other picks the newest that both
 //! know, or refuses and says so. Within a version nothing changes but by adding optional fields to JSON messages;
-//! unknown fields are ignored, unknown messages and frames end the connection.
+//! unknown fields are ignored, unknown messages and frames end the connection. The greetings themselves stay as they
+//! are in all versions, or nobody could refuse. The bytes of each version are pinned by tests; a version that was
+//! released keeps its tests for as long as a program speaks it.
 //!
 //! # Limits
 //!
-//! Every length that a peer claims is compared with [`limits`] before anything is allocated for it.
+//! Every length that a peer claims is compared with [`limits`] before anything is allocated for it, and what a message
+//! says is checked before anybody acts on it ([`Message::validate`]).
 
 pub mod frame;
 pub mod ids;
 pub mod limits;
 pub mod message;
 pub mod pages;
+mod valid;
 mod version;
 
 pub use ids::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 pub use message::{Message, Purpose};
+pub use valid::Invalid;
 pub use version::Versions;
 
 /// Oldest version that this program speaks.

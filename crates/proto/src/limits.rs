@@ -18,6 +18,15 @@ pub const STREAMS: u16 = 64;
 /// Most RAM blocks of one VM.
 pub const RAM_BLOCKS: usize = 1024;
 
+/// Longest name of a RAM block, in bytes: QEMU's own limit.
+pub const RAM_BLOCK_NAME_BYTES: usize = 255;
+
+/// Largest pages behind a RAM block, in bytes: 1 GiB, the largest of x86-64.
+pub const HUGE_PAGE_BYTES: u64 = 1 << 30;
+
+/// Longest address (`host:port`), in bytes: a DNS name and a port.
+pub const ADDRESS_BYTES: usize = 261;
+
 /// Largest RAM of one VM, in bytes: 64 TiB, beyond what x86-64 hosts carry.
 pub const RAM_BYTES: u64 = 64 << 40;
 

@@ -87,7 +87,7 @@ pub enum Message {
         block: u16,
         /// First chunk of the list.
         first_chunk: u64,
-        /// XXH3 of each chunk's bytes, 64 bits, in hexadecimal.
+        /// XXH3 of each chunk's bytes, 64 bits, in 16 lower-case hexadecimal digits.
         hashes: Vec<String>,
     },
     /// Destination: the answer to [`Message::Verify`].
@@ -99,7 +99,7 @@ pub enum Message {
     DeviceState {
         /// How many bytes follow.
         bytes: u64,
-        /// BLAKE3 of the bytes, in hexadecimal.
+        /// BLAKE3 of the bytes, in 64 lower-case hexadecimal digits.
         digest: String,
     },
     /// Destination: loaded and paused, everything durable. From here on it is in doubt.
@@ -108,7 +108,7 @@ pub enum Message {
         epoch: Epoch,
         /// What GO has to name.
         incarnation: Incarnation,
-        /// Digest of the device state that was loaded, in hexadecimal.
+        /// BLAKE3 of the device state that was loaded, in hexadecimal; empty if the agent was restarted since.
         digest: String,
         /// How long loading took, in microseconds.
         load_us: u64,

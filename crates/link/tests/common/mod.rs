@@ -1,5 +1,6 @@
 //! Hosts with certificates of their own, and connections between them.
 #![allow(dead_code, unreachable_pub, reason = "each test program uses a part of this")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests")]
 
 use std::path::Path;
 use std::sync::Mutex;

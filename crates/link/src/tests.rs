@@ -1,0 +1,76 @@
+//! What cannot be seen from outside: keys that wear out, and what the kernel is told about a socket.
+
+#[path = "../tests/common/mod.rs"]
+mod common;
+
+use std::io::IoSlice;
+use std::net::{TcpListener, TcpStream};
+use std::time::Duration;
+
+use proto::frame::{Header, Kind};
+use rustix::net::sockopt;
+
+use crate::identity::Identity;
+use crate::socket::Socket;
+use crate::{Endpoint, LinkError, Security};
+
+/// Lets both directions write at once, with keys that last for so many records. Returns the bytes sent by one side.
+fn exchange(records: u64) -> u64 {
+    const FRAMES: usize = 40;
+    const BYTES: usize = 300_000;
+    let authority = common::Authority::default();
+    let at = tempfile::tempdir().unwrap();
+    let endpoint = |name: &str| {
+        let files = authority.files(at.path(), &[name], |_| ());
+        Endpoint::new(
+            common::host(name),
+            Security::Tls(Identity::load_with_short_lived_keys(&files, records)),
+        )
+    };
+    let (a, b) = common::connected(&endpoint("host-a"), endpoint("host-b"));
+    let handle = a.handle();
+    std::thread::scope(|scope| {
+        for (seed, connection) in [(1_u8, a), (2, b)] {
+            let (mut reader, mut writer) = connection.split();
+            scope.spawn(move || {
+                let (header, bytes) = (Header::new(Kind::Pages, BYTES).unwrap(), vec![seed; BYTES]);
+                for _ in 0..FRAMES {
+                    writer.write_frame(header, &[IoSlice::new(&bytes)]).unwrap();
+                }
+                writer.finish().unwrap();
+            });
+            scope.spawn(move || {
+                let mut payload = Vec::new();
+                for _ in 0..FRAMES {
+                    reader.read_frame(&mut payload).unwrap();
+                    assert_eq!(payload, vec![3 - seed; BYTES]);
+                }
+                assert!(matches!(reader.read_frame(&mut payload), Err(LinkError::Ended)));
+            });
+        }
+    });
+    handle.sent_bytes()
+}
+
+/// Each side changes its keys every few records, and what it answers to the other's change leaves between its own
+/// records.
+#[test]
+fn keys_that_wear_out_are_changed_under_way() {
+    // A change of keys is a record more.
+    assert!(exchange(20) > exchange(1 << 24));
+}
+
+#[test]
+fn the_kernel_watches_silent_connections() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    for (silence_ms, probe_s) in [(5_000, 1), (20_000, 5), (100, 1)] {
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let same = stream.try_clone().unwrap();
+        let _socket = Socket::new(stream, Duration::from_millis(silence_ms)).unwrap();
+        assert!(sockopt::tcp_nodelay(&same).unwrap());
+        assert!(sockopt::socket_keepalive(&same).unwrap());
+        assert_eq!(u64::from(sockopt::tcp_user_timeout(&same).unwrap()), silence_ms);
+        assert_eq!(sockopt::tcp_keepidle(&same).unwrap(), Duration::from_secs(probe_s));
+        assert_eq!(sockopt::tcp_keepintvl(&same).unwrap(), Duration::from_secs(probe_s));
+    }
+}

@@ -1,0 +1,211 @@
+//! What a message may say, beyond having the right shape. The link checks every message that arrives, so that whoever
+//! gets one may rely on these limits; whether the contents are true is for the receiver.
+
+use std::collections::BTreeSet;
+
+use crate::ids::Incarnation;
+use crate::limits;
+use crate::message::{
+    Message, Offer, Ownership, Proposal, RamBlock, RegisterReply, RegisterRequest, Verdict,
+};
+
+/// Digits of a chunk's hash (XXH3, 64 bits).
+const HASH_DIGITS: usize = 16;
+
+/// Digits of a device state's digest (BLAKE3).
+const DIGEST_DIGITS: usize = 64;
+
+/// Why a message cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Invalid {
+    /// No stream, or too many.
+    #[error("{0} data streams; there may be 1 to {max}", max = limits::STREAMS)]
+    Streams(u16),
+    /// No RAM, or too many blocks.
+    #[error("{0} RAM blocks; there may be 1 to {max}", max = limits::RAM_BLOCKS)]
+    RamBlocks(usize),
+    /// A text that has to name something, and does not, or goes on for too long, or has control characters.
+    #[error("{field} is empty, too long or has control characters")]
+    Text {
+        /// Which one.
+        field: &'static str,
+    },
+    /// Two RAM blocks of one name: which is which?
+    #[error("RAM block {0:?} is listed twice")]
+    DuplicateRamBlock(String),
+    /// A RAM block that is no row of pages.
+    #[error("RAM block {name:?} of {bytes} bytes in pages of {page_bytes}")]
+    RamBlockSize {
+        /// Its name.
+        name: String,
+        /// How long it claims to be.
+        bytes: u64,
+        /// How large its pages claim to be.
+        page_bytes: u64,
+    },
+    /// More RAM than any host has.
+    #[error("more than {max} bytes of RAM", max = limits::RAM_BYTES)]
+    RamBytes,
+    /// The index of a RAM block that cannot be in any list.
+    #[error("RAM block {0}; there may be {max}", max = limits::RAM_BLOCKS)]
+    BlockIndex(u16),
+    /// A chunk that no block can have.
+    #[error("chunk {0} lies beyond all memory")]
+    Chunk(u64),
+    /// Too many entries.
+    #[error("{count} entries in {field}; there may be {max}")]
+    TooMany {
+        /// In which list.
+        field: &'static str,
+        /// How many.
+        count: usize,
+        /// How many there may be.
+        max: usize,
+    },
+    /// Not the hexadecimal number that it should be.
+    #[error("{field} is not {digits} hexadecimal digits (0-9, a-f)")]
+    Hex {
+        /// Which one.
+        field: &'static str,
+        /// How many digits it should have.
+        digits: usize,
+    },
+    /// No device state, or too much of it.
+    #[error("device state of {0} bytes; there may be 1 to {max}", max = limits::DEVICE_STATE_BYTES)]
+    DeviceStateBytes(u64),
+    /// No process has this id.
+    #[error("process id 0")]
+    Pid,
+}
+
+impl Message {
+    /// Checks what the message says against the protocol's limits.
+    pub fn validate(&self) -> Result<(), Invalid> {
+        match self {
+            Self::Propose(proposal) => proposal.validate(),
+            Self::Verify { block, first_chunk, hashes } => {
+                block_index(*block)?;
+                at_most("hashes", hashes.len(), limits::HASHES)?;
+                chunk(first_chunk.saturating_add(hashes.len() as u64))?;
+                hashes.iter().try_for_each(|hash| hex("a chunk's hash", hash, HASH_DIGITS))
+            }
+            Self::Verified { different_chunks } => {
+                at_most("different chunks", different_chunks.len(), limits::HASHES)?;
+                different_chunks.iter().try_for_each(|&index| chunk(index))
+            }
+            Self::DeviceState { bytes, digest } => {
+                if *bytes == 0 || *bytes > limits::DEVICE_STATE_BYTES {
+                    return Err(Invalid::DeviceStateBytes(*bytes));
+                }
+                hex("the device state's digest", digest, DIGEST_DIGITS)
+            }
+            // An agent that was restarted since it has loaded the state does not know the digest any more.
+            Self::Ready { incarnation, digest, .. } if digest.is_empty() => incarnation.validate(),
+            Self::Ready { incarnation, digest, .. } => {
+                incarnation.validate()?;
+                hex("the device state's digest", digest, DIGEST_DIGITS)
+            }
+            Self::Go { incarnation, .. }
+            | Self::Verdict { verdict: Verdict::Committed { incarnation, .. }, .. } => incarnation.validate(),
+            Self::Register(RegisterRequest::CompareAndSet { new: ownership, .. })
+            | Self::Registered(RegisterReply::Stands { record: Some(ownership) }) => ownership.validate(),
+            Self::Accept(_)
+            | Self::Reject { .. }
+            | Self::Resume
+            | Self::Resumed
+            | Self::Running { .. }
+            | Self::Refused { .. }
+            | Self::Crashed { .. }
+            | Self::Inquire { .. }
+            | Self::Abort { .. }
+            | Self::Ask { .. }
+            | Self::Verdict { verdict: Verdict::Aborted | Verdict::Undecided, .. }
+            | Self::Ping
+            | Self::Pong
+            | Self::Register(RegisterRequest::Read { .. })
+            | Self::Registered(
+                RegisterReply::Set | RegisterReply::Failed { .. } | RegisterReply::Stands { record: None },
+            ) => Ok(()),
+        }
+    }
+}
+
+impl Proposal {
+    /// Checks streams, RAM blocks and texts. Facts and description are for the crate that knows QEMU.
+    pub fn validate(&self) -> Result<(), Invalid> {
+        text("the address for answers", &self.reply_to, limits::ADDRESS_BYTES)?;
+        if !(1..=limits::STREAMS).contains(&self.streams) {
+            return Err(Invalid::Streams(self.streams));
+        }
+        if !(1..=limits::RAM_BLOCKS).contains(&self.ram.len()) {
+            return Err(Invalid::RamBlocks(self.ram.len()));
+        }
+        let mut names = BTreeSet::new();
+        let mut ram_bytes = 0_u64;
+        for block in &self.ram {
+            block.validate()?;
+            if !names.insert(&block.name) {
+                return Err(Invalid::DuplicateRamBlock(block.name.clone()));
+            }
+            ram_bytes = ram_bytes.saturating_add(block.bytes);
+        }
+        if ram_bytes > limits::RAM_BYTES {
+            return Err(Invalid::RamBytes);
+        }
+        Ok(())
+    }
+}
+
+impl RamBlock {
+    /// Checks name and sizes.
+    pub fn validate(&self) -> Result<(), Invalid> {
+        text("a RAM block's name", &self.name, limits::RAM_BLOCK_NAME_BYTES)?;
+        let whole_pages = self.bytes > 0 && self.bytes.is_multiple_of(limits::PAGE_BYTES);
+        let known_pages = self.page_bytes.is_power_of_two()
+            && (limits::PAGE_BYTES..=limits::HUGE_PAGE_BYTES).contains(&self.page_bytes);
+        if whole_pages && known_pages {
+            return Ok(());
+        }
+        Err(Invalid::RamBlockSize { name: self.name.clone(), bytes: self.bytes, page_bytes: self.page_bytes })
+    }
+}
+
+impl Incarnation {
+    /// Checks that there can be such a process.
+    pub fn validate(&self) -> Result<(), Invalid> {
+        text("a boot id", &self.boot_id, limits::NAME_BYTES)?;
+        if self.pid == 0 { Err(Invalid::Pid) } else { Ok(()) }
+    }
+}
+
+impl Ownership {
+    /// Checks the offer, where there is one.
+    pub fn validate(&self) -> Result<(), Invalid> {
+        match &self.offer {
+            Some(Offer { incarnation, .. }) => incarnation.validate(),
+            None => Ok(()),
+        }
+    }
+}
+
+fn text(field: &'static str, text: &str, max_bytes: usize) -> Result<(), Invalid> {
+    let good = !text.is_empty() && text.len() <= max_bytes && !text.chars().any(char::is_control);
+    if good { Ok(()) } else { Err(Invalid::Text { field }) }
+}
+
+fn hex(field: &'static str, text: &str, digits: usize) -> Result<(), Invalid> {
+    let good = text.len() == digits && text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+    if good { Ok(()) } else { Err(Invalid::Hex { field, digits }) }
+}
+
+fn at_most(field: &'static str, count: usize, max: usize) -> Result<(), Invalid> {
+    if count > max { Err(Invalid::TooMany { field, count, max }) } else { Ok(()) }
+}
+
+fn block_index(index: u16) -> Result<(), Invalid> {
+    if usize::from(index) < limits::RAM_BLOCKS { Ok(()) } else { Err(Invalid::BlockIndex(index)) }
+}
+
+fn chunk(index: u64) -> Result<(), Invalid> {
+    if index <= limits::RAM_BYTES / limits::CHUNK_BYTES { Ok(()) } else { Err(Invalid::Chunk(index)) }
+}

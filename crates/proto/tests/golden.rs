@@ -1,0 +1,303 @@
+//! The bytes of version 1, one for one. If a test here fails, programs of different releases no longer understand one
+//! another: that takes a new version of the protocol, and this version's lines stay as they are.
+//!
+//! `golden/v1.messages` holds a JSON message a line, `golden/v1.frames` a frame a line, in hexadecimal.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+use proto::frame::{Header, Kind};
+use proto::message::{
+    Acceptance, Finding, Hello, Message, Offer, Ownership, Proposal, Purpose, RamBlock, RegisterReply,
+    RegisterRequest, Severity, Verdict, Welcome,
+};
+use proto::pages::{
+    self, Content, PagesHeader, Run, decode_ack, decode_round_end, encode_ack, encode_round_end,
+};
+use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
+use whimbrel_proto as proto;
+
+const MESSAGES: &str = include_str!("golden/v1.messages");
+const FRAMES: &str = include_str!("golden/v1.frames");
+
+const HASH: &str = "0123456789abcdef";
+const DIGEST: &str = "00112233445566778899aabbccddeeff00112233445566778899aabbccddeeff";
+
+fn vm() -> VmName {
+    VmName::new("web-1").unwrap()
+}
+
+fn host() -> HostId {
+    HostId::new("host-a").unwrap()
+}
+
+fn incarnation() -> Incarnation {
+    Incarnation {
+        boot_id: "7d0e3f6c-3b44-4d7b-9d0f-0d2f7a1c5e11".into(),
+        pid: 4711,
+        start_time_ticks: 123_456_789,
+        generation: Generation(2),
+    }
+}
+
+fn ownership() -> Ownership {
+    let offer = Offer { epoch: Epoch(4), incarnation: incarnation(), run: true };
+    Ownership { epoch: Epoch(3), owner: host(), offer: Some(offer) }
+}
+
+fn finding() -> Finding {
+    Finding {
+        severity: Severity::Blocker,
+        code: "kernel-too-old".into(),
+        what: "Linux 6.1".into(),
+        advice: "install 6.7 or newer".into(),
+    }
+}
+
+fn proposal() -> Proposal {
+    Proposal {
+        reply_to: "host-a:7700".into(),
+        streams: 4,
+        ram: vec![
+            RamBlock { name: "pc.ram".into(), bytes: 1 << 30, page_bytes: 2 << 20 },
+            RamBlock { name: "0000:00:02.0/vga.vram".into(), bytes: 16 << 20, page_bytes: 4096 },
+        ],
+        facts: serde_json::json!({ "kernel": "6.18" }),
+        description: serde_json::json!({ "machine": "pc-i440fx-7.2" }),
+        check_only: false,
+        register_epoch: None,
+        ram_kind: None,
+        allow_options: Vec::new(),
+    }
+}
+
+fn greetings() -> Vec<Hello> {
+    let migration = || MigrationId { vm: vm(), epoch: Epoch(3) };
+    [
+        Purpose::Control { migration: migration(), generation: Generation(1) },
+        Purpose::Data { migration: migration(), generation: Generation(1), stream: 3 },
+        Purpose::Handover { migration: migration() },
+        Purpose::Register,
+    ]
+    .map(|purpose| Hello { oldest: 1, newest: 1, host: host(), purpose })
+    .into()
+}
+
+fn answers() -> Vec<Welcome> {
+    vec![
+        Welcome::Accepted { version: 1, host: host() },
+        Welcome::Refused { reason: "no such migration".into() },
+    ]
+}
+
+/// One of each, in the order of the file; of those with optional fields one without and one with them.
+fn messages() -> Vec<Message> {
+    let epoch = Epoch(3);
+    let reason = || "the link was cut".to_owned();
+    let full = Proposal {
+        check_only: true,
+        register_epoch: Some(Epoch(2)),
+        ram_kind: Some("memfd".into()),
+        allow_options: vec!["-foo".into()],
+        ..proposal()
+    };
+    let committed = Verdict::Committed { incarnation: incarnation(), run: false };
+    let set = RegisterRequest::CompareAndSet {
+        vm: vm(),
+        expected: Some((Epoch(2), HostId::new("host-b").unwrap())),
+        new: ownership(),
+    };
+    let first = RegisterRequest::CompareAndSet {
+        vm: vm(),
+        expected: None,
+        new: Ownership { epoch: Epoch(1), owner: host(), offer: None },
+    };
+    vec![
+        Message::Propose(Box::new(proposal())),
+        Message::Propose(Box::new(full)),
+        Message::Accept(Acceptance {
+            findings: vec![Finding { severity: Severity::Warning, ..finding() }],
+            qemu_start_us: 250_000,
+            ram_kind: "memfd".into(),
+        }),
+        Message::Reject { findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }] },
+        Message::Resume,
+        Message::Resumed,
+        Message::Verify { block: 1, first_chunk: 4096, hashes: vec![HASH.into(), HASH.into()] },
+        Message::Verified { different_chunks: vec![4097] },
+        Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
+        Message::Ready { epoch, incarnation: incarnation(), digest: DIGEST.into(), load_us: 6_000 },
+        Message::Go { epoch, incarnation: incarnation(), run: true },
+        Message::Running { epoch, continue_us: 900 },
+        Message::Refused { epoch, reason: reason() },
+        Message::Crashed { epoch, reason: reason() },
+        Message::Inquire { epoch },
+        Message::Abort { epoch, reason: reason() },
+        Message::Ask { epoch },
+        Message::Verdict { epoch, verdict: committed },
+        Message::Verdict { epoch, verdict: Verdict::Aborted },
+        Message::Verdict { epoch, verdict: Verdict::Undecided },
+        Message::Ping,
+        Message::Pong,
+        Message::Register(RegisterRequest::Read { vm: vm() }),
+        Message::Register(set),
+        Message::Register(first),
+        Message::Registered(RegisterReply::Stands { record: Some(ownership()) }),
+        Message::Registered(RegisterReply::Stands { record: None }),
+        Message::Registered(RegisterReply::Set),
+        Message::Registered(RegisterReply::Failed { reason: reason() }),
+    ]
+}
+
+/// A new message does not compile here; with its number it also has to stand in the list above.
+fn number(message: &Message) -> usize {
+    match message {
+        Message::Propose(_) => 0,
+        Message::Accept(_) => 1,
+        Message::Reject { .. } => 2,
+        Message::Resume => 3,
+        Message::Resumed => 4,
+        Message::Verify { .. } => 5,
+        Message::Verified { .. } => 6,
+        Message::DeviceState { .. } => 7,
+        Message::Ready { .. } => 8,
+        Message::Go { .. } => 9,
+        Message::Running { .. } => 10,
+        Message::Refused { .. } => 11,
+        Message::Crashed { .. } => 12,
+        Message::Inquire { .. } => 13,
+        Message::Abort { .. } => 14,
+        Message::Ask { .. } => 15,
+        Message::Verdict { .. } => 16,
+        Message::Ping => 17,
+        Message::Pong => 18,
+        Message::Register(_) => 19,
+        Message::Registered(_) => 20,
+    }
+}
+
+fn frame(kind: Kind, payload: &[u8]) -> Vec<u8> {
+    [&Header::new(kind, payload.len()).unwrap().encode(), payload].concat()
+}
+
+const PAGES: PagesHeader = PagesHeader { seq: 0x0102_0304_0506_0708, round: 9, block: 1, chunk: 0x0a0b_0c0d };
+const RUNS: [Run; 3] = [
+    Run { first_page: 0, pages: 2, content: Content::Zero },
+    Run { first_page: 3, pages: 1, content: Content::Hole },
+    Run { first_page: 510, pages: 2, content: Content::Hole },
+];
+
+/// One of each kind, in the order of the file. The page of data is checked apart: it would fill the file.
+fn frames() -> Vec<Vec<u8>> {
+    let mut without_data = Vec::new();
+    PAGES.encode(&RUNS, &mut without_data);
+    vec![
+        frame(Kind::Message, &serde_json::to_vec(&Message::Ping).unwrap()),
+        frame(Kind::Blob, b"QEVM"),
+        frame(Kind::Pages, &without_data),
+        frame(Kind::RoundEnd, &encode_round_end(0x0102_0304_0506_0708, 0x090a_0b0c)),
+        frame(Kind::Ack, &encode_ack(0x0102_0304_0506_0708)),
+        Header::new(Kind::Pages, pages::MAX_PAYLOAD_BYTES).unwrap().encode().to_vec(),
+    ]
+}
+
+fn hex(bytes: &[u8]) -> String {
+    use std::fmt::Write;
+
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        write!(text, "{byte:02x}").unwrap();
+        text
+    })
+}
+
+fn from_hex(text: &str) -> Vec<u8> {
+    (0..text.len()).step_by(2).map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap()).collect()
+}
+
+#[test]
+fn every_message_is_on_file() {
+    let mut seen: Vec<_> = messages().iter().map(number).collect();
+    seen.dedup();
+    assert_eq!(seen, (0..=20).collect::<Vec<_>>());
+}
+
+#[test]
+fn json_is_written_and_read_as_in_version_1() {
+    let mut written: Vec<String> = Vec::new();
+    written.extend(greetings().iter().map(|hello| serde_json::to_string(hello).unwrap()));
+    written.extend(answers().iter().map(|welcome| serde_json::to_string(welcome).unwrap()));
+    written.extend(messages().iter().map(|message| serde_json::to_string(message).unwrap()));
+    let lines: Vec<_> = MESSAGES.lines().collect();
+    assert_eq!(written, lines, "written:\n{}", written.join("\n"));
+
+    let mut lines = lines.into_iter();
+    for hello in greetings() {
+        assert_eq!(serde_json::from_str::<Hello>(lines.next().unwrap()).unwrap(), hello);
+    }
+    for welcome in answers() {
+        assert_eq!(serde_json::from_str::<Welcome>(lines.next().unwrap()).unwrap(), welcome);
+    }
+    for message in messages() {
+        let read: Message = serde_json::from_str(lines.next().unwrap()).unwrap();
+        assert_eq!(read, message);
+        assert_eq!(read.validate(), Ok(()));
+    }
+}
+
+#[test]
+fn frames_are_written_and_read_as_in_version_1() {
+    let written: Vec<_> = frames().iter().map(|frame| hex(frame)).collect();
+    let lines: Vec<_> = FRAMES.lines().collect();
+    assert_eq!(written, lines, "written:\n{}", written.join("\n"));
+
+    let read: Vec<_> = lines
+        .iter()
+        .map(|line| {
+            let bytes = from_hex(line);
+            let (header, payload) = bytes.split_first_chunk().unwrap();
+            (Header::decode(*header).unwrap(), payload.to_vec())
+        })
+        .collect();
+    let kinds: Vec<_> = read.iter().map(|(header, _)| header.kind).collect();
+    assert_eq!(kinds, [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Pages]);
+    for (header, payload) in &read[..5] {
+        assert_eq!(header.payload_bytes as usize, payload.len());
+    }
+    let mut runs = Vec::new();
+    assert_eq!(PagesHeader::decode(&read[2].1, &mut runs), Ok((PAGES, &[][..])));
+    assert_eq!(runs, RUNS);
+    assert_eq!(decode_round_end(&read[3].1), Ok((0x0102_0304_0506_0708, 0x090a_0b0c)));
+    assert_eq!(decode_ack(&read[4].1), Ok(0x0102_0304_0506_0708));
+}
+
+/// Contents follow the runs, in their order, with nothing in between.
+#[test]
+fn pages_of_data_stand_behind_the_runs() {
+    let runs = [
+        Run { first_page: 1, pages: 1, content: Content::Data },
+        Run { first_page: 2, pages: 1, content: Content::Zero },
+        Run { first_page: 7, pages: 2, content: Content::Data },
+    ];
+    let mut payload = Vec::new();
+    PAGES.encode(&runs, &mut payload);
+    let written = hex(&payload);
+    assert_eq!(
+        written,
+        "080706050403020109000000010003000d0c0b0a00000000010001000100000002000100020000000700020001000000"
+    );
+    payload.extend((0..3 * 4096).map(|at| (at / 4096) as u8));
+    let mut read = Vec::new();
+    let (header, data) = PagesHeader::decode(&payload, &mut read).unwrap();
+    assert_eq!((header, &read[..]), (PAGES, &runs[..]));
+    assert_eq!((data.len(), data[0], data[4096], data[8192]), (3 * 4096, 0, 1, 2));
+}
+
+/// Later releases of this version may add optional fields; today's programs do not mind.
+#[test]
+fn unknown_fields_are_ignored_and_unknown_messages_are_not() {
+    let read = serde_json::from_str::<Message>(r#"{"type":"ask","epoch":3,"why":{"later":[1,2]}}"#).unwrap();
+    assert_eq!(read, Message::Ask { epoch: Epoch(3) });
+    let read = serde_json::from_str::<Message>(r#"{"type":"ping","later":true}"#).unwrap();
+    assert_eq!(read, Message::Ping);
+    for unknown in [r#"{"type":"dance"}"#, r#"{"epoch":3}"#, r#"{"type":"ask"}"#, "{}", "null", "[]", ""] {
+        assert!(serde_json::from_str::<Message>(unknown).is_err(), "{unknown}");
+    }
+}

@@ -1,0 +1,82 @@
+//! docs/protocol.md is made from the documentation in the source, so that it cannot say anything else. After a change:
+//! `BLESS=1 cargo test -p whimbrel-proto --test page`.
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::fmt::Write;
+
+const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/protocol.md");
+
+/// The module's own documentation.
+fn module_page(source: &str) -> String {
+    let lines = source.lines().map_while(|line| line.strip_prefix("//!"));
+    lines.map(|line| plain(line.strip_prefix(' ').unwrap_or(line)) + "\n").collect()
+}
+
+/// Links within the source mean nothing outside of it: [`limits`] becomes `limits`.
+fn plain(line: &str) -> String {
+    let mut plain = String::new();
+    let mut rest = line;
+    while let Some((before, link)) = rest.split_once("[`") {
+        let Some((name, after)) = link.split_once("`]") else { break };
+        write!(plain, "{before}`{name}`").unwrap();
+        rest = after;
+        if let Some((_, after)) = after.strip_prefix('(').and_then(|target| target.split_once(')')) {
+            rest = after;
+        }
+    }
+    plain + rest
+}
+
+/// Headings one level deeper, but not what looks like one in a diagram.
+fn deeper(page: &str) -> String {
+    let mut in_diagram = false;
+    let lines = page.lines().map(|line| {
+        in_diagram ^= line.starts_with("```");
+        if line.starts_with('#') && !in_diagram { format!("#{line}\n") } else { format!("{line}\n") }
+    });
+    lines.collect()
+}
+
+/// A row for each constant: name, value as written, meaning.
+fn limits_table(source: &str) -> String {
+    let mut table = "| limit | value | meaning |\n|---|---|---|\n".to_owned();
+    let mut meaning = String::new();
+    for line in source.lines() {
+        if let Some(text) = line.strip_prefix("/// ") {
+            meaning = if meaning.is_empty() { text.to_owned() } else { format!("{meaning} {text}") };
+        } else if let Some(constant) = line.strip_prefix("pub const ") {
+            let (name, value) = constant.trim_end_matches(';').split_once(" = ").unwrap();
+            let name = name.split(':').next().unwrap();
+            writeln!(table, "| `{name}` | `{value}` | {} |", plain(&meaning)).unwrap();
+            meaning.clear();
+        }
+    }
+    table
+}
+
+fn page() -> String {
+    let mut page = String::from("# The protocol between agents\n\n");
+    page += "Made from the documentation of `crates/proto/src`; a test holds the two equal. \
+             The messages and their fields are described in `crates/proto/src/message.rs`, \
+             their bytes stand in `crates/proto/tests/golden`.\n\n";
+    page += &deeper(&module_page(include_str!("../src/lib.rs")));
+    for (title, source) in [
+        ("Frames", include_str!("../src/frame.rs")),
+        ("Pages of memory", include_str!("../src/pages.rs")),
+        ("What a message may say", include_str!("../src/valid.rs")),
+    ] {
+        write!(page, "\n## {title}\n\n{}", deeper(&module_page(source))).unwrap();
+    }
+    page += "\n## All limits\n\n";
+    page + &limits_table(include_str!("../src/limits.rs"))
+}
+
+#[test]
+fn the_page_says_what_the_source_says() {
+    let page = page();
+    if std::env::var_os("BLESS").is_some() {
+        std::fs::write(FILE, &page).unwrap();
+    }
+    let written = std::fs::read_to_string(FILE).unwrap_or_default();
+    assert!(written == page, "docs/protocol.md is not what the source says: {}", "run with BLESS=1 and look");
+}

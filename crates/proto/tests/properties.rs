@@ -1,0 +1,197 @@
+//! Whatever bytes come: what was encoded is decoded again, and nothing else does more than return an error.
+
+use proptest::prelude::*;
+use proto::frame::{BadHeader, HEADER_BYTES, Header, Kind};
+use proto::message::{Hello, Message, Welcome};
+use proto::pages::{
+    self, BadPages, Content, PagesHeader, Run, decode_ack, decode_round_end, encode_ack, encode_round_end,
+};
+use proto::{VmName, limits};
+use whimbrel_proto as proto;
+
+const KINDS: [Kind; 5] = [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack];
+const CONTENTS: [Content; 3] = [Content::Data, Content::Zero, Content::Hole];
+
+/// Runs in order within a chunk. Few pages of data, so that the tests stay quick.
+fn runs() -> impl Strategy<Value = Vec<Run>> {
+    prop::collection::vec((0_u16..20, 1_u16..12, 0..3_usize), 0..40).prop_map(|steps| {
+        let mut next = 0;
+        let mut runs = Vec::new();
+        for (gap, pages, content) in steps {
+            let first_page = next + gap;
+            next = first_page + pages;
+            if u64::from(next) <= limits::CHUNK_PAGES {
+                runs.push(Run { first_page, pages, content: CONTENTS[content] });
+            }
+        }
+        runs
+    })
+}
+
+fn data_bytes(runs: &[Run]) -> usize {
+    runs.iter().filter(|run| run.content == Content::Data).map(|run| run.len_bytes() as usize).sum()
+}
+
+prop_compose! {
+    fn frame()(
+        (seq, round, block, chunk) in any::<(u64, u32, u16, u64)>(),
+        runs in runs(),
+        fill: u8,
+    ) -> (PagesHeader, Vec<Run>, Vec<u8>) {
+        let header = PagesHeader { seq, round, block, chunk };
+        let mut payload = Vec::new();
+        header.encode(&runs, &mut payload);
+        payload.resize(payload.len() + data_bytes(&runs), fill);
+        (header, runs, payload)
+    }
+}
+
+proptest! {
+    #[test]
+    fn headers_come_back(kind in 0..5_usize, share in 0.0..=1.0) {
+        let kind = KINDS[kind];
+        let bytes = (kind.max_payload_bytes() as f64 * share) as usize;
+        let header = Header::new(kind, bytes).unwrap();
+        prop_assert_eq!(Header::decode(header.encode()), Ok(header));
+        prop_assert!(Header::new(kind, kind.max_payload_bytes() + 1).is_err());
+    }
+
+    #[test]
+    fn any_eight_bytes_are_a_good_header_or_an_error(bytes: [u8; HEADER_BYTES]) {
+        match Header::decode(bytes) {
+            Ok(header) => {
+                prop_assert!(header.payload_bytes as usize <= header.kind.max_payload_bytes());
+                prop_assert_eq!(header.encode(), bytes);
+            }
+            Err(BadHeader::Kind(kind)) => prop_assert_eq!(kind, bytes[0]),
+            Err(BadHeader::Reserved) => prop_assert_ne!(&bytes[1..4], &[0; 3]),
+            Err(BadHeader::TooLong { kind, bytes }) => prop_assert!(bytes as usize > kind.max_payload_bytes()),
+        }
+    }
+
+    #[test]
+    fn headers_beyond_the_limit_are_refused(kind in 0..5_usize, over in 1_u32..) {
+        let max = KINDS[kind].max_payload_bytes() as u32;
+        let mut bytes = [KINDS[kind] as u8, 0, 0, 0, 0, 0, 0, 0];
+        bytes[4..].copy_from_slice(&max.saturating_add(over).to_le_bytes());
+        let too_long = matches!(Header::decode(bytes), Err(BadHeader::TooLong { .. }));
+        prop_assert!(too_long);
+    }
+
+    #[test]
+    fn pages_come_back((header, runs, payload) in frame()) {
+        prop_assert!(payload.len() <= pages::MAX_PAYLOAD_BYTES);
+        // Runs of an earlier frame are forgotten.
+        let mut read = vec![Run { first_page: 9, pages: 9, content: Content::Hole }];
+        let (decoded, data) = PagesHeader::decode(&payload, &mut read).unwrap();
+        prop_assert_eq!((decoded, &read), (header, &runs));
+        prop_assert_eq!(data, &payload[payload.len() - data_bytes(&runs)..]);
+    }
+
+    #[test]
+    fn truncated_and_surplus_pages_are_refused((_, _, mut payload) in frame(), cut: prop::sample::Index, more in 1..100_usize) {
+        let cut = cut.index(payload.len());
+        prop_assert_eq!(PagesHeader::decode(&payload[..cut], &mut Vec::new()), Err(BadPages::Truncated));
+        payload.resize(payload.len() + more, 0);
+        prop_assert_eq!(PagesHeader::decode(&payload, &mut Vec::new()), Err(BadPages::Surplus(more)));
+    }
+
+    /// Close to a good frame, where the mistakes are.
+    #[test]
+    fn changed_pages_are_in_order_or_refused(
+        (_, _, mut payload) in frame(),
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+    ) {
+        let structured = payload.len().min(pages::FIXED_BYTES + 40 * pages::RUN_BYTES);
+        for (at, byte) in changes {
+            payload[at.index(structured)] = byte;
+        }
+        let mut read = Vec::new();
+        if let Ok((_, data)) = PagesHeader::decode(&payload, &mut read) {
+            prop_assert_eq!(data.len(), data_bytes(&read));
+            let mut next = 0;
+            for run in read {
+                prop_assert!(run.pages > 0 && u64::from(run.first_page) >= next);
+                next = u64::from(run.first_page) + u64::from(run.pages);
+                prop_assert!(next <= limits::CHUNK_PAGES);
+            }
+        }
+    }
+
+    /// A count of runs takes no memory before the runs are there: 8 bytes each, and so no more than the payload.
+    #[test]
+    fn arbitrary_bytes_as_pages(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        let mut read = Vec::new();
+        let _ = PagesHeader::decode(&bytes, &mut read);
+        prop_assert!(read.len() <= bytes.len() / pages::RUN_BYTES);
+    }
+
+    #[test]
+    fn round_ends_and_acks_come_back(seq: u64, round: u32, other in prop::collection::vec(any::<u8>(), 0..20)) {
+        prop_assert_eq!(decode_round_end(&encode_round_end(seq, round)), Ok((seq, round)));
+        prop_assert_eq!(decode_ack(&encode_ack(seq)), Ok(seq));
+        let expected = |len: usize| match other.len().checked_sub(len) {
+            None => Err(BadPages::Truncated),
+            Some(0) => Ok(()),
+            Some(surplus) => Err(BadPages::Surplus(surplus)),
+        };
+        prop_assert_eq!(decode_round_end(&other).map(drop), expected(pages::ROUND_END_BYTES));
+        prop_assert_eq!(decode_ack(&other).map(drop), expected(pages::ACK_BYTES));
+    }
+
+    #[test]
+    fn arbitrary_bytes_as_json(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        let _ = serde_json::from_slice::<Message>(&bytes);
+        let _ = serde_json::from_slice::<Hello>(&bytes);
+        let _ = serde_json::from_slice::<Welcome>(&bytes);
+    }
+
+    /// Messages of the golden file with a few bytes changed: read and checked without a panic, and what is read
+    /// survives being written.
+    #[test]
+    fn changed_json(
+        line: prop::sample::Index,
+        changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4),
+    ) {
+        let lines: Vec<_> = include_str!("golden/v1.messages").lines().collect();
+        let mut json = lines[line.index(lines.len())].as_bytes().to_vec();
+        for (at, byte) in changes {
+            let at = at.index(json.len());
+            json[at] = byte;
+        }
+        if let Ok(message) = serde_json::from_slice::<Message>(&json) {
+            let _ = message.validate();
+            let again = serde_json::to_vec(&message).unwrap();
+            prop_assert_eq!(serde_json::from_slice::<Message>(&again).unwrap(), message);
+        }
+    }
+
+    #[test]
+    fn names_are_what_they_may_be(name in "\\PC{0,70}") {
+        if let Ok(good) = VmName::new(name.clone()) {
+            prop_assert!(!name.is_empty() && name.len() <= limits::NAME_BYTES && !name.contains('/'));
+            prop_assert_eq!(good.as_str(), name);
+        }
+    }
+}
+
+/// JSON that nests deeply is refused by the parser, not by the end of the stack.
+#[test]
+fn deep_json_is_refused() {
+    let deep = format!(r#"{{"type":"propose","facts":{}"#, "[".repeat(1 << 20));
+    assert!(serde_json::from_str::<Message>(&deep).is_err());
+}
+
+/// The largest frame of pages: a chunk in which every page is a run of its own.
+#[test]
+fn the_largest_frame_fits_its_limit() {
+    let runs: Vec<_> = (0..limits::CHUNK_PAGES as u16)
+        .map(|first_page| Run { first_page, pages: 1, content: Content::Data })
+        .collect();
+    let mut payload = Vec::new();
+    PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 }.encode(&runs, &mut payload);
+    payload.resize(payload.len() + data_bytes(&runs), 0);
+    assert_eq!(payload.len(), pages::MAX_PAYLOAD_BYTES);
+    assert!(Header::new(Kind::Pages, payload.len()).is_ok());
+    assert!(PagesHeader::decode(&payload, &mut Vec::new()).is_ok());
+}

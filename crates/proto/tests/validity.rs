@@ -1,0 +1,149 @@
+//! What messages may not say.
+
+use proto::message::{Message, Proposal, RamBlock};
+use proto::{Epoch, Generation, Incarnation, Invalid, limits};
+use whimbrel_proto as proto;
+
+fn block(name: &str, bytes: u64, page_bytes: u64) -> RamBlock {
+    RamBlock { name: name.into(), bytes, page_bytes }
+}
+
+fn proposal() -> Proposal {
+    Proposal {
+        reply_to: "host-a:7700".into(),
+        streams: 4,
+        ram: vec![block("pc.ram", 1 << 30, 4096), block("pc.bios", 4096, 4096)],
+        facts: serde_json::Value::Null,
+        description: serde_json::Value::Null,
+        check_only: false,
+        register_epoch: None,
+        ram_kind: None,
+        allow_options: Vec::new(),
+    }
+}
+
+/// What the check says of a proposal that was changed so.
+fn changed(change: impl FnOnce(&mut Proposal)) -> Result<(), Invalid> {
+    let mut proposal = proposal();
+    change(&mut proposal);
+    Message::Propose(Box::new(proposal)).validate()
+}
+
+#[test]
+fn proposals() {
+    assert_eq!(changed(|_| ()), Ok(()));
+    assert_eq!(changed(|proposal| proposal.streams = limits::STREAMS), Ok(()));
+    for streams in [0, limits::STREAMS + 1, u16::MAX] {
+        assert_eq!(changed(|proposal| proposal.streams = streams), Err(Invalid::Streams(streams)));
+    }
+
+    let many = |count: usize| (0..count).map(|at| block(&format!("ram{at}"), 4096, 4096)).collect::<Vec<_>>();
+    assert_eq!(changed(|proposal| proposal.ram = many(limits::RAM_BLOCKS)), Ok(()));
+    for count in [0, limits::RAM_BLOCKS + 1] {
+        assert_eq!(changed(|proposal| proposal.ram = many(count)), Err(Invalid::RamBlocks(count)));
+    }
+    assert_eq!(
+        changed(|proposal| proposal.ram.push(block("pc.ram", 4096, 4096))),
+        Err(Invalid::DuplicateRamBlock("pc.ram".into()))
+    );
+
+    let longest = "x".repeat(limits::RAM_BLOCK_NAME_BYTES);
+    assert_eq!(changed(|proposal| proposal.ram[0].name.clone_from(&longest)), Ok(()));
+    for name in [String::new(), longest + "x", "a\nb".into(), "a\0".into()] {
+        let invalid = changed(|proposal| proposal.ram[0].name = name);
+        assert_eq!(invalid, Err(Invalid::Text { field: "a RAM block's name" }));
+    }
+    for reply_to in [String::new(), "x".repeat(limits::ADDRESS_BYTES + 1)] {
+        let invalid = changed(|proposal| proposal.reply_to = reply_to);
+        assert_eq!(invalid, Err(Invalid::Text { field: "the address for answers" }));
+    }
+
+    for (bytes, page_bytes) in [(4096, 4096), (3 << 30, 1 << 30), (limits::RAM_BYTES - 4096, 2 << 20)] {
+        assert_eq!(changed(|proposal| proposal.ram[0] = block("pc.ram", bytes, page_bytes)), Ok(()));
+    }
+    let sizes = [
+        (0, 4096),
+        (4095, 4096),
+        (4097, 4096),
+        (u64::MAX, 4096),
+        (4096, 0),
+        (4096, 2048),
+        (4096, 12288),
+        (4096, 2 << 30),
+    ];
+    for (bytes, page_bytes) in sizes {
+        let name = "pc.ram".to_owned();
+        assert_eq!(
+            changed(|proposal| proposal.ram[0] = block("pc.ram", bytes, page_bytes)),
+            Err(Invalid::RamBlockSize { name, bytes, page_bytes })
+        );
+    }
+    let too_much = |proposal: &mut Proposal| proposal.ram[0].bytes = limits::RAM_BYTES;
+    assert_eq!(changed(too_much), Err(Invalid::RamBytes));
+    let overflowing = |proposal: &mut Proposal| {
+        proposal.ram.iter_mut().for_each(|block| block.bytes = u64::MAX - 4095);
+    };
+    assert_eq!(changed(overflowing), Err(Invalid::RamBytes));
+}
+
+#[test]
+fn hashes() {
+    let verify = |block, first_chunk, hashes| Message::Verify { block, first_chunk, hashes }.validate();
+    let hash = || "00ff00ff00ff00ff".to_owned();
+    assert_eq!(verify(0, 0, vec![hash(); limits::HASHES]), Ok(()));
+    assert!(matches!(verify(0, 0, vec![hash(); limits::HASHES + 1]), Err(Invalid::TooMany { .. })));
+    assert_eq!(verify(limits::RAM_BLOCKS as u16, 0, vec![hash()]), Err(Invalid::BlockIndex(1024)));
+    assert_eq!(verify(0, u64::MAX, vec![hash()]), Err(Invalid::Chunk(u64::MAX)));
+    let invalid = Invalid::Hex { field: "a chunk's hash", digits: 16 };
+    for bad in [
+        "",
+        "00ff00ff00ff00f",
+        "00ff00ff00ff00ff0",
+        "00FF00ff00ff00ff",
+        "00ff00ff00ff00fg",
+        "\u{e4}00ff00ff00ff00",
+    ] {
+        assert_eq!(verify(0, 0, vec![hash(), bad.into()]), Err(invalid.clone()), "{bad}");
+    }
+
+    let verified = |different_chunks| Message::Verified { different_chunks }.validate();
+    assert_eq!(verified(vec![0; limits::HASHES]), Ok(()));
+    assert!(matches!(verified(vec![0; limits::HASHES + 1]), Err(Invalid::TooMany { .. })));
+    assert_eq!(verified(vec![1 << 40]), Err(Invalid::Chunk(1 << 40)));
+}
+
+#[test]
+fn device_state_and_incarnations() {
+    let digest = || "0".repeat(64);
+    let state = |bytes, digest| Message::DeviceState { bytes, digest }.validate();
+    assert_eq!(state(limits::DEVICE_STATE_BYTES, digest()), Ok(()));
+    for bytes in [0, limits::DEVICE_STATE_BYTES + 1, u64::MAX] {
+        assert_eq!(state(bytes, digest()), Err(Invalid::DeviceStateBytes(bytes)));
+    }
+    let invalid = Err(Invalid::Hex { field: "the device state's digest", digits: 64 });
+    assert_eq!(state(1, "0".repeat(63)), invalid);
+    assert_eq!(state(1, String::new()), invalid);
+
+    let incarnation = |boot_id: &str, pid| Incarnation {
+        boot_id: boot_id.into(),
+        pid,
+        start_time_ticks: 1,
+        generation: Generation(1),
+    };
+    let ready =
+        |incarnation, digest| Message::Ready { epoch: Epoch(1), incarnation, digest, load_us: 0 }.validate();
+    assert_eq!(ready(incarnation("b", 1), digest()), Ok(()));
+    assert_eq!(ready(incarnation("b", 1), String::new()), Ok(()));
+    assert_eq!(ready(incarnation("b", 1), "0".into()), invalid);
+    let go = |incarnation| Message::Go { epoch: Epoch(1), incarnation, run: true }.validate();
+    assert_eq!(go(incarnation("b", 1)), Ok(()));
+    for (bad, error) in [
+        (incarnation("b", 0), Invalid::Pid),
+        (incarnation("", 1), Invalid::Text { field: "a boot id" }),
+        (incarnation("b\n", 1), Invalid::Text { field: "a boot id" }),
+    ] {
+        assert_eq!(go(bad.clone()), Err(error.clone()));
+        assert_eq!(ready(bad.clone(), digest()), Err(error.clone()));
+        assert_eq!(ready(bad, String::new()), Err(error));
+    }
+}

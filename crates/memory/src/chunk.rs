@@ -4,15 +4,14 @@
 //! they go to the socket, and the far side applies the first part of a chunk while the second one is read. Buffers are
 //! reused; nothing is allocated for a page or a frame.
 
-use std::io;
 use std::ops::Range;
 
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::pages::{Content, PagesHeader, Run};
 
 use crate::dirty::ChunkPages;
-use crate::ram::BlockReader;
 use crate::ram::zero::is_zero;
+use crate::ram::{BlockReader, RamError};
 
 /// Most pages of data in one frame: 512 KiB.
 pub const FRAME_PAGES: u64 = 128;
@@ -54,7 +53,7 @@ pub(crate) struct FrameBuilder {
 #[derive(Debug)]
 pub(crate) struct ReadFailed {
     pub(crate) offset: u64,
-    pub(crate) source: io::Error,
+    pub(crate) source: RamError,
 }
 
 impl FrameBuilder {

@@ -191,6 +191,18 @@ impl DirtyBitmap {
         })
     }
 
+    /// The runs within a range of pages, cut at its ends and at chunk borders.
+    pub fn runs_within(&self, pages: Range<u64>) -> impl Iterator<Item = Range<u64>> + '_ {
+        let first = pages.start / CHUNK_PAGES;
+        let last = pages.end.div_ceil(CHUNK_PAGES).min(self.chunks());
+        (first..last).flat_map(move |chunk| {
+            let (base, pages) = (chunk * CHUNK_PAGES, pages.clone());
+            let cut =
+                move |run: Range<u64>| (base + run.start).max(pages.start)..(base + run.end).min(pages.end);
+            self.chunk(chunk).runs().map(cut).filter(|run| run.start < run.end)
+        })
+    }
+
     /// Adds all pages of another set of the same block.
     pub fn insert(&mut self, other: &Self) {
         self.chunks.iter_mut().zip(&other.chunks).for_each(|(mine, theirs)| mine.insert(theirs));
@@ -285,6 +297,9 @@ mod tests {
                 let listed: Vec<u64> = bitmap.runs().flatten().collect();
                 prop_assert_eq!(&listed, &oracle.iter().copied().collect::<Vec<_>>());
                 prop_assert!((0..pages + 600).all(|page| bitmap.contains(page) == oracle.contains(&page)));
+                let part = pages / 3..pages / 2 + 1;
+                let within: Vec<u64> = bitmap.runs_within(part.clone()).flatten().collect();
+                prop_assert_eq!(&within, &oracle.iter().copied().filter(|page| part.contains(page)).collect::<Vec<_>>());
                 let chunks: BTreeSet<u64> = oracle.iter().map(|page| page / 512).collect();
                 prop_assert!(bitmap.dirty_chunks().eq(chunks));
             }

@@ -13,6 +13,7 @@
 //! | [`dirty`] | sets of pages |
 //! | [`round`] | the order of a round, as types: clear, drain, read |
 //! | [`ram`] | RAM blocks as bytes, on either side |
+//! | [`TrackedRam`] | the dirty log of a real QEMU |
 //! | [`send`], [`receive`] | the two ends of the streams |
 //! | [`wire`] | what is needed of a connection |
 //!
@@ -27,11 +28,12 @@ pub mod ram;
 pub mod receive;
 pub mod round;
 pub mod send;
+mod tracked;
 pub mod wire;
 
 pub use chunk::{Contents, FRAME_PAGES};
 pub use dirty::{ChunkPages, DirtyBitmap};
-pub use ram::{BlockReader, BlockWriter};
+pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, open_destination, open_source};
 pub use receive::{
     AttachError, DestinationRam, Discardable, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
 };
@@ -39,6 +41,8 @@ pub use round::{Cleared, DirtyLog, DrainFailed, Owed, Readable, ScanError, ScanF
 pub use send::{
     Interrupted, Progress, RoundStats, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,
 };
+pub use tracee::TrackError;
+pub use tracked::TrackedRam;
 pub use wire::{DataStream, FrameSink, FrameSource, HangUp};
 
 /// Locks. A thread that died while it held the lock is told by its guard, so its lock need not tell it again.

@@ -21,15 +21,16 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
 
+use link::LinkError;
 use proto::Generation;
 use proto::frame::Kind;
 use proto::limits::CHUNK_BYTES;
 use proto::pages::{BadPages, Content, PagesHeader, Run, decode_round_end, encode_ack};
 
 use crate::lock;
-use crate::ram::BlockWriter;
+use crate::ram::{BlockWriter, RamError};
 use crate::send::stream_of;
-use crate::wire::{DataStream, FrameSink, FrameSource, HangUp};
+use crate::wire::{DataStream, FrameSink, FrameSource, HangUp, is_transient};
 
 /// Acknowledge at the latest after so many frames, or so many bytes, even if more are there already: what is not
 /// acknowledged when a connection breaks is sent again.
@@ -44,10 +45,7 @@ pub type DestinationRam = Arc<[Box<dyn BlockWriter>]>;
 pub enum ReceiveError {
     /// The connection failed.
     #[error("the data stream failed")]
-    Stream(#[source] io::Error),
-    /// The other side closed it in good order.
-    #[error("the other side closed the data stream")]
-    Closed,
+    Stream(#[source] LinkError),
     /// A frame that has no place on a data stream.
     #[error("{0:?} frame on a data stream")]
     UnexpectedFrame(Kind),
@@ -95,8 +93,8 @@ pub enum ReceiveError {
         block: String,
         /// Where, in bytes.
         offset: u64,
-        /// What the system said.
-        source: io::Error,
+        /// Why.
+        source: RamError,
     },
     /// The thread died: a mistake in this program.
     #[error("the thread of the data stream died; please report this")]
@@ -106,7 +104,7 @@ pub enum ReceiveError {
 impl ReceiveError {
     /// Whether new connections may help.
     pub fn is_connection(&self) -> bool {
-        matches!(self, Self::Stream(_) | Self::Closed)
+        matches!(self, Self::Stream(source) if is_transient(source))
     }
 }
 
@@ -381,10 +379,9 @@ impl StreamWorker {
         loop {
             let result = self.acknowledge().and_then(|()| {
                 match self.source.receive(&mut payload).map_err(ReceiveError::Stream)? {
-                    Some(Kind::Pages) => self.apply(&payload, &mut runs),
-                    Some(Kind::RoundEnd) => self.end_round(&payload),
-                    Some(kind) => Err(ReceiveError::UnexpectedFrame(kind)),
-                    None => Err(ReceiveError::Closed),
+                    Kind::Pages => self.apply(&payload, &mut runs),
+                    Kind::RoundEnd => self.end_round(&payload),
+                    kind => Err(ReceiveError::UnexpectedFrame(kind)),
                 }
             });
             if let Err(cause) = result {

@@ -4,7 +4,7 @@
 //! Owed ──clear_marks──► Cleared ──drain──► Readable ──Sender::send_round──► Owed
 //! ```
 //!
-//! Why this order: a disk read with O_DIRECT is DMA into guest pages. The page is marked when the read is submitted,
+//! Why this order: a disk read with `O_DIRECT` is DMA into guest pages. The page is marked when the read is submitted,
 //! not when the data lands, so a page that is read between the two is sent with old bytes and no mark is left. Once
 //! all requests that were in flight when the marks were cleared have completed, every later change has a mark of its
 //! own, which the next round finds.
@@ -47,7 +47,7 @@ pub struct ScanError {
     /// Name of the block.
     pub block: String,
     /// What the system said.
-    pub source: std::io::Error,
+    pub source: tracee::TrackError,
 }
 
 /// Knows which pages were written.
@@ -193,7 +193,7 @@ mod tests {
             if self.1 {
                 return Err(ScanError {
                     block: "pc.ram".into(),
-                    source: std::io::ErrorKind::NotFound.into(),
+                    source: tracee::TrackError::NotMapped { range: tracee::AddressRange::default() },
                 });
             }
             Ok(ScanStats { pages: self.0.drain(..).count() as u64, duration_us: 0 })

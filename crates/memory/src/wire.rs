@@ -1,27 +1,28 @@
 //! What this crate needs of a connection, and no more: frames out, frames in, a way to hang up.
 //!
-//! The real ones are `link`'s (see [`crate::glue`]); tests use sockets that break where they are told.
+//! [`DataStream::over`] makes one of a `link` connection; tests use sockets that break where they are told.
 
 use std::fmt;
-use std::io;
+use std::io::IoSlice;
+use std::sync::Arc;
 
-use proto::frame::Kind;
+use link::{Connection, Handle, LinkError, RateLimit, Reader, Writer};
+use proto::frame::{Header, Kind};
 
 /// The sending half of a data stream.
 pub trait FrameSink: Send {
-    /// Sends a frame, whose payload is given in parts. Blocks while the other side does not take it, or while a
-    /// limit of bandwidth does not let it through. May keep it in a buffer until [`FrameSink::flush`].
-    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> io::Result<()>;
+    /// Sends a frame, whose payload is given in at most two parts. Blocks while the other side does not take it, or
+    /// while a limit of bandwidth does not let it through. May keep it in a buffer until [`FrameSink::flush`].
+    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError>;
 
     /// Sees that everything is on its way.
-    fn flush(&mut self) -> io::Result<()>;
+    fn flush(&mut self) -> Result<(), LinkError>;
 }
 
 /// The receiving half of a data stream.
 pub trait FrameSource: Send {
-    /// The next frame: its kind (header and length are checked) and its payload, which is put into `payload`, emptied
-    /// first. None at the orderly end of the stream.
-    fn receive(&mut self, payload: &mut Vec<u8>) -> io::Result<Option<Kind>>;
+    /// The next frame: its kind (header and length are checked) and its payload, which is put into `payload`.
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError>;
 
     /// Whether at least a part of a further frame has arrived already. False is always a safe answer.
     fn has_more(&mut self) -> bool;
@@ -43,8 +44,65 @@ pub struct DataStream {
     pub hang_up: Box<dyn HangUp>,
 }
 
+impl DataStream {
+    /// A data stream over an open connection. What is sent counts against the limit, which all streams share.
+    pub fn over(connection: Connection, limit: Option<Arc<RateLimit>>) -> Self {
+        let hang_up = Box::new(connection.handle());
+        let (reader, mut writer) = connection.split();
+        writer.set_rate_limit(limit);
+        Self { sink: Box::new(writer), source: Box::new(reader), hang_up }
+    }
+}
+
 impl fmt::Debug for DataStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DataStream").finish_non_exhaustive()
     }
+}
+
+impl FrameSink for Writer {
+    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
+        let (first, second) = match *payload {
+            [] => (&[][..], &[][..]),
+            [one] => (one, &[][..]),
+            [one, two, ..] => (one, two),
+        };
+        let header =
+            Header::new(kind, payload.iter().map(|part| part.len()).sum()).map_err(LinkError::TooLong)?;
+        self.write_frame(header, &[IoSlice::new(first), IoSlice::new(second)])
+    }
+
+    /// `link` keeps nothing back.
+    fn flush(&mut self) -> Result<(), LinkError> {
+        Ok(())
+    }
+}
+
+impl FrameSource for Reader {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError> {
+        Ok(self.read_frame(payload)?.kind)
+    }
+
+    fn has_more(&mut self) -> bool {
+        Reader::has_more(self)
+    }
+}
+
+impl HangUp for Handle {
+    fn hang_up(&self) {
+        self.shutdown();
+    }
+}
+
+/// Whether a new connection may do better: the network or the peer's program failed, not what the peer says.
+pub(crate) fn is_transient(error: &LinkError) -> bool {
+    matches!(
+        error,
+        LinkError::Closed
+            | LinkError::Ended
+            | LinkError::Truncated
+            | LinkError::Lost(_)
+            | LinkError::TimedOut
+            | LinkError::Tls(_)
+    )
 }

@@ -1,12 +1,82 @@
 //! Guest RAM as bytes: what the data plane reads at the source and writes at the destination.
 //!
-//! A RAM block is a row of bytes from 0 on. Where they are (a shared file, anonymous memory of a process, a private
-//! mapping of a file) is behind [`BlockReader`] and [`BlockWriter`]; tests put vectors there.
+//! A RAM block is a row of bytes from 0 on. Where they are is behind [`BlockReader`] and [`BlockWriter`]:
+//!
+//! | memory of QEMU | read by | written by | given back by |
+//! |---|---|---|---|
+//! | shared file (memfd, tmpfs) | `pread` | `pwrite` | punching a hole |
+//! | shared file of huge pages | `pread` | `process_vm_writev` | punching whole pages, zeros otherwise |
+//! | anonymous | `process_vm_readv` | `process_vm_writev` | zeros; QEMU itself, by an injected call ([`BlockWriter::take_discardable`]) |
+//! | private mapping of a file | `process_vm_readv` | `process_vm_writev` | zeros |
+//!
+//! Where nothing is (holes of the file, pages neither present nor swapped) nothing is read, and a hole there becomes a
+//! hole here (trap 5). Of a private mapping of a file nobody can tell, so all of it is read.
 
 use std::io;
 use std::ops::Range;
 
+use tracee::{AddressRange, ProcessError, RamFileError, RemoteError};
+
+mod destination;
+mod place;
+mod source;
 pub mod zero;
+
+pub use destination::open_destination;
+pub use source::open_source;
+
+/// A block of guest RAM in the memory of a QEMU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RamRegion {
+    /// QEMU's name for it.
+    pub name: String,
+    /// Length in use, in bytes.
+    pub bytes: u64,
+    /// Size of the host pages behind it, in bytes.
+    pub page_bytes: u64,
+    /// Where it begins in QEMU's address space.
+    pub address: u64,
+}
+
+impl RamRegion {
+    /// Its addresses.
+    pub fn range(&self) -> AddressRange {
+        AddressRange::with_len(self.address, self.bytes)
+    }
+}
+
+/// Why guest memory cannot be reached.
+#[derive(Debug, thiserror::Error)]
+pub enum RamError {
+    /// The file behind it.
+    #[error(transparent)]
+    File(#[from] RamFileError),
+    /// The memory of the process.
+    #[error(transparent)]
+    Remote(#[from] RemoteError),
+    /// The process itself.
+    #[error(transparent)]
+    Process(#[from] ProcessError),
+    /// Its page table, or where its file has data.
+    #[error("cannot find out where RAM has memory behind it")]
+    Present(#[source] io::Error),
+    /// A block is not mapped where QEMU says it is.
+    #[error("RAM block {block} is not at {range}; was memory unplugged?")]
+    NotThere {
+        /// Name of the block.
+        block: String,
+        /// Where it should be.
+        range: AddressRange,
+    },
+    /// A block whose length is no multiple of 4 KiB.
+    #[error("RAM block {block} has {bytes} bytes, which are not whole pages")]
+    Length {
+        /// Name of the block.
+        block: String,
+        /// Its length.
+        bytes: u64,
+    },
+}
 
 /// Reads a block of guest RAM. Used from several threads at once, while the guest writes.
 pub trait BlockReader: Send + Sync {
@@ -18,11 +88,11 @@ pub trait BlockReader: Send + Sync {
 
     /// Copies bytes from the block. The guest may write meanwhile: what is returned is one private copy, and all that
     /// is decided about a page (zero, hash) has to be decided on it.
-    fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()>;
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError>;
 
     /// Where in a range of bytes (pages) the first page is that has memory behind it; the range's end if there is
     /// none. Pages before it were never touched or were given back, and read as zeros. Swapped pages count as memory.
-    fn first_present(&self, range: Range<u64>) -> io::Result<u64>;
+    fn first_present(&self, range: Range<u64>) -> Result<u64, RamError>;
 }
 
 /// Writes a block of guest RAM. Used from several threads at once, never for the same chunk.
@@ -34,13 +104,13 @@ pub trait BlockWriter: Send + Sync {
     fn bytes(&self) -> u64;
 
     /// Puts bytes into the block.
-    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()>;
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError>;
 
     /// Makes a range of bytes (pages) read as zeros, whatever was there before, and gives its memory back where that
     /// can be done (trap 5).
-    fn drop_pages(&self, range: Range<u64>) -> io::Result<()>;
+    fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError>;
 
     /// Ranges of bytes that [`BlockWriter::drop_pages`] could only fill with zeros and that are zero still, in whole
-    /// pages of the host, and forgets them. Nothing where memory was given back at once.
+    /// pages of the host, and forgets them. Nothing where memory is given back at once, or cannot be.
     fn take_discardable(&self) -> Vec<Range<u64>>;
 }

@@ -30,14 +30,15 @@ use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
+use link::LinkError;
 use proto::frame::Kind;
 use proto::limits::STREAMS;
 use proto::pages::BadPages;
 
 use crate::chunk::Contents;
-use crate::ram::BlockReader;
+use crate::ram::{BlockReader, RamError};
 use crate::round::{Owed, Readable};
-use crate::wire::DataStream;
+use crate::wire::{DataStream, is_transient};
 
 mod plan;
 mod shared;
@@ -66,13 +67,7 @@ pub enum SendError {
         /// Which stream.
         stream: u16,
         /// What the connection said.
-        source: io::Error,
-    },
-    /// The other side closed a connection. The next generation of connections can go on.
-    #[error("the other side closed data stream {stream}")]
-    Closed {
-        /// Which stream.
-        stream: u16,
+        source: LinkError,
     },
     /// The other side sent something that is no acknowledgement.
     #[error(
@@ -109,8 +104,8 @@ pub enum SendError {
         block: String,
         /// Where, in bytes.
         offset: u64,
-        /// What the system said.
-        source: io::Error,
+        /// Why.
+        source: RamError,
     },
     /// [`SenderHandle::cancel`] was called, or the sender ended.
     #[error("sending was cancelled")]
@@ -126,7 +121,7 @@ pub enum SendError {
 impl SendError {
     /// Whether new connections may help.
     pub fn is_connection(&self) -> bool {
-        matches!(self, Self::Stream { .. } | Self::Closed { .. })
+        matches!(self, Self::Stream { source, .. } if is_transient(source))
     }
 }
 

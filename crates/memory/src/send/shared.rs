@@ -249,9 +249,8 @@ impl Shared {
         let mut done = Vec::new();
         let cause = loop {
             match source.receive(&mut payload) {
-                Ok(Some(Kind::Ack)) => {}
-                Ok(Some(kind)) => break SendError::UnexpectedFrame { stream, kind },
-                Ok(None) => break SendError::Closed { stream },
+                Ok(Kind::Ack) => {}
+                Ok(kind) => break SendError::UnexpectedFrame { stream, kind },
                 Err(source) => break SendError::Stream { stream, source },
             }
             let seq = match decode_ack(&payload) {

@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex};
 use proto::limits::PAGE_BYTES;
 
 use super::Dice;
-use crate::{BlockReader, BlockWriter, DirtyBitmap, DirtyLog, Owed, ScanError, ScanStats, SourceRam, lock};
+use crate::{
+    BlockReader, BlockWriter, DirtyBitmap, DirtyLog, Owed, RamError, ScanError, ScanStats, SourceRam, lock,
+};
 
 pub(super) const PAGE: usize = PAGE_BYTES as usize;
 pub(super) type Page = [u8; PAGE];
@@ -180,11 +182,11 @@ impl BlockReader for Arc<FakeBlock> {
         self.pages.len() as u64 * PAGE_BYTES
     }
 
-    fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
         let first = offset as usize / PAGE;
         for (page, bytes) in (first..).zip(into.chunks_exact_mut(PAGE)) {
             if *lock(&self.unreadable) == Some(page as u64) {
-                return Err(io::Error::from_raw_os_error(14));
+                return Err(RamError::Present(io::Error::from_raw_os_error(14)));
             }
             match &lock(&self.pages[page]).contents {
                 Some(contents) => bytes.copy_from_slice(contents.as_slice()),
@@ -194,7 +196,7 @@ impl BlockReader for Arc<FakeBlock> {
         Ok(())
     }
 
-    fn first_present(&self, range: Range<u64>) -> io::Result<u64> {
+    fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
         let mut pages = range.start / PAGE_BYTES..range.end / PAGE_BYTES;
         let found = pages.find(|page| lock(&self.pages[*page as usize]).contents.is_some());
         Ok(found.map_or(range.end, |page| page * PAGE_BYTES))
@@ -210,7 +212,7 @@ impl BlockWriter for Arc<FakeBlock> {
         BlockReader::bytes(self)
     }
 
-    fn write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
         let first = offset as usize / PAGE;
         for (page, bytes) in (first..).zip(data.chunks_exact(PAGE)) {
             if let Some(before) = lock(&self.before_write).as_mut() {
@@ -222,7 +224,7 @@ impl BlockWriter for Arc<FakeBlock> {
         Ok(())
     }
 
-    fn drop_pages(&self, range: Range<u64>) -> io::Result<()> {
+    fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
         if !self.never_drops {
             for page in range.start / PAGE_BYTES..range.end / PAGE_BYTES {
                 lock(&self.pages[page as usize]).contents = None;

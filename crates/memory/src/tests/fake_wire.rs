@@ -4,6 +4,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 
+use link::LinkError;
 use proto::frame::{HEADER_BYTES, Header, Kind};
 
 use crate::{DataStream, FrameSink, FrameSource, HangUp};
@@ -34,24 +35,24 @@ impl Sink {
 }
 
 impl FrameSink for Sink {
-    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> io::Result<()> {
+    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
         let len = payload.iter().map(|part| part.len()).sum();
-        self.held.extend_from_slice(&Header::new(kind, len).map_err(io::Error::other)?.encode());
+        self.held.extend_from_slice(&Header::new(kind, len).map_err(LinkError::TooLong)?.encode());
         payload.iter().for_each(|part| self.held.extend_from_slice(part));
         if self.held.len() > BUFFER { self.flush() } else { Ok(()) }
     }
 
-    fn flush(&mut self) -> io::Result<()> {
+    fn flush(&mut self) -> Result<(), LinkError> {
         let now = (self.held.len() as u64).min(self.budget) as usize;
         let sent = self.stream.write_all(&self.held[..now]);
         let cut = now < self.held.len();
         self.budget -= now as u64;
         self.held.clear();
-        sent?;
+        sent.map_err(LinkError::Lost)?;
         if cut {
             // The other side still gets what is in the buffers.
-            self.stream.shutdown(Shutdown::Both)?;
-            return Err(io::ErrorKind::ConnectionReset.into());
+            self.stream.hang_up();
+            return Err(LinkError::Lost(io::ErrorKind::ConnectionReset.into()));
         }
         Ok(())
     }
@@ -60,16 +61,16 @@ impl FrameSink for Sink {
 pub(super) struct Source(BufReader<UnixStream>);
 
 impl FrameSource for Source {
-    fn receive(&mut self, payload: &mut Vec<u8>) -> io::Result<Option<Kind>> {
-        if self.0.fill_buf()?.is_empty() {
-            return Ok(None);
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError> {
+        if self.0.fill_buf().map_err(LinkError::Lost)?.is_empty() {
+            return Err(LinkError::Ended);
         }
         let mut header = [0; HEADER_BYTES];
-        self.0.read_exact(&mut header)?;
-        let header = Header::decode(header).map_err(io::Error::other)?;
+        self.0.read_exact(&mut header).map_err(LinkError::Lost)?;
+        let header = Header::decode(header)?;
         payload.resize(header.payload_bytes as usize, 0);
-        self.0.read_exact(payload)?;
-        Ok(Some(header.kind))
+        self.0.read_exact(payload).map_err(LinkError::Lost)?;
+        Ok(header.kind)
     }
 
     fn has_more(&mut self) -> bool {

@@ -1,0 +1,190 @@
+//! Writing a waiting QEMU's RAM.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use proto::limits::PAGE_BYTES;
+use tracee::{Pagemap, Process, RamFile, RamFileKind, RemoteMemory};
+
+use super::place::{Place, find};
+use super::{BlockWriter, RamError, RamRegion};
+use crate::dirty::DirtyBitmap;
+use crate::lock;
+use crate::receive::DestinationRam;
+
+/// What zeros are written from: 64 KiB.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// Opens the RAM of a QEMU for writing, block by block, each in the way that fits it.
+///
+/// To be called before the first page comes: what QEMU itself has put into its RAM by then (firmware) is looked up
+/// here, so that a hole of the source becomes zeros there too.
+///
+/// # Errors
+/// When a block is not where it is said to be, or its file cannot be opened.
+pub fn open_destination(process: &Process, regions: &[RamRegion]) -> Result<DestinationRam, RamError> {
+    let memory = Arc::new(RemoteMemory::new(process)?);
+    let mut pagemap = Pagemap::open(process)?;
+    let places = find(process, regions)?;
+    let writers =
+        regions.iter().zip(places).map(|(region, place)| -> Result<Box<dyn BlockWriter>, RamError> {
+            let region = region.clone();
+            let (file, discards, dirty) = match place {
+                Place::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
+                    return Ok(Box::new(FileWriter { region, file, offset }));
+                }
+                Place::File(file, offset) => (Some((file, offset)), false, touched(&mut pagemap, &region)?),
+                Place::Anonymous => (None, true, touched(&mut pagemap, &region)?),
+                // What is behind a private mapping of a file shows through wherever nothing was written.
+                Place::Opaque => (None, false, DirtyBitmap::full(region.bytes)),
+            };
+            let zeroed = DirtyBitmap::new(region.bytes);
+            let state = Mutex::new(State { dirty, zeroed });
+            Ok(Box::new(ProcessWriter { region, memory: Arc::clone(&memory), file, discards, state }))
+        });
+    writers.collect()
+}
+
+/// The pages of a block that are there already.
+fn touched(pagemap: &mut Pagemap, region: &RamRegion) -> Result<DirtyBitmap, RamError> {
+    let mut found = Vec::new();
+    pagemap.populated(region.range(), &mut found).map_err(RamError::Present)?;
+    let mut pages = DirtyBitmap::new(region.bytes);
+    for range in found {
+        pages.set_bytes(range.start - region.address..range.end - region.address);
+    }
+    Ok(pages)
+}
+
+struct FileWriter {
+    region: RamRegion,
+    file: RamFile,
+    /// Where the block begins in the file, in bytes.
+    offset: u64,
+}
+
+impl BlockWriter for FileWriter {
+    fn name(&self) -> &str {
+        &self.region.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.region.bytes
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
+        Ok(self.file.write_at(self.offset + offset, data)?)
+    }
+
+    fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
+        Ok(self.file.punch_hole(self.offset + range.start..self.offset + range.end)?)
+    }
+
+    fn take_discardable(&self) -> Vec<Range<u64>> {
+        Vec::new()
+    }
+}
+
+struct ProcessWriter {
+    region: RamRegion,
+    memory: Arc<RemoteMemory>,
+    /// The file of huge pages behind it, in which holes can be punched, and where in it the block begins.
+    file: Option<(RamFile, u64)>,
+    /// Whether QEMU can give pages back and gets zeros then.
+    discards: bool,
+    state: Mutex<State>,
+}
+
+struct State {
+    /// Pages that may hold something else than zeros.
+    dirty: DirtyBitmap,
+    /// Pages that were filled with zeros and not written since.
+    zeroed: DirtyBitmap,
+}
+
+impl ProcessWriter {
+    /// Punches out the huge pages that lie wholly in a range. Returns which bytes those are.
+    fn punch(&self, range: &Range<u64>) -> Result<Range<u64>, RamError> {
+        let Some((file, base)) = &self.file else { return Ok(range.start..range.start) };
+        let page = file.page_size().max(PAGE_BYTES);
+        let (start, end) = (range.start.next_multiple_of(page), range.end / page * page);
+        if start >= end {
+            return Ok(range.start..range.start);
+        }
+        file.punch_hole(base + start..base + end)?;
+        Ok(start..end)
+    }
+
+    fn write_zeros(&self, range: Range<u64>) -> Result<(), RamError> {
+        let mut at = range.start;
+        while at < range.end {
+            let len = (range.end - at).min(ZEROS.len() as u64);
+            self.memory.write(self.region.address + at, &ZEROS[..len as usize])?;
+            at += len;
+        }
+        Ok(())
+    }
+}
+
+/// The pages of a range of bytes.
+fn pages(bytes: &Range<u64>) -> Range<u64> {
+    bytes.start / PAGE_BYTES..bytes.end.div_ceil(PAGE_BYTES)
+}
+
+impl BlockWriter for ProcessWriter {
+    fn name(&self) -> &str {
+        &self.region.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.region.bytes
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
+        let written = pages(&(offset..offset + data.len() as u64));
+        let mut state = lock(&self.state);
+        // Before the bytes: if writing fails half-way, they count as written.
+        state.dirty.set(written.clone());
+        state.zeroed.clear(written);
+        drop(state);
+        Ok(self.memory.write(self.region.address + offset, data)?)
+    }
+
+    fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
+        let punched = self.punch(&range)?;
+        let mut state = lock(&self.state);
+        state.dirty.clear(pages(&punched));
+        let to_zero: Vec<Range<u64>> = state.dirty.runs_within(pages(&range)).collect();
+        drop(state);
+        for run in to_zero {
+            self.write_zeros(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?;
+            let mut state = lock(&self.state);
+            state.dirty.clear(run.clone());
+            state.zeroed.set(run);
+        }
+        Ok(())
+    }
+
+    fn take_discardable(&self) -> Vec<Range<u64>> {
+        if !self.discards {
+            return Vec::new();
+        }
+        let mut state = lock(&self.state);
+        let zeroed = std::mem::replace(&mut state.zeroed, DirtyBitmap::new(self.region.bytes));
+        drop(state);
+        let mut found: Vec<Range<u64>> = Vec::new();
+        for run in zeroed.runs() {
+            let bytes = run.start * PAGE_BYTES..run.end * PAGE_BYTES;
+            match found.last_mut() {
+                Some(last) if last.end == bytes.start => last.end = bytes.end,
+                _ => found.push(bytes),
+            }
+        }
+        let page = self.region.page_bytes.max(PAGE_BYTES);
+        for range in &mut found {
+            *range = range.start.next_multiple_of(page)..range.end / page * page;
+        }
+        found.retain(|range| range.start < range.end);
+        found
+    }
+}

@@ -1,0 +1,55 @@
+//! What a block is made of: found in the process's own map, not taken from what anybody says.
+
+use proto::limits::PAGE_BYTES;
+use tracee::maps::{Backing, FileId, Mapping, mappings};
+use tracee::{Process, RamFile};
+
+use super::{RamError, RamRegion};
+
+/// What stands behind a block.
+#[derive(Debug)]
+pub(super) enum Place {
+    /// A shared file, and where in it the block begins, in bytes.
+    File(RamFile, u64),
+    /// Anonymous memory.
+    Anonymous,
+    /// Anything else: only the process can read it, and holes cannot be told.
+    Opaque,
+}
+
+/// Looks up every region in the map of the process.
+pub(super) fn find(process: &Process, regions: &[RamRegion]) -> Result<Vec<Place>, RamError> {
+    let map = mappings(process)?;
+    regions.iter().map(|region| find_one(process, &map, region)).collect()
+}
+
+fn find_one(process: &Process, map: &[Mapping], region: &RamRegion) -> Result<Place, RamError> {
+    if region.bytes == 0 || !region.bytes.is_multiple_of(PAGE_BYTES) {
+        return Err(RamError::Length { block: region.name.clone(), bytes: region.bytes });
+    }
+    let range = region.range();
+    let parts: Vec<&Mapping> = map.iter().filter(|one| one.range.intersection(&range).is_some()).collect();
+    let covered: u64 =
+        parts.iter().filter_map(|one| one.range.intersection(&range)).map(|part| part.len()).sum();
+    let Some(first) = parts.first().filter(|_| covered == range.len()) else {
+        return Err(RamError::NotThere { block: region.name.clone(), range });
+    };
+    // Advice (huge pages, NUMA) cuts one mapping into several; they have to continue one another.
+    let shared: Option<FileId> = match first.backing {
+        Backing::SharedFile(id) => Some(id),
+        _ => None,
+    };
+    let base = first.offset.wrapping_sub(first.range.start);
+    if let Some(id) = shared
+        && parts.iter().all(|one| {
+            one.backing == Backing::SharedFile(id) && one.offset.wrapping_sub(one.range.start) == base
+        })
+    {
+        let offset = region.address.wrapping_add(base);
+        return Ok(Place::File(RamFile::open(process, first)?, offset));
+    }
+    if parts.iter().all(|one| one.backing == Backing::Anonymous) {
+        return Ok(Place::Anonymous);
+    }
+    Ok(Place::Opaque)
+}

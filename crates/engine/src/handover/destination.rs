@@ -8,7 +8,8 @@
 //!                         ▼
 //!                      refused
 //!
-//! bereft: the host has booted since PREPARED; what happened after is not known
+//! bereft: the host has booted since PREPARED, and the register is asked what happened after;
+//!         without one that is not known, and the state is crashed
 //! ```
 //!
 //! From READY on it is in doubt: it may neither run nor discard what it has, until the source, the register or an
@@ -32,7 +33,8 @@ use super::{Found, Ignored, Illegal, Role, Step, Terms};
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "kebab-case")]
 pub enum DestinationState {
-    /// No migration of this epoch yet, or none that was heard of.
+    /// No migration of this epoch yet, or none that was heard of. Also the state in which a message meets an agent
+    /// whose journal has nothing of its migration.
     Idle,
     /// PREPARED. Memory is being written.
     Prepared,
@@ -67,9 +69,9 @@ pub enum DestinationState {
     Refused,
     /// The source runs on; what was here is removed.
     Discarded,
-    /// The host has booted since PREPARED: the copy is gone, and whether it has run is not known.
+    /// The host has booted since PREPARED: the copy is gone, and the register is being asked whether it can have run.
     Bereft,
-    /// The copy is gone, and `cont` had been sent.
+    /// The copy is gone, and may have run: `cont` had been sent, or nobody knows.
     Crashed {
         /// Whether the guest is known to have run, so that the source's copy is out of date.
         ran: bool,
@@ -127,7 +129,7 @@ pub enum DestinationEvent {
     QemuDied,
     /// `cont` has returned, the guest runs.
     Contd,
-    /// QEMU refused `cont`, and no vCPU has run.
+    /// QEMU refused `cont`, or it could not be sent at all: no vCPU has run.
     ContFailed,
     /// The agent has started and loaded the state from the journal.
     Restarted(Found),
@@ -197,7 +199,7 @@ pub enum DestinationReport {
     Refused,
     /// The guest crashed here, as it may on any host; its disks are here.
     Crashed,
-    /// The host was booted anew with a migration under way: the copy is gone.
+    /// The host was booted anew with a migration under way: the copy is gone, and whether it had run is not known.
     Bereft,
     /// QEMU did not continue the guest; it will be tried again.
     ContFailed,

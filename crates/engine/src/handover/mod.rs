@@ -33,9 +33,12 @@
 //! 4. **After a restart** the agent loads the last entry and its [`Terms`], looks for the QEMU and feeds `Restarted`
 //!    before anything else. Unfinished effects are not remembered; every state knows what to do again, so all effects
 //!    must be harmless when done twice.
-//! 5. **Messages** reach the machine of their VM; the epoch they carry is compared here. `Repeat` comes from a timer
-//!    whenever the last event is some time ago, and when a link has come back.
-//! 6. An [`Illegal`] event changes nothing. Coming from a peer it is a protocol error: close the connection and, before
+//! 5. **Messages** of a peer go to the machine of their epoch, out of the journal if need be: a source that has begun
+//!    another attempt still answers for the older one. One that the journal does not know meets a fresh machine
+//!    (`Idle`), which answers REFUSED. The epoch is compared here again. The register's answers go to the machine that
+//!    asked and to no other.
+//! 6. **`Repeat`** comes from a timer whenever the last event is some time ago, and when a link has come back.
+//! 7. An [`Illegal`] event changes nothing. Coming from a peer it is a protocol error: close the connection and, before
 //!    COMMITTED, feed `Failed`.
 //!
 //! # Durations of doubt

@@ -120,7 +120,10 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
     match state {
         DestinationState::Ready { .. } => Advice {
             known: vec![
-                format!("a complete copy of the guest is loaded here for migration {}, paused", terms.migration),
+                format!(
+                    "a complete copy of the guest is loaded here for migration {}, paused",
+                    terms.migration
+                ),
                 "it has never run, and nothing here says whether it is to run".to_owned(),
                 register_line(terms),
             ],
@@ -141,29 +144,16 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
                 },
             ],
         },
-        DestinationState::Taking { .. } | DestinationState::Refusing | DestinationState::Bereft
-            if terms.register.is_some() =>
-        {
-            Advice {
-                known: vec!["the register of owners decides, and is being asked".to_owned()],
-                unknown: vec!["what it will say".to_owned()],
-                choices: vec![],
-            }
-        }
         DestinationState::Taking { .. } | DestinationState::Refusing | DestinationState::Bereft => Advice {
-            known: vec![format!("this host was booted during migration {}; its copy is gone", terms.migration)],
-            unknown: vec!["whether that copy had run".to_owned()],
-            choices: vec![Choice {
-                decision: Decision::RunElsewhere,
-                then: format!("{there} is told that the guest has not run here, and continues it"),
-                risk: "if it had run here, its disks have changed since, and are destroyed by a guest that does not \
-                       know it. Look at their time of last change"
-                    .to_owned(),
-            }],
+            known: vec!["the register of owners decides, and is being asked".to_owned()],
+            unknown: vec!["what it will say".to_owned()],
+            choices: vec![],
         },
         DestinationState::Starting { again: true, .. } => Advice {
             known: vec!["the guest is this host's, but QEMU does not continue it".to_owned()],
-            unknown: vec!["whether a `cont` sent before the agent restarted let it run for a while".to_owned()],
+            unknown: vec![
+                "whether a `cont` sent before the agent restarted let it run for a while".to_owned(),
+            ],
             choices: vec![Choice {
                 decision: Decision::RunElsewhere,
                 then: format!("this copy is thrown away and {there} continues its own"),
@@ -175,16 +165,19 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
         DestinationState::Starting { .. } | DestinationState::Active { .. } => {
             settled(format!("the guest is this host's since epoch {epoch}"))
         }
-        DestinationState::Crashed { .. } => settled(format!(
-            "the guest was this host's since epoch {epoch} and crashed; {there} may still hold its memory as it was \
-             when it was stopped: ask there"
+        DestinationState::Crashed { ran: true } => settled(format!(
+            "the guest was this host's since epoch {epoch} and crashed here; start it from its disks"
+        )),
+        DestinationState::Crashed { ran: false } => settled(format!(
+            "this host's copy of epoch {epoch} is gone and may have run; {there} may hold the guest's memory as it was \
+             when it was stopped: decide there"
         )),
         DestinationState::Idle
         | DestinationState::Prepared
         | DestinationState::Refused
-        | DestinationState::Discarded => {
-            settled(format!("the guest is not this host's: it has not run here in epoch {epoch}, and will not"))
-        }
+        | DestinationState::Discarded => settled(format!(
+            "the guest is not this host's: it has not run here in epoch {epoch}, and will not"
+        )),
     }
 }
 

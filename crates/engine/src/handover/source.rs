@@ -1,23 +1,24 @@
 //! The source's side of the handover.
 //!
 //! ```text
-//! idle ─► prepared ─► stopped ─► committed ─► done
-//!            │           │  │        │  ▲
-//!            │   ┌───────┘  │        ▼  │
-//!            ▼   ▼          │    reclaiming
-//!         aborting          ▼        │
-//!            │           bereft      ▼
-//!            ▼                    returning ─► returned
-//!         aborted
+//! idle ─► prepared ─► stopped ──► committed ────► done
+//!            │           │            │  ▲
+//!            │           ▼            ▼  │
+//!            │        aborting     reclaiming
+//!            │           │            │
+//!            ▼           │            ▼
+//!         aborted ◄──────┘         returning ──► returned
+//!
+//! bereft: from prepared, stopped and committed when the QEMU here is gone; leads to done or aborted
 //! ```
 //!
 //! Before COMMITTED whatever goes wrong ends in ABORTED, and the guest runs on here. From COMMITTED on the source does
 //! not run the guest by itself: only REFUSED, the register, or an operator give it back.
 //!
-//! *Bereft* is the one state between: the source's QEMU is gone, the journal does not say ABORTED, and so the
-//! destination may hold the last copy of the guest, or even run it. Such a host asks before it starts the VM, and if
-//! the destination turns out to be ready, gives it GO: the guest cannot have run here since it was stopped, for that
-//! would be in the journal, durably.
+//! *Bereft* is the one state on both sides of that point: the source's QEMU is gone, the journal does not say ABORTED,
+//! and so the destination may hold the last copy of the guest, or even run it. Such a host asks before it starts the
+//! VM, and if the destination turns out to be ready, gives it GO: the guest cannot have run here since it was stopped,
+//! for that would be in the journal, durably. It does not reclaim: there is nothing here to run.
 
 mod step;
 
@@ -45,8 +46,11 @@ pub enum SourceState {
         /// Whether the guest ran before, and so is to run afterwards, here or there.
         run: bool,
     },
-    /// This side's QEMU is gone and the destination may hold the only copy.
+    /// This side's QEMU is gone and the destination may hold the only copy: it is given GO as soon as it is known to
+    /// be ready.
     Bereft {
+        /// The incarnation that is committed to; none as long as it is not known.
+        incarnation: Option<Incarnation>,
         /// As in `Stopped`.
         run: bool,
     },
@@ -228,8 +232,10 @@ pub enum SourceReport {
     DestinationCrashed,
     /// QEMU did not continue the guest; it will be tried again.
     ContinueFailed,
-    /// This side's stopped QEMU ended after COMMITTED: only the destination's copy is left.
+    /// This side's stopped QEMU ended while the register was being asked: only the destination's copy is left.
     CopyLost,
+    /// The destination says that it runs the guest, which is this host's. Two may be running: look at once.
+    Contradiction,
 }
 
 impl SourceState {

@@ -192,7 +192,8 @@ fn source_states() -> Vec<SourceState> {
         states.extend([
             In::Prepared { run },
             In::Stopped { run },
-            In::Bereft { run },
+            In::Bereft { incarnation: None, run },
+            In::Bereft { incarnation: Some(one()), run },
             In::Committed { incarnation: one(), run },
             In::Reclaiming { incarnation: Some(one()), run, force: false },
             In::Reclaiming { incarnation: Some(one()), run, force: true },

@@ -19,10 +19,10 @@ type Taken = Option<Step<In, Do>>;
 pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
     match state {
         In::Idle => idle(event),
-        In::Prepared => prepared(event),
+        In::Prepared => prepared(terms, event),
         In::Ready { incarnation } => ready(terms, incarnation, event),
         // Only with a register is there anything to take or to give back.
-        In::Taking { .. } | In::Refusing if terms.register.is_none() => None,
+        In::Taking { .. } | In::Refusing | In::Bereft if terms.register.is_none() => None,
         In::Taking { incarnation, run } => taking(terms, incarnation, *run, event),
         In::Starting { incarnation, again } => starting(terms, incarnation, *again, event),
         In::Active { incarnation } => active(incarnation, event),
@@ -44,7 +44,7 @@ fn idle(event: &On) -> Taken {
     }
 }
 
-fn prepared(event: &On) -> Taken {
+fn prepared(terms: &Terms, event: &On) -> Taken {
     match event {
         On::Loaded { incarnation } => {
             let incarnation = incarnation.clone();
@@ -59,7 +59,7 @@ fn prepared(event: &On) -> Taken {
         On::Restarted(Found::Running | Found::Paused | Found::Gone) => {
             moved(discard(Say::Discarded).when("same-boot").then([Do::SendRefused]))
         }
-        On::Restarted(Found::Rebooted) => moved(bereave().when("rebooted")),
+        On::Restarted(Found::Rebooted) => moved(bereave(terms).within("rebooted")),
         On::Asked { .. } => ignored(Ignored::NotYet),
         On::Repeat => stay(In::Prepared),
         _ => None,
@@ -118,7 +118,7 @@ fn ready(terms: &Terms, incarnation: &Incarnation, event: &On) -> Taken {
         // It cannot run any more, and has not: no `cont` was ever sent.
         On::QemuDied => moved(refuse()),
         On::Restarted(Found::Gone) => moved(refuse().when("qemu-gone")),
-        On::Restarted(Found::Rebooted) => moved(bereave().when("rebooted")),
+        On::Restarted(Found::Rebooted) => moved(bereave(terms).within("rebooted")),
         // Somebody else continued it. That is no state of this protocol.
         On::Restarted(Found::Running) => None,
         On::OperatorDecides(Decision::RunHere { .. }) => {
@@ -158,7 +158,7 @@ fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Ta
         // `cont` was not sent: STARTING would stand in the journal.
         On::QemuDied => moved(give_back(terms)),
         On::Restarted(Found::Gone) => moved(give_back(terms).when("qemu-gone")),
-        On::Restarted(Found::Rebooted) => moved(bereave().when("rebooted")),
+        On::Restarted(Found::Rebooted) => moved(bereave(terms).within("rebooted")),
         On::OperatorDecides(Decision::RunElsewhere) => moved(give_back(terms).when("run-elsewhere")),
         On::OperatorDecides(Decision::RunHere { .. }) => moved(here().when("run-here").then(read())),
         // The source may have taken it back meanwhile; the register knows.
@@ -272,23 +272,11 @@ fn gone(state: &In, event: &On) -> Taken {
     }
 }
 
+/// The copy is gone. Ownership is taken before `cont` is sent, so the register knows whether it can have run.
 fn bereft(terms: &Terms, event: &On) -> Taken {
     let here = || Move::to(In::Bereft);
-    let read = || terms.register.map(|_| register::read(terms));
+    let read = || ask(Use::Read, Some(register::read(terms)));
     match event {
-        // A source that has not committed has sent no GO.
-        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::SourceKept).when("aborted")),
-        On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
-        // GO may have been obeyed before the boot. Ownership is taken before `cont`, so the register knows; without
-        // one nobody does, and only an operator can say that it never ran.
-        On::Go { .. } | On::SourceSays { verdict: Verdict::Committed { .. }, .. } => {
-            let told = if terms.register.is_some() {
-                here().asking(Use::Read, read())
-            } else {
-                crash(false).when("no-register")
-            };
-            moved(if matches!(event, On::Go { .. }) { told } else { told.within("committed") })
-        }
         On::RegisterSays(answer) => match heard(terms, answer) {
             Heard::Record(Standing::Destination) => moved(crash(false).when("destination-owns")),
             Heard::Record(Standing::Source | Standing::MovedOn) => {
@@ -299,22 +287,18 @@ fn bereft(terms: &Terms, event: &On) -> Taken {
             Heard::Record(Standing::Foreign) => {
                 moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
             }
-            Heard::Unknown => moved(here().when("unknown").asking(Use::Read, read())),
+            Heard::Unknown => moved(here().when("unknown").then(read())),
             Heard::Unreachable => moved(here().when("unreachable")),
         },
-        // The source's copy is gone as well.
-        On::Asked { .. } => moved(here().then([Do::SendCrashed])),
-        On::Repeat | On::Restarted(_) => moved(here().then([Do::AskSource]).asking(Use::Read, read())),
-        On::OperatorDecides(Decision::RunElsewhere) => {
-            moved(refuse_through_register(terms).within("run-elsewhere"))
+        On::Repeat | On::Restarted(_) => moved(here().then(read())),
+        // A source that has not committed has sent no GO.
+        On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::SourceKept).when("aborted")),
+        On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
+        On::Go { .. } | On::Asked { .. } | On::SourceSays { .. } => ignored(Ignored::NotYet),
+        On::OperatorDecides(_) | On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::ContactLostForGood | On::QemuDied | On::Failed | On::PeerSilent | On::PeerLost => {
+            stay(In::Bereft)
         }
-        On::OperatorDecides(Decision::RunHere { .. }) => {
-            moved(here().when("run-here").then([Do::Report(Say::TooLate)]))
-        }
-        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
-        On::ContactLostForGood => moved(here().then([Do::Report(Say::OperatorNeeded)])),
-        On::SourceSays { .. } => moved(here().when("undecided")),
-        On::QemuDied | On::Failed | On::PeerSilent | On::PeerLost => stay(In::Bereft),
         _ => None,
     }
 }
@@ -391,8 +375,18 @@ fn crash(ran: bool) -> Moved {
     enter(In::Crashed { ran }).then([tell, Do::Report(Say::Crashed)])
 }
 
-fn bereave() -> Moved {
-    enter(In::Bereft).then([Do::Report(Say::Bereft), Do::AskSource])
+/// The host has booted since PREPARED: the copy is gone, and later entries may be. Whether it has run is in the register,
+/// or not known at all.
+fn bereave(terms: &Terms) -> Moved {
+    match terms.register {
+        Some(_) => enter(In::Bereft)
+            .when("register")
+            .then([Do::Report(Say::Bereft)])
+            .then(ask(Use::Read, Some(register::read(terms)))),
+        None => enter(In::Crashed { ran: false })
+            .when("no-register")
+            .then([Do::SendCrashed, Do::Report(Say::Bereft)]),
+    }
 }
 
 // ---- small words

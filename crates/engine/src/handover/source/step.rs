@@ -19,9 +19,9 @@ type Taken = Option<Step<In, Do>>;
 pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
     match state {
         In::Idle => idle(event),
-        In::Prepared { run } => prepared(*run, event),
+        In::Prepared { run } => prepared(terms, *run, event),
         In::Stopped { run } => stopped(terms, *run, event),
-        In::Bereft { run } => bereft(terms, *run, event),
+        In::Bereft { incarnation, run } => bereft(terms, incarnation.as_ref(), *run, event),
         In::Committed { incarnation, run } => committed(terms, incarnation, *run, event),
         // Only with a register is there anything to reclaim from.
         In::Reclaiming { .. } if terms.register.is_none() => None,
@@ -42,21 +42,20 @@ fn idle(event: &On) -> Taken {
     }
 }
 
-fn prepared(run: bool, event: &On) -> Taken {
+fn prepared(terms: &Terms, run: bool, event: &On) -> Taken {
     match event {
         // Journalled before `stop` is sent, so that whoever finds a stopped guest knows that it has to go on.
         On::Stop { run } => moved(enter(In::Stopped { run: *run }).then([Do::StopVm])),
         On::Cancel => moved(abort(Say::Cancelled)),
         On::Failed => moved(abort(Say::Failed)),
-        // A destination asks so early only after a reboot; a source that has not committed answers ABORTED.
-        On::PeerSilent | On::PeerLost | On::ContactLostForGood | On::Refused { .. } | On::Asked { .. } => {
-            moved(abort(Say::PeerGaveUp))
-        }
+        // Whatever has happened to the destination, a source that has not committed keeps the guest.
+        On::PeerSilent | On::PeerLost | On::ContactLostForGood => moved(abort(Say::PeerGaveUp)),
+        On::Refused { .. } | On::Crashed { .. } | On::Asked { .. } => moved(abort(Say::PeerGaveUp)),
         On::QemuDied => moved(abort(Say::VmCrashed)),
         On::Restarted(Found::Running | Found::Paused) => moved(abort(Say::Interrupted).when("qemu-lives")),
         On::Restarted(Found::Gone) => moved(abort(Say::VmCrashed).when("qemu-gone")),
         // Entries may be missing: the guest may have been stopped, committed, and started at the destination.
-        On::Restarted(Found::Rebooted) => moved(bereave(run).when("rebooted")),
+        On::Restarted(Found::Rebooted) => moved(bereave(terms, None, run).when("rebooted")),
         On::Repeat => stay(In::Prepared { run }),
         _ => None,
     }
@@ -64,40 +63,65 @@ fn prepared(run: bool, event: &On) -> Taken {
 
 fn stopped(terms: &Terms, run: bool, event: &On) -> Taken {
     match event {
-        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run, Some(Do::PauseQemu))),
+        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run)),
         On::Cancel => moved(abort_stopped(run, Say::Cancelled)),
         On::Failed => moved(abort_stopped(run, Say::Failed)),
-        On::PeerSilent | On::PeerLost | On::ContactLostForGood | On::Refused { .. } | On::Asked { .. } => {
+        On::PeerSilent | On::PeerLost | On::ContactLostForGood => moved(abort_stopped(run, Say::PeerGaveUp)),
+        On::Refused { .. } | On::Crashed { .. } | On::Asked { .. } => {
             moved(abort_stopped(run, Say::PeerGaveUp))
         }
         On::Restarted(Found::Running | Found::Paused) => {
             moved(abort_stopped(run, Say::Interrupted).within("qemu-lives"))
         }
         // All may have been sent already, and the destination be ready with the only copy there is.
-        On::Restarted(Found::Gone | Found::Rebooted) => moved(bereave(run).when("qemu-gone")),
-        On::QemuDied => moved(bereave(run)),
+        On::Restarted(Found::Gone | Found::Rebooted) => moved(bereave(terms, None, run).when("qemu-gone")),
+        On::QemuDied => moved(bereave(terms, None, run)),
         On::Repeat => stay(In::Stopped { run }),
         _ => None,
     }
 }
 
-fn bereft(terms: &Terms, run: bool, event: &On) -> Taken {
-    let here = || Move::to(In::Bereft { run });
+/// This side has nothing to run: it can only help the destination, or find out that nobody has anything.
+fn bereft(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
+    let state = || In::Bereft { incarnation: incarnation.cloned(), run };
+    let here = || Move::to(state());
     match event {
-        On::Ready { incarnation, .. } => moved(commit(terms, incarnation, run, None)),
-        // COMMITTED had been written, and was lost with the host's memory.
-        On::Running { .. } => moved(finish(None, run)),
-        // There is no other copy, or this side knows that it did not send all of it.
-        On::Refused { .. } | On::Crashed { .. } | On::Failed => moved(abort(Say::VmCrashed)),
-        On::Asked { .. } => moved(here().then([Do::Answer(Verdict::Undecided), Do::AskDestination])),
-        On::Repeat | On::Restarted(_) => moved(here().then([Do::AskDestination])),
+        On::Ready { incarnation: ready, .. } => match incarnation {
+            None => moved(commit_bereft(terms, ready, run).within("first")),
+            Some(known) if known == ready => {
+                moved(here().when("again").then([Do::SendGo { incarnation: known.clone(), run }]))
+            }
+            Some(_) => ignored(Ignored::OtherIncarnation),
+        },
+        // With no incarnation known, COMMITTED had been written, and was lost with the host's memory.
+        On::Running { .. } => moved(finish(incarnation, run)),
+        // Nobody has a copy.
+        On::Refused { .. } | On::Crashed { .. } => moved(abort(Say::VmCrashed)),
+        On::RegisterSays(answer) => match read(terms, answer) {
+            // The destination gave it back and its REFUSED was lost.
+            Heard::Record(Standing::Source) => moved(abort(Say::VmCrashed).when("source-owns")),
+            _ => moved(here().when("otherwise")),
+        },
+        // This side knows that it did not send all of it.
+        On::Failed if incarnation.is_none() => moved(abort(Say::VmCrashed).when("not-committed")),
+        On::Failed => moved(here().when("committed")),
+        On::Asked { .. } => {
+            let answer = match incarnation {
+                Some(incarnation) => Verdict::Committed { incarnation: incarnation.clone(), run },
+                None => Verdict::Undecided,
+            };
+            let ask_back = incarnation.is_none().then_some(Do::AskDestination);
+            let guard = if incarnation.is_some() { "committed" } else { "not-committed" };
+            moved(here().when(guard).then([Do::Answer(answer)]).then(ask_back))
+        }
+        On::Repeat | On::Restarted(_) => moved(insist(here(), terms, incarnation, run)),
         On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
         On::ContactLostForGood => moved(here().then([Do::Report(Say::OperatorNeeded)])),
         On::OperatorDecides(Decision::RunHere { force }) => {
-            moved(take_back(terms, None, run, *force).within("run-here"))
+            moved(take_back(terms, incarnation, run, *force).within("run-here"))
         }
-        On::OperatorDecides(Decision::RunElsewhere) => moved(finish(None, run).when("run-elsewhere")),
-        On::PeerSilent | On::PeerLost | On::QemuDied | On::RegisterSays(_) => stay(In::Bereft { run }),
+        On::OperatorDecides(Decision::RunElsewhere) => moved(finish(incarnation, run).when("run-elsewhere")),
+        On::PeerSilent | On::PeerLost | On::QemuDied => stay(state()),
         _ => None,
     }
 }
@@ -218,6 +242,7 @@ fn continuing(state: &In, event: &On) -> Taken {
             ignored(Ignored::TooLate)
         }
         On::ContactLostForGood | On::RegisterSays(_) | On::OperatorDecides(_) => ignored(Ignored::TooLate),
+        On::Running { .. } => moved(here().then([Do::Report(Say::Contradiction)])),
         _ => None,
     }
 }
@@ -229,8 +254,8 @@ fn back(state: &In, event: &On) -> Taken {
         // The agent may have died before it had undone everything. SIGCONT reaches a guest that stays paused too.
         On::Restarted(_) if *state == In::Returned => moved(here().then([Do::ResumeQemu, Do::UndoAll])),
         On::Restarted(_) => moved(here().then([Do::UndoAll, Do::SendAbort])),
-        // It cannot run there: say it aloud.
-        On::Running { .. } => None,
+        // It cannot run there: say it aloud. (An old RUNNING of a host that has crashed since says so too.)
+        On::Running { .. } => moved(here().then([Do::Report(Say::Contradiction)])),
         On::Begin { .. } | On::Stop { .. } => None,
         _ => ignored(Ignored::TooLate),
     }
@@ -255,10 +280,16 @@ fn done(incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
 
 // ---- ways that several states take
 
-/// COMMITTED: journalled, and this side's QEMU held if there is one, before GO can reach anybody.
-fn commit(terms: &Terms, incarnation: &Incarnation, run: bool, hold: Option<Do>) -> Moved {
+/// COMMITTED: journalled, and this side's QEMU held, before GO can reach anybody.
+fn commit(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
     enter(In::Committed { incarnation: incarnation.clone(), run })
-        .then(hold)
+        .then([Do::PauseQemu, Do::SendGo { incarnation: incarnation.clone(), run }])
+        .asking(Use::Offer, register::offer(terms, incarnation, run))
+}
+
+/// COMMITTED by a side that has no QEMU to hold.
+fn commit_bereft(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
+    enter(In::Bereft { incarnation: Some(incarnation.clone()), run })
         .then([Do::SendGo { incarnation: incarnation.clone(), run }])
         .asking(Use::Offer, register::offer(terms, incarnation, run))
 }
@@ -277,8 +308,20 @@ fn abort_stopped(run: bool, why: Say) -> Moved {
     }
 }
 
-fn bereave(run: bool) -> Moved {
-    enter(In::Bereft { run }).then([Do::Report(Say::Bereft), Do::AskDestination])
+fn bereave(terms: &Terms, incarnation: Option<&Incarnation>, run: bool) -> Moved {
+    let state = In::Bereft { incarnation: incarnation.cloned(), run };
+    insist(enter(state).then([Do::Report(Say::Bereft)]), terms, incarnation, run)
+}
+
+/// What a bereft source says again and again.
+fn insist(to: Moved, terms: &Terms, incarnation: Option<&Incarnation>, run: bool) -> Moved {
+    match incarnation {
+        Some(incarnation) => to
+            .when("committed")
+            .then([Do::SendGo { incarnation: incarnation.clone(), run }])
+            .asking(Use::Offer, register::offer(terms, incarnation, run)),
+        None => to.when("not-committed").then([Do::AskDestination]),
+    }
 }
 
 /// Towards RETURNED: through the register where there is one.
@@ -308,9 +351,10 @@ fn give_up_reclaim(incarnation: Option<&Incarnation>, run: bool) -> Moved {
         Some(incarnation) => enter(In::Committed { incarnation: incarnation.clone(), run })
             .when("destination-owns")
             .then([lost, Do::SendGo { incarnation: incarnation.clone(), run }]),
-        None => {
-            enter(In::Bereft { run }).when("destination-owns").when("bereft").then([lost, Do::AskDestination])
-        }
+        None => enter(In::Bereft { incarnation: None, run })
+            .when("destination-owns")
+            .when("bereft")
+            .then([lost, Do::AskDestination]),
     }
 }
 

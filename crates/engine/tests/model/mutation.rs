@@ -1,0 +1,291 @@
+//! Planted errors: functions that stand in for the engine's and differ from it in one thing.
+
+use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
+use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
+use engine::handover::{Found, Illegal, Move, Step, Terms};
+use proto::message::Verdict;
+
+use crate::world::incarnation;
+
+pub(crate) type SourceStep = Result<Step<SourceState, SourceEffect>, Illegal>;
+pub(crate) type DestinationStep = Result<Step<DestinationState, DestinationEffect>, Illegal>;
+
+/// The two functions under test.
+#[derive(Clone, Copy)]
+pub(crate) struct Rules {
+    pub(crate) source: fn(&Terms, &SourceState, &SourceEvent) -> SourceStep,
+    pub(crate) destination: fn(&Terms, &DestinationState, &DestinationEvent) -> DestinationStep,
+}
+
+/// As they are.
+pub(crate) const HONEST: Rules = Rules { source, destination };
+
+fn to<S, E>(to: S, effects: Vec<E>) -> Result<Step<S, E>, Illegal> {
+    Ok(Step::Moved(Move { to, guards: vec![], effects }))
+}
+
+/// Changes the effects of one transition.
+fn change<S, E>(
+    step: Result<Step<S, E>, Illegal>,
+    change: impl Fn(&mut Vec<E>),
+) -> Result<Step<S, E>, Illegal> {
+    step.map(|step| match step {
+        Step::Moved(mut moved) => {
+            change(&mut moved.effects);
+            Step::Moved(moved)
+        }
+        ignored @ Step::Ignored(_) => ignored,
+    })
+}
+
+/// The source continues after COMMITTED by itself.
+pub(crate) fn source_continues_after_committed(
+    terms: &Terms,
+    state: &SourceState,
+    event: &SourceEvent,
+) -> SourceStep {
+    match (state, event) {
+        (SourceState::Committed { .. }, SourceEvent::PeerLost) => to(
+            SourceState::Aborting,
+            vec![
+                SourceEffect::Journal { state: SourceState::Aborting, durable: true },
+                SourceEffect::ResumeQemu,
+                SourceEffect::ContinueVm,
+            ],
+        ),
+        _ => source(terms, state, event),
+    }
+}
+
+/// GO goes out before COMMITTED is in the journal.
+pub(crate) fn source_sends_go_first(terms: &Terms, state: &SourceState, event: &SourceEvent) -> SourceStep {
+    let step = source(terms, state, event);
+    if !matches!((state, event), (SourceState::Stopped { .. }, SourceEvent::Ready { .. })) {
+        return step;
+    }
+    change(step, |effects| {
+        if let Some(place) = effects.iter().position(|effect| matches!(effect, SourceEffect::SendGo { .. })) {
+            effects[..=place].rotate_right(1);
+        }
+    })
+}
+
+/// The source does not hold its QEMU.
+pub(crate) fn source_does_not_hold_qemu(
+    terms: &Terms,
+    state: &SourceState,
+    event: &SourceEvent,
+) -> SourceStep {
+    change(source(terms, state, event), |effects| effects.retain(|effect| *effect != SourceEffect::PauseQemu))
+}
+
+/// The source takes the VM back although the register has not said so.
+pub(crate) fn source_reclaims_without_winning(
+    terms: &Terms,
+    state: &SourceState,
+    event: &SourceEvent,
+) -> SourceStep {
+    match (state, event) {
+        (SourceState::Reclaiming { .. }, SourceEvent::Repeat) => to(
+            SourceState::Returning,
+            vec![
+                SourceEffect::Journal { state: SourceState::Returning, durable: true },
+                SourceEffect::ResumeQemu,
+                SourceEffect::ContinueVm,
+            ],
+        ),
+        _ => source(terms, state, event),
+    }
+}
+
+/// ABORTED is not synced before the guest runs on.
+pub(crate) fn source_does_not_sync_aborted(
+    terms: &Terms,
+    state: &SourceState,
+    event: &SourceEvent,
+) -> SourceStep {
+    change(source(terms, state, event), |effects| {
+        for effect in effects {
+            if let SourceEffect::Journal { state: SourceState::Aborting | SourceState::Aborted, durable } =
+                effect
+            {
+                *durable = false;
+            }
+        }
+    })
+}
+
+/// The source aborts although it was restarted in COMMITTED.
+pub(crate) fn source_aborts_when_restarted(
+    terms: &Terms,
+    state: &SourceState,
+    event: &SourceEvent,
+) -> SourceStep {
+    match (state, event) {
+        (SourceState::Committed { run, .. }, SourceEvent::Restarted(_)) => {
+            let step = source(terms, &SourceState::Stopped { run: *run }, event);
+            change(step, |effects| effects.insert(1, SourceEffect::ResumeQemu))
+        }
+        _ => source(terms, state, event),
+    }
+}
+
+/// The destination discards in doubt.
+pub(crate) fn destination_discards_in_doubt(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    match (state, event) {
+        (DestinationState::Ready { .. }, DestinationEvent::PeerLost) => to(
+            DestinationState::Discarded,
+            vec![
+                DestinationEffect::Journal { state: DestinationState::Discarded, durable: false },
+                DestinationEffect::Discard,
+            ],
+        ),
+        _ => destination(terms, state, event),
+    }
+}
+
+/// The destination runs in doubt.
+pub(crate) fn destination_runs_in_doubt(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    match (state, event) {
+        (DestinationState::Ready { incarnation }, DestinationEvent::PeerLost) => {
+            let epoch = terms.epoch();
+            let go = DestinationEvent::Go { epoch, incarnation: incarnation.clone(), run: true };
+            destination(terms, state, &go)
+        }
+        _ => destination(terms, state, event),
+    }
+}
+
+/// GO for another incarnation and epoch is obeyed.
+pub(crate) fn destination_obeys_any_go(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    match event {
+        DestinationEvent::Go { run, .. } => {
+            let epoch = terms.epoch();
+            let go = DestinationEvent::Go { epoch, incarnation: incarnation(epoch.0 as u8), run: *run };
+            destination(terms, state, &go)
+        }
+        _ => destination(terms, state, event),
+    }
+}
+
+/// The destination sends `cont` without asking the register.
+pub(crate) fn destination_skips_register(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    let told = matches!(
+        event,
+        DestinationEvent::Go { .. } | DestinationEvent::SourceSays { verdict: Verdict::Committed { .. }, .. }
+    );
+    if told && matches!(state, DestinationState::Ready { .. }) {
+        destination(&Terms { register: None, ..terms.clone() }, state, event)
+    } else {
+        destination(terms, state, event)
+    }
+}
+
+/// READY goes out before it is in the journal.
+pub(crate) fn destination_sends_ready_first(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    let step = destination(terms, state, event);
+    match event {
+        DestinationEvent::Loaded { .. } => change(step, |effects| effects.reverse()),
+        _ => step,
+    }
+}
+
+/// STARTING is not in the journal when `cont` is sent.
+pub(crate) fn destination_does_not_journal_starting(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    change(destination(terms, state, event), |effects| {
+        effects.retain(|effect| {
+            !matches!(effect, DestinationEffect::Journal { state: DestinationState::Starting { .. }, .. })
+        });
+    })
+}
+
+/// A destination that was taking refuses without giving back.
+pub(crate) fn destination_refuses_and_keeps(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    match (state, event) {
+        (DestinationState::Taking { incarnation, .. }, DestinationEvent::QemuDied) => {
+            let ready = DestinationState::Ready { incarnation: incarnation.clone() };
+            destination(terms, &ready, event)
+        }
+        _ => destination(terms, state, event),
+    }
+}
+
+/// A destination whose host was booted anew believes the journal to be complete.
+pub(crate) fn destination_trusts_a_rebooted_journal(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    match event {
+        DestinationEvent::Restarted(Found::Rebooted) => {
+            destination(terms, state, &DestinationEvent::Restarted(Found::Gone))
+        }
+        _ => destination(terms, state, event),
+    }
+}
+
+/// A destination that has crashed says REFUSED.
+pub(crate) fn destination_refuses_after_cont(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    match (state, event) {
+        (DestinationState::Starting { .. } | DestinationState::Active { .. }, DestinationEvent::QemuDied) => {
+            to(
+                DestinationState::Refused,
+                vec![
+                    DestinationEffect::Journal { state: DestinationState::Refused, durable: false },
+                    DestinationEffect::SendRefused,
+                ],
+            )
+        }
+        _ => destination(terms, state, event),
+    }
+}
+
+/// A destination that has refused is talked into running.
+pub(crate) fn destination_runs_a_refused_copy(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    match (state, event) {
+        (
+            DestinationState::Refused | DestinationState::Discarded,
+            DestinationEvent::Go { incarnation, .. },
+        ) => {
+            let ready = DestinationState::Ready { incarnation: incarnation.clone() };
+            destination(terms, &ready, event)
+        }
+        _ => destination(terms, state, event),
+    }
+}

@@ -196,3 +196,6 @@ pub struct Illegal {
     /// The event's name.
     pub event: &'static str,
 }
+
+#[cfg(test)]
+mod tests;

@@ -105,8 +105,7 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
             SourceState::Committed { .. } | SourceState::Reclaiming { .. } => {
                 healed.register.is_none_or(|record| record.owner == Side::Destination)
             }
-            SourceState::Bereft { .. } => true,
-            SourceState::Done { .. } => true,
+            SourceState::Bereft { .. } | SourceState::Done { .. } => true,
             _ => source_over(&healed) && (one || crashed_at_source(&healed)),
         },
         _ if !crashed => over(&healed) && one,

@@ -20,6 +20,7 @@ pub(crate) struct Rules {
 /// As they are.
 pub(crate) const HONEST: Rules = Rules { source, destination };
 
+#[allow(clippy::unnecessary_wraps, reason = "stands in for a function that can fail")]
 fn to<S, E>(to: S, effects: Vec<E>) -> Result<Step<S, E>, Illegal> {
     Ok(Step::Moved(Move { to, guards: vec![], effects }))
 }

@@ -253,7 +253,7 @@ fn small(owned: &Ownership) -> Record {
     Record { epoch: owned.epoch.0 as u8, owner: side(&owned.owner), offer }
 }
 
-fn large(record: &Record) -> Ownership {
+fn large(record: Record) -> Ownership {
     let offer = |epoch: u8| Offer { epoch: Epoch(epoch.into()), incarnation: incarnation(epoch), run: true };
     Ownership { epoch: Epoch(record.epoch.into()), owner: host(record.owner), offer: record.offer.map(offer) }
 }
@@ -268,13 +268,13 @@ fn small_op(request: &RegisterRequest) -> Op {
     }
 }
 
-fn large_op(op: &Op) -> RegisterRequest {
+fn large_op(op: Op) -> RegisterRequest {
     let vm = VmName::new("v").expect("a name");
     match op {
         Op::Read => RegisterRequest::Read { vm },
         Op::Set { expected: (epoch, owner), new } => RegisterRequest::CompareAndSet {
             vm,
-            expected: Some((Epoch((*epoch).into()), host(*owner))),
+            expected: Some((Epoch(epoch.into()), host(owner))),
             new: large(new),
         },
     }
@@ -357,7 +357,7 @@ impl World {
             SourceEffect::Answer(Verdict::Undecided) => self.send(Packet::Undecided(epoch)),
             SourceEffect::AskDestination => self.send(Packet::AskDestination(epoch)),
             SourceEffect::Register { request, .. } => {
-                self.send(Packet::Request(Side::Source, epoch, small_op(request)))
+                self.send(Packet::Request(Side::Source, epoch, small_op(request)));
             }
             // True alarms only: an old RUNNING of a host that has crashed since may sound a false one.
             SourceEffect::Report(SourceReport::Contradiction) if !self.ghost.source.lost => {
@@ -575,7 +575,7 @@ impl World {
                 }
             }
             Packet::Ready(e) => {
-                to_source(self, SourceEvent::Ready { epoch: epoch(e), incarnation: incarnation(e) })
+                to_source(self, SourceEvent::Ready { epoch: epoch(e), incarnation: incarnation(e) });
             }
             Packet::Running(e) => to_source(self, SourceEvent::Running { epoch: epoch(e) }),
             Packet::Refused(e) => to_source(self, SourceEvent::Refused { epoch: epoch(e) }),
@@ -601,7 +601,7 @@ impl World {
             Packet::AskDestination(e) => to_destination(self, DestinationEvent::Asked { epoch: epoch(e) }),
             Packet::Request(from, e, op) => self.ask_register(from, e, op),
             Packet::Reply(to, _, record) => {
-                let answer = RegisterAnswer::Stands(Some(large(&record)));
+                let answer = RegisterAnswer::Stands(Some(large(record)));
                 match to {
                     Side::Source => to_source(self, SourceEvent::RegisterSays(answer)),
                     Side::Destination => to_destination(self, DestinationEvent::RegisterSays(answer)),
@@ -637,8 +637,8 @@ impl World {
 
     fn ask_register(&mut self, from: Side, asked: u8, op: Op) {
         let Some(record) = self.register else { return };
-        let request = large_op(&op);
-        let (reply, new) = register::apply(&request, Some(&large(&record)));
+        let request = large_op(op);
+        let (reply, new) = register::apply(&request, Some(&large(record)));
         if let Some(new) = new {
             self.register = Some(small(&new));
         }
@@ -677,7 +677,7 @@ impl World {
         match side {
             Side::Source => self.feed_source(rules, &SourceEvent::OperatorDecides(decision), None),
             Side::Destination => {
-                self.feed_destination(rules, &DestinationEvent::OperatorDecides(decision), None)
+                self.feed_destination(rules, &DestinationEvent::OperatorDecides(decision), None);
             }
         }
     }

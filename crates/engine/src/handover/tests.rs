@@ -1,0 +1,303 @@
+use proptest::prelude::*;
+use proto::message::{Ownership, RegisterReply, Verdict};
+use proto::{Generation, Incarnation, VmName};
+
+use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
+use super::recover::{Decision, advise_destination, advise_source};
+use super::register::{RegisterAnswer, Standing, apply};
+use super::source::{SourceEffect, SourceEvent, SourceState, source};
+use super::*;
+
+const EPOCH: Epoch = Epoch(7);
+
+fn terms(register: Option<Epoch>) -> Terms {
+    Terms {
+        migration: MigrationId { vm: VmName::new("vm").unwrap(), epoch: EPOCH },
+        source: HostId::new("a").unwrap(),
+        destination: HostId::new("b").unwrap(),
+        register,
+    }
+}
+
+fn incarnation(generation: u64) -> Incarnation {
+    Incarnation {
+        boot_id: "boot".to_owned(),
+        pid: 1,
+        start_time_ticks: 2,
+        generation: Generation(generation),
+    }
+}
+
+fn moved<S: fmt::Debug, E: fmt::Debug>(step: Result<Step<S, E>, Illegal>) -> Move<S, E> {
+    match step {
+        Ok(Step::Moved(moved)) => moved,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Walks a source through events, and returns the names of all effects.
+fn walk_source(terms: &Terms, events: Vec<SourceEvent>) -> (SourceState, Vec<&'static str>) {
+    let start = (SourceState::Idle, vec![]);
+    events.into_iter().fold(start, |(state, mut names), event| {
+        let step = moved(source(terms, &state, &event));
+        names.extend(step.effects.iter().map(SourceEffect::name));
+        (step.to, names)
+    })
+}
+
+fn walk_destination(terms: &Terms, events: Vec<DestinationEvent>) -> (DestinationState, Vec<&'static str>) {
+    let start = (DestinationState::Idle, vec![]);
+    events.into_iter().fold(start, |(state, mut names), event| {
+        let step = moved(destination(terms, &state, &event));
+        names.extend(step.effects.iter().map(DestinationEffect::name));
+        (step.to, names)
+    })
+}
+
+/// The way of design, without a fault. Nothing between stop and GO is synced.
+#[test]
+fn a_guest_moves() {
+    let terms = terms(None);
+    let ready = SourceEvent::Ready { epoch: EPOCH, incarnation: incarnation(1) };
+    let events = vec![
+        SourceEvent::Begin { run: true },
+        SourceEvent::Stop { run: true },
+        ready,
+        SourceEvent::Running { epoch: EPOCH },
+    ];
+    let (state, effects) = walk_source(&terms, events);
+    assert_eq!(state.name(), "done");
+    let expected = ["journal-sync", "journal", "stop-vm", "journal", "pause-qemu", "send-go"];
+    assert_eq!(effects[..6], expected);
+    assert_eq!(effects[6..], ["journal", "quit-qemu", "report"]);
+
+    let go = DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: true };
+    let events = vec![
+        DestinationEvent::Prepare,
+        DestinationEvent::Loaded { incarnation: incarnation(1) },
+        go,
+        DestinationEvent::Contd,
+    ];
+    let (state, effects) = walk_destination(&terms, events);
+    assert_eq!(state.name(), "active");
+    let expected =
+        ["journal-sync", "journal", "send-ready", "journal", "cont", "journal", "announce", "send-running"];
+    assert_eq!(effects[..8], expected);
+}
+
+/// Trap 17: a guest that its user had paused is continued nowhere, whatever becomes of the migration.
+#[test]
+fn a_paused_guest_stays_paused() {
+    use SourceEvent as On;
+    let ready = || On::Ready { epoch: EPOCH, incarnation: incarnation(1) };
+    let stop = || On::Stop { run: false };
+    // The user paused it during pre-copy.
+    let begin = || On::Begin { run: true };
+    for register in [None, Some(Epoch(3))] {
+        let terms = terms(register);
+        let source_owns = Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None };
+        let returned = On::RegisterSays(RegisterAnswer::Stands(Some(source_owns)));
+        let mut ends = vec![
+            vec![begin(), On::Cancel],
+            vec![begin(), stop(), On::PeerLost],
+            vec![begin(), stop(), On::Restarted(Found::Paused)],
+            vec![begin(), stop(), ready(), On::Refused { epoch: EPOCH }],
+            vec![begin(), stop(), ready(), On::Running { epoch: EPOCH }],
+        ];
+        if register.is_some() {
+            ends[3].push(returned);
+        }
+        for events in ends {
+            let (state, effects) = walk_source(&terms, events);
+            assert!(state.is_final(), "{state:?}");
+            assert!(!effects.contains(&"continue-vm"), "{effects:?}");
+        }
+        let mut events = vec![
+            DestinationEvent::Prepare,
+            DestinationEvent::Loaded { incarnation: incarnation(1) },
+            DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: false },
+        ];
+        if register.is_some() {
+            let owned = Ownership { epoch: EPOCH, owner: terms.destination.clone(), offer: None };
+            events.push(DestinationEvent::RegisterSays(RegisterAnswer::Stands(Some(owned))));
+        }
+        let (state, effects) = walk_destination(&terms, events);
+        assert_eq!(state.name(), "active");
+        assert!(!effects.contains(&"cont"), "{effects:?}");
+        assert!(effects.contains(&"send-running"), "{effects:?}");
+    }
+}
+
+#[test]
+fn what_is_stale_is_ignored_and_what_is_impossible_is_illegal() {
+    let terms = terms(None);
+    let committed = SourceState::Committed { incarnation: incarnation(2), run: true };
+    let old = SourceEvent::Refused { epoch: Epoch(6) };
+    assert_eq!(source(&terms, &committed, &old), Ok(Step::Ignored(Ignored::OtherEpoch)));
+    let other = SourceEvent::Ready { epoch: EPOCH, incarnation: incarnation(1) };
+    assert_eq!(source(&terms, &committed, &other), Ok(Step::Ignored(Ignored::OtherIncarnation)));
+    let illegal =
+        source(&terms, &SourceState::Prepared { run: true }, &SourceEvent::Running { epoch: EPOCH });
+    assert_eq!(
+        illegal.unwrap_err().to_string(),
+        "the source of a handover cannot take the event `running` in the state `prepared`"
+    );
+
+    // GO of another generation of connections starts nothing, and says who is here.
+    let ready = DestinationState::Ready { incarnation: incarnation(2) };
+    let go = DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: true };
+    let step = moved(destination(&terms, &ready, &go));
+    assert_eq!(step.to, ready);
+    assert_eq!(step.effects, [DestinationEffect::SendReady { incarnation: incarnation(2) }]);
+    // A GO of an attempt that was never heard of is refused for ever.
+    let step = moved(destination(&terms, &DestinationState::Idle, &go));
+    assert_eq!(step.to, DestinationState::Refused);
+}
+
+#[test]
+fn a_repeated_go_is_answered() {
+    let terms = terms(None);
+    let go = DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: true };
+    let active = DestinationState::Active { incarnation: incarnation(1) };
+    assert_eq!(moved(destination(&terms, &active, &go)).effects, [DestinationEffect::SendRunning]);
+    for state in [DestinationState::Refused, DestinationState::Discarded] {
+        assert_eq!(moved(destination(&terms, &state, &go)).effects, [DestinationEffect::SendRefused]);
+    }
+}
+
+/// States and terms are what the journal keeps: they have to come back as they were.
+#[test]
+fn states_survive_the_journal() {
+    let there_and_back = |state: &SourceState| {
+        let text = serde_json::to_string(state).unwrap();
+        assert_eq!(serde_json::from_str::<SourceState>(&text).unwrap(), *state, "{text}");
+    };
+    there_and_back(&SourceState::Stopped { run: true });
+    there_and_back(&SourceState::Reclaiming { incarnation: None, run: true, force: false });
+    there_and_back(&SourceState::Committed { incarnation: incarnation(1), run: false });
+    let state = DestinationState::Starting { incarnation: incarnation(1), again: true };
+    let text = serde_json::to_string(&state).unwrap();
+    assert_eq!(serde_json::from_str::<DestinationState>(&text).unwrap(), state, "{text}");
+}
+
+#[test]
+fn operators_are_told_of_the_risk() {
+    let committed = SourceState::Committed { incarnation: incarnation(1), run: true };
+    let without = advise_source(&terms(None), &committed);
+    let run_here = Decision::RunHere { force: false };
+    let choice = without.choices.iter().find(|choice| choice.decision == run_here).unwrap();
+    assert!(choice.risk.contains("two copies write to the same disks"), "{choice:?}");
+    let with = advise_source(&terms(Some(Epoch(3))), &committed);
+    let choice = with.choices.iter().find(|choice| choice.decision == run_here).unwrap();
+    assert!(choice.risk.contains("exactly one side succeeds"), "{choice:?}");
+
+    let ready = DestinationState::Ready { incarnation: incarnation(1) };
+    assert_eq!(advise_destination(&terms(None), &ready).choices.len(), 2);
+    let active = DestinationState::Active { incarnation: incarnation(1) };
+    assert!(advise_destination(&terms(None), &active).choices.is_empty());
+}
+
+/// What is advised is what the functions take.
+#[test]
+fn every_advised_decision_is_legal() {
+    for register in [None, Some(Epoch(3))] {
+        let terms = terms(register);
+        let committed = SourceState::Committed { incarnation: incarnation(1), run: true };
+        let bereft = SourceState::Bereft { incarnation: None, run: true };
+        for state in [committed, bereft] {
+            for choice in advise_source(&terms, &state).choices {
+                let step = moved(source(&terms, &state, &SourceEvent::OperatorDecides(choice.decision)));
+                assert_ne!(step.to, state, "{choice:?}");
+            }
+        }
+        let ready = DestinationState::Ready { incarnation: incarnation(1) };
+        let again = DestinationState::Starting { incarnation: incarnation(1), again: true };
+        for state in [ready, again] {
+            for choice in advise_destination(&terms, &state).choices {
+                let event = DestinationEvent::OperatorDecides(choice.decision);
+                assert_ne!(moved(destination(&terms, &state, &event)).to, state, "{choice:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_register_does_not_go_back() {
+    let terms = terms(Some(Epoch(3)));
+    let owned = |epoch, owner: &HostId| Ownership { epoch, owner: owner.clone(), offer: None };
+    let enrol = register::enrol(terms.migration.vm.clone(), Epoch(3), terms.source.clone());
+    let (reply, first) = apply(&enrol, None);
+    assert_eq!((reply, first.clone()), (RegisterReply::Set, Some(owned(Epoch(3), &terms.source))));
+    // A VM that is there is not entered again.
+    let (reply, none) = apply(&enrol, first.as_ref());
+    assert_eq!((reply, none), (RegisterReply::Stands { record: first.clone() }, None));
+    let take = register::take_by_destination(&terms).unwrap();
+    let (reply, second) = apply(&take, first.as_ref());
+    assert_eq!((reply, second), (RegisterReply::Set, Some(owned(EPOCH, &terms.destination))));
+    let backwards = RegisterRequest::CompareAndSet {
+        vm: terms.migration.vm.clone(),
+        expected: Some((EPOCH, terms.destination.clone())),
+        new: owned(Epoch(6), &terms.source),
+    };
+    let (reply, none) = apply(&backwards, Some(&owned(EPOCH, &terms.destination)));
+    assert!(matches!(reply, RegisterReply::Failed { .. }), "{reply:?}");
+    assert_eq!(none, None);
+}
+
+proptest! {
+    /// Requests of both sides in any order, any number of times: once the source has the epoch, the destination never
+    /// has it again; and whoever does not have it does not get it by a late request.
+    #[test]
+    fn exactly_one_side_wins(picks in prop::collection::vec(0..4_usize, 0..24)) {
+        let terms = terms(Some(Epoch(3)));
+        let requests = [
+            register::take_by_destination(&terms).unwrap(),
+            register::take_by_source(&terms).unwrap(),
+            register::give_back(&terms),
+            register::offer(&terms, &incarnation(1), true).unwrap(),
+        ];
+        let mut record = Ownership { epoch: Epoch(3), owner: terms.source.clone(), offer: None };
+        let mut source_has_it = false;
+        for pick in picks {
+            let before = record.clone();
+            let (reply, new) = apply(&requests[pick], Some(&record));
+            let answer = RegisterAnswer::from_reply(&requests[pick], reply);
+            record = new.unwrap_or(record);
+            prop_assert_eq!(answer, RegisterAnswer::Stands(Some(record.clone())));
+            let now = register::standing(&terms, Some(&record));
+            prop_assert!(!source_has_it || now == Standing::Source);
+            prop_assert!(record.epoch >= before.epoch);
+            source_has_it = now == Standing::Source;
+        }
+    }
+
+    /// What a peer sends is answered or refused, never a panic: any verdict in any state.
+    #[test]
+    fn no_verdict_panics(generation in 0..3_u64, run in any::<bool>(), which in 0..3_usize, state in 0..11_usize) {
+        let terms = terms(Some(Epoch(3)));
+        let one = || incarnation(1);
+        let verdict = [
+            Verdict::Committed { incarnation: incarnation(generation), run },
+            Verdict::Aborted,
+            Verdict::Undecided,
+        ][which].clone();
+        let state = [
+            DestinationState::Idle,
+            DestinationState::Prepared,
+            DestinationState::Ready { incarnation: one() },
+            DestinationState::Taking { incarnation: one(), run },
+            DestinationState::Starting { incarnation: one(), again: run },
+            DestinationState::Active { incarnation: one() },
+            DestinationState::Refusing,
+            DestinationState::Refused,
+            DestinationState::Discarded,
+            DestinationState::Bereft,
+            DestinationState::Crashed { ran: run },
+        ][state].clone();
+        let step = destination(&terms, &state, &DestinationEvent::SourceSays { epoch: EPOCH, verdict });
+        if let Ok(Step::Moved(step)) = step {
+            let cont = step.effects.contains(&DestinationEffect::Cont);
+            prop_assert!(!cont, "no cont without the register");
+        }
+    }
+}

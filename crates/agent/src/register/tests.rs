@@ -1,1 +1,261 @@
+use std::collections::BTreeSet;
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Barrier, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
 
+use engine::handover::register::enrol;
+use link::{Arrival, Endpoint, Incoming, Listener, Peer, Security, Serving};
+use proto::Purpose;
+use proto::message::{Message, RegisterReply};
+
+use super::*;
+
+/// Far longer than anything here takes.
+const LONG: Duration = Duration::from_secs(60);
+
+fn host(name: &str) -> HostId {
+    HostId::new(name).unwrap()
+}
+
+fn web() -> VmName {
+    VmName::new("web").unwrap()
+}
+
+fn owned(epoch: u64, owner: &str) -> Ownership {
+    Ownership { epoch: Epoch(epoch), owner: host(owner), offer: None }
+}
+
+fn stands(epoch: u64, owner: &str) -> RegisterAnswer {
+    RegisterAnswer::Stands(Some(owned(epoch, owner)))
+}
+
+fn endpoint(name: &str) -> Endpoint {
+    Endpoint::new(host(name), Security::Plain)
+}
+
+/// A witness on a port of its own; what it does with an arrival is the test's.
+fn witness(handler: impl Fn(Arrival) + Send + Sync + 'static) -> (Serving, Peer) {
+    let listener = Listener::bind(endpoint("witness"), "127.0.0.1:0").unwrap();
+    let peer = Peer { host: host("witness"), address: listener.address().to_string() };
+    let serving = listener.serve(move |arrival| handler(arrival.unwrap())).unwrap();
+    (serving, peer)
+}
+
+fn client(name: &str, witness: &Peer) -> WitnessClient {
+    WitnessClient::new(endpoint(name), witness.clone(), LONG, LONG)
+}
+
+#[test]
+fn a_record_is_compared_before_it_is_set() {
+    let folder = tempfile::tempdir().unwrap();
+    let register = SqliteRegister::open(folder.path()).unwrap();
+    assert_eq!(register.read(&web()), RegisterAnswer::Stands(None));
+    assert_eq!(register.ask(&enrol(web(), Epoch(1), host("alpha"))), stands(1, "alpha"));
+    let from_alpha = Some((Epoch(1), host("alpha")));
+    assert_eq!(register.compare_and_set(&web(), None, owned(2, "beta")), stands(1, "alpha"), "not compared");
+    assert_eq!(register.compare_and_set(&web(), from_alpha.clone(), owned(2, "beta")), stands(2, "beta"));
+    assert_eq!(register.compare_and_set(&web(), from_alpha, owned(2, "alpha")), stands(2, "beta"), "late");
+    drop(register);
+    let register = SqliteRegister::open(folder.path()).unwrap();
+    assert_eq!(register.read(&web()), stands(2, "beta"));
+    assert_eq!(register.all().unwrap(), vec![(web(), owned(2, "beta"))]);
+}
+
+#[test]
+fn of_many_who_want_it_one_gets_it() {
+    let folder = tempfile::tempdir().unwrap();
+    // Two doors to one database, as two processes would have.
+    let doors = [0, 1].map(|_| SqliteRegister::open(folder.path()).unwrap());
+    doors[0].ask(&enrol(web(), Epoch(0), host("h0")));
+    let winners = Mutex::new(Vec::new());
+    for epoch in 0..20 {
+        let owner = match doors[0].read(&web()) {
+            RegisterAnswer::Stands(Some(record)) => record.owner,
+            other => panic!("{other:?}"),
+        };
+        let start = Barrier::new(8);
+        thread::scope(|scope| {
+            for n in 0..8 {
+                let (door, start, winners, owner) = (&doors[n % 2], &start, &winners, owner.clone());
+                scope.spawn(move || {
+                    let me = format!("h{n}");
+                    start.wait();
+                    let request = RegisterRequest::CompareAndSet {
+                        vm: web(),
+                        expected: Some((Epoch(epoch), owner)),
+                        new: owned(epoch + 1, &me),
+                    };
+                    if door.apply(&request).unwrap() == RegisterReply::Set {
+                        winners.lock().unwrap().push((epoch, me));
+                    }
+                });
+            }
+        });
+        let won: Vec<_> = winners.lock().unwrap().iter().filter(|(e, _)| *e == epoch).cloned().collect();
+        assert_eq!(won.len(), 1, "in epoch {epoch}: {won:?}");
+        assert_eq!(doors[1].read(&web()), stands(epoch + 1, &won[0].1));
+    }
+}
+
+/// Not a test of its own: what [`a_killed_register_keeps_what_it_has_answered`] runs as another process and kills.
+#[test]
+fn victim_that_sets_until_it_is_killed() {
+    let Ok(directory) = std::env::var("WHIMBREL_TEST_REGISTER") else { return };
+    let register = SqliteRegister::open(Path::new(&directory)).unwrap();
+    let mut record = match register.read(&web()) {
+        RegisterAnswer::Stands(Some(record)) => record,
+        _ => owned(0, "alpha"),
+    };
+    register.ask(&enrol(web(), record.epoch, record.owner.clone()));
+    loop {
+        let new = owned(record.epoch.0 + 1, "alpha");
+        let request = RegisterRequest::CompareAndSet {
+            vm: web(),
+            expected: Some((record.epoch, record.owner.clone())),
+            new: new.clone(),
+        };
+        assert_eq!(register.apply(&request).unwrap(), RegisterReply::Set);
+        println!("set {}", new.epoch);
+        record = new;
+    }
+}
+
+#[test]
+fn a_killed_register_keeps_what_it_has_answered() {
+    let folder = tempfile::tempdir().unwrap();
+    for wanted in [1, 10, 50] {
+        let mut victim = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "register::tests::victim_that_sets_until_it_is_killed", "--nocapture"])
+            .env("WHIMBREL_TEST_REGISTER", folder.path())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let number = |line: String| line.strip_prefix("set ").and_then(|n| n.parse::<u64>().ok());
+        let reached = lines.by_ref().filter_map(number).find(|n| *n >= wanted).unwrap();
+        victim.kill().unwrap();
+        victim.wait().unwrap();
+        let last = lines.filter_map(number).last().unwrap_or(reached);
+
+        let register = SqliteRegister::open(folder.path()).unwrap();
+        let RegisterAnswer::Stands(Some(record)) = register.read(&web()) else {
+            panic!("the record is lost")
+        };
+        assert!(record.epoch.0 == last || record.epoch.0 == last + 1, "{} after {last}", record.epoch);
+    }
+}
+
+#[test]
+fn a_witness_answers_over_the_network_and_hosts_have_a_say_in_their_own_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = WitnessServer::new(Arc::new(SqliteRegister::open(folder.path()).unwrap()));
+    let connections = Arc::new(Mutex::new(Vec::new()));
+    let counted = Arc::clone(&connections);
+    let (_serving, peer) = witness(move |arrival| {
+        counted.lock().unwrap().push(arrival.host().clone());
+        server.serve(arrival);
+    });
+    let (alpha, beta, other) = (client("alpha", &peer), client("beta", &peer), client("other", &peer));
+    assert_eq!(alpha.ask(&enrol(web(), Epoch(1), host("alpha"))), stands(1, "alpha"));
+    let expected = Some((Epoch(1), host("alpha")));
+    assert_eq!(
+        other.compare_and_set(&web(), expected.clone(), owned(2, "beta")),
+        RegisterAnswer::Unreachable,
+        "a third host gives what is not its own"
+    );
+    assert_eq!(beta.compare_and_set(&web(), expected, owned(2, "beta")), stands(2, "beta"));
+    assert_eq!(alpha.read(&web()), stands(2, "beta"));
+    let connected: Vec<_> = connections.lock().unwrap().iter().map(|host| host.as_str().to_owned()).collect();
+    assert_eq!(connected, ["alpha", "other", "beta"], "connections are kept");
+}
+
+#[test]
+fn a_request_that_was_not_sent_is_told_from_one_without_an_answer() {
+    // Nobody there: certainly not carried out.
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let nobody = Peer { host: host("witness"), address: closed.to_string() };
+    assert_eq!(client("alpha", &nobody).read(&web()), RegisterAnswer::Unreachable);
+
+    // Carried out, and the answer is lost.
+    let folder = tempfile::tempdir().unwrap();
+    let register = Arc::new(SqliteRegister::open(folder.path()).unwrap());
+    let behind = Arc::clone(&register);
+    let (_serving, peer) = witness(move |arrival| {
+        let mut connection = arrival.accept().unwrap();
+        if let Ok(Incoming::Message(Message::Register(request))) = connection.recv(None) {
+            behind.apply(&request).unwrap();
+        }
+    });
+    assert_eq!(client("alpha", &peer).ask(&enrol(web(), Epoch(1), host("alpha"))), RegisterAnswer::Unknown);
+    assert_eq!(register.read(&web()), stands(1, "alpha"), "it had been carried out");
+
+    // Received, not carried out, no answer: to the client it looks the same.
+    let (_serving, peer) = witness(|arrival| drop(arrival.accept().unwrap().recv(None)));
+    assert_eq!(client("beta", &peer).read(&web()), RegisterAnswer::Unknown);
+}
+
+#[test]
+fn an_answer_that_comes_too_late_is_not_taken_for_the_next_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let register = Arc::new(SqliteRegister::open(folder.path()).unwrap());
+    register.ask(&enrol(web(), Epoch(1), host("alpha")));
+    let server = WitnessServer::new(Arc::clone(&register));
+    let first = Mutex::new(true);
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let held = Mutex::new(held);
+    let (_serving, peer) = witness(move |arrival| {
+        if !std::mem::take(&mut *first.lock().unwrap()) {
+            return server.serve(arrival);
+        }
+        let mut connection = arrival.accept().unwrap();
+        let _ = connection.recv(None);
+        // Answers the first request only when the client has given it up.
+        let _ = held.lock().unwrap().recv();
+        let _ = connection.send(&Message::Registered(RegisterReply::Set));
+    });
+    let hasty = WitnessClient::new(endpoint("beta"), peer.clone(), LONG, Duration::from_millis(50));
+    let take = |epoch| hasty.compare_and_set(&web(), Some((Epoch(epoch), host("alpha"))), owned(9, "beta"));
+    assert_eq!(take(1), RegisterAnswer::Unknown);
+    release.send(()).unwrap();
+    let patient = client("beta", &peer);
+    assert_eq!(patient.read(&web()), stands(1, "alpha"));
+    let answer = take(7);
+    assert!(matches!(answer, RegisterAnswer::Unknown) || answer == stands(1, "alpha"), "{answer:?}");
+}
+
+#[test]
+fn a_witness_that_came_back_is_reached_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let register = Arc::new(SqliteRegister::open(folder.path()).unwrap());
+    // Each connection serves one request and ends, as a witness does that is restarted all the time.
+    let asked = Arc::new(Mutex::new(BTreeSet::new()));
+    let (behind, seen) = (Arc::clone(&register), Arc::clone(&asked));
+    let (_serving, peer) = witness(move |arrival| {
+        let mut connection = arrival.accept().unwrap();
+        if let Ok(Incoming::Message(Message::Register(request))) = connection.recv(None) {
+            seen.lock().unwrap().insert(format!("{request:?}"));
+            let _ = connection.send(&Message::Registered(behind.apply(&request).unwrap()));
+        }
+    });
+    let alpha = client("alpha", &peer);
+    assert_eq!(alpha.ask(&enrol(web(), Epoch(1), host("alpha"))), stands(1, "alpha"));
+    // Whatever the dead connection makes of the next ones, soon an answer comes.
+    let deadline = Instant::now() + LONG;
+    while alpha.read(&web()) != stands(1, "alpha") {
+        assert!(Instant::now() < deadline, "the register is never reached again");
+    }
+}
+
+#[test]
+fn other_purposes_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = WitnessServer::new(Arc::new(SqliteRegister::open(folder.path()).unwrap()));
+    let (_serving, peer) = witness(move |arrival| server.serve(arrival));
+    let purpose = Purpose::Handover { migration: proto::MigrationId { vm: web(), epoch: Epoch(1) } };
+    let error = endpoint("alpha").connect(&peer, purpose, Instant::now() + LONG).unwrap_err();
+    assert!(crate::api::with_causes(&error).contains("witness"), "{error}");
+}

@@ -308,7 +308,9 @@ mod tests {
         #[test]
         fn runs_are_maximal_and_ascending(ranges in prop::collection::vec(ranges(512), 0..12)) {
             let mut set = ChunkPages::EMPTY;
-            ranges.into_iter().for_each(|range| set.insert(&ChunkPages::from_range(range)));
+            for range in ranges {
+                set.insert(&ChunkPages::from_range(range));
+            }
             let runs: Vec<_> = set.runs().collect();
             prop_assert!(runs.iter().all(|run| run.start < run.end && run.end <= CHUNK_PAGES));
             prop_assert!(runs.windows(2).all(|pair| pair[0].end < pair[1].start));

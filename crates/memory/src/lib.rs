@@ -15,6 +15,7 @@
 //! | [`ram`] | RAM blocks as bytes, on either side |
 //! | [`TrackedRam`] | the dirty log of a real QEMU |
 //! | [`send`], [`receive`] | the two ends of the streams |
+//! | [`verify`] | whether both sides are equal, found by another path |
 //! | [`wire`] | what is needed of a connection |
 //!
 //! Threads and blocking calls throughout. Nothing here knows of QEMU's monitor, of the handover, or of how a
@@ -29,6 +30,7 @@ pub mod receive;
 pub mod round;
 pub mod send;
 mod tracked;
+pub mod verify;
 pub mod wire;
 
 pub use chunk::{Contents, FRAME_PAGES};

@@ -33,13 +33,15 @@ pub(super) struct FakePage {
     entry: Entry,
 }
 
+pub(super) type BeforeWrite = Box<dyn FnMut(u64) + Send>;
+
 pub(super) struct FakeBlock {
     name: String,
     pub(super) pages: Vec<Mutex<FakePage>>,
     /// Reading this page fails, as when guest memory is unmapped.
     pub(super) unreadable: Mutex<Option<u64>>,
     /// Called with a page before it is written by the receiver.
-    pub(super) before_write: Mutex<Option<Box<dyn FnMut(u64) + Send>>>,
+    pub(super) before_write: Mutex<Option<BeforeWrite>>,
     /// A broken writer that leaves memory as it is where a hole should be.
     pub(super) never_drops: bool,
 }
@@ -76,7 +78,7 @@ impl FakeRam {
     }
 
     pub(super) fn everything(&self) -> Owed {
-        Owed::everything(self.0.iter().map(|block| BlockReader::bytes(block)))
+        Owed::everything(self.0.iter().map(BlockReader::bytes))
     }
 
     /// A page at random.

@@ -38,7 +38,9 @@ impl FrameSink for Sink {
     fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
         let len = payload.iter().map(|part| part.len()).sum();
         self.held.extend_from_slice(&Header::new(kind, len).map_err(LinkError::TooLong)?.encode());
-        payload.iter().for_each(|part| self.held.extend_from_slice(part));
+        for part in payload {
+            self.held.extend_from_slice(part);
+        }
         if self.held.len() > BUFFER { self.flush() } else { Ok(()) }
     }
 

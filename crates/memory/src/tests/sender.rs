@@ -63,7 +63,9 @@ fn cancelling_ends_a_blocked_round_at_once() {
         let readable = all(&ram);
         move || sender.send_round(readable).unwrap_err()
     });
-    far.iter_mut().for_each(|far| far.read_exact(&mut [0]).unwrap());
+    for far in &mut far {
+        far.read_exact(&mut [0]).unwrap();
+    }
     handle.cancel();
     let interrupted = round.join().unwrap();
     assert!(matches!(interrupted.cause, SendError::Cancelled));

@@ -1,0 +1,298 @@
+//! Memory of a process that writes to it all the time, moved into another process: the kernel's write tracking, real
+//! connections with and without TLS, a connection that is cut in the middle; compared at the end by plain reads.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests")]
+
+mod common;
+
+use std::convert::Infallible;
+use std::os::unix::fs::MetadataExt;
+use std::sync::{Arc, Mutex};
+use std::thread;
+
+use common::{Victim, connections, injector};
+use link::Handle;
+use proto::Generation;
+use tracee::{AddressRange, Pagemap, RamFile, maps};
+use whimbrel_memory::verify::{different_chunks, hash_block, hash_pages};
+use whimbrel_memory::{
+    Cleared, DataStream, DirtyLog, Owed, Receiver, Sender, SourceRam, TrackedRam, open_destination,
+    open_source,
+};
+
+const MIB: u64 = 1 << 20;
+const STREAMS: u16 = 3;
+
+/// Memory on its way.
+struct Move {
+    source: Victim,
+    destination: Victim,
+    ram: SourceRam,
+    log: TrackedRam,
+    receiver: Receiver,
+    generation: Generation,
+    tls: bool,
+    /// The cuts that the newest connections can be given.
+    cuts: Vec<Handle>,
+}
+
+impl Move {
+    fn begin(mut source: Victim, destination: Victim, tls: bool) -> (Self, Owed) {
+        source.order("storm");
+        let regions = source.regions();
+        let uffd = injector().take_userfaultfd(&source.process).unwrap();
+        let log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
+        let ram = open_source(&source.process, &regions).unwrap();
+        let writers = open_destination(&destination.process, &destination.regions()).unwrap();
+        let receiver = Receiver::new(writers, STREAMS, |_| {});
+        let generation = Generation(0);
+        let owed = Owed::everything(regions.iter().map(|region| region.bytes));
+        (Self { source, destination, ram, log, receiver, generation, tls, cuts: Vec::new() }, owed)
+    }
+
+    /// A new set of connections.
+    fn connect(&mut self) -> Sender {
+        self.generation = self.generation.next();
+        let (near, far) = connections(self.tls, STREAMS);
+        self.receiver.begin(self.generation);
+        self.cuts = far.iter().map(link::Connection::handle).collect();
+        for (stream, far) in (0..).zip(far) {
+            self.receiver.attach(self.generation, stream, DataStream::over(far, None)).unwrap();
+        }
+        let near = near.into_iter().map(|near| DataStream::over(near, None)).collect();
+        Sender::start(SourceRam::clone(&self.ram), near).unwrap()
+    }
+
+    fn clear(&mut self, owed: Owed) -> Cleared {
+        owed.clear_marks(&mut self.log).unwrap()
+    }
+
+    /// A round while the source writes on.
+    fn live_round(&mut self, sender: Sender, owed: Owed) -> (Sender, Owed) {
+        let readable = self.clear(owed).drain(|| Ok::<_, Infallible>(())).unwrap();
+        let sent = sender.send_round(readable).unwrap();
+        (sent.sender, sent.owed)
+    }
+
+    /// A round in which a connection breaks as soon as pages have gone over it.
+    fn broken_round(&mut self, sender: Sender, owed: Owed) -> Owed {
+        // Enough that it cannot be over before it breaks.
+        self.source.order("write 0 16000000 77");
+        let readable = self.clear(owed).drain(|| Ok::<_, Infallible>(())).unwrap();
+        let (handle, cut) = (sender.handle(), self.cuts[1].clone());
+        let cutter = thread::spawn(move || {
+            while handle.progress().sent.pages() == 0 && !handle.is_broken() {
+                thread::yield_now();
+            }
+            cut.shutdown();
+        });
+        let interrupted = sender.send_round(readable).unwrap_err();
+        cutter.join().unwrap();
+        assert!(interrupted.cause.is_connection(), "{interrupted:?}");
+        interrupted.owed
+    }
+
+    /// The source stands still; what is owed goes over.
+    fn last_round(&mut self, sender: Sender, owed: Owed) {
+        self.source.freeze();
+        let readable = self.clear(owed).stopped_before();
+        let sent = sender.send_round(readable).unwrap();
+        assert_eq!(sent.owed.pages(), 0);
+        assert_eq!(self.receiver.completed_round(), sent.stats.round);
+    }
+
+    /// Chunk by chunk, by plain reads.
+    fn assert_equal(&self) {
+        for (ours, theirs) in self.source.blocks().iter().zip(&self.destination.blocks()) {
+            let (near, far) = (self.source.process.pid(), self.destination.process.pid());
+            let hashes = hash_block(near, ours, 2).unwrap();
+            let different = different_chunks(0, &hashes, &hash_block(far, theirs, 2).unwrap());
+            if let Some(chunk) = different.first() {
+                let pages = hash_pages(near, ours, *chunk).unwrap();
+                let pages = different_chunks(0, &pages, &hash_pages(far, theirs, *chunk).unwrap());
+                panic!(
+                    "block {}: chunks {different:?} differ; of the first of them pages {pages:?}",
+                    ours.name
+                );
+            }
+        }
+    }
+}
+
+/// From one kind of memory into another, with everything that can happen on the way.
+fn moves(from: &str, to: &str, tls: bool) {
+    let bytes = 48 * MIB;
+    let mut source = Victim::start(from, bytes);
+    source.order("write 0 20000000 1");
+    source.order("write 40000000 3000000 2");
+    let (mut it, owed) = Move::begin(source, Victim::start(to, bytes), tls);
+    let sender = it.connect();
+    let (sender, owed) = it.live_round(sender, owed);
+    it.source.order(&format!("drop {} {}", 3 * MIB, 5 * MIB));
+    it.source.order(&format!("unmap-pages {} {}", 20 * MIB, MIB));
+    it.source.order(&format!("read {} {}", 3 * MIB, MIB));
+    let (sender, owed) = it.live_round(sender, owed);
+    it.source.order(&format!("pageout {} {}", 8 * MIB, MIB));
+    let owed = it.broken_round(sender, owed);
+    it.source.order(&format!("drop {} {}", 9 * MIB, 3 * MIB));
+    let sender = it.connect();
+    let (sender, owed) = it.live_round(sender, owed);
+    it.last_round(sender, owed);
+    it.assert_equal();
+}
+
+#[test]
+fn memfd_into_memfd() {
+    moves("memfd", "memfd", false);
+}
+
+#[test]
+fn anonymous_into_memfd_with_tls() {
+    moves("anonymous", "memfd", true);
+}
+
+#[test]
+fn huge_pages_into_anonymous() {
+    moves("huge", "anonymous", false);
+}
+
+#[test]
+fn memfd_into_anonymous_with_tls() {
+    moves("memfd", "anonymous", true);
+}
+
+/// Needs huge pages, which the host's administrator has to reserve.
+#[test]
+fn hugetlb_memfd_into_hugetlb_memfd_where_there_are_huge_pages() {
+    let free = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
+    if free.ok().and_then(|free| free.trim().parse().ok()).unwrap_or(0_u64) < 48 {
+        println!("left out: fewer than 48 free huge pages of 2 MiB on this host");
+        return;
+    }
+    let source = Victim::start("hugetlb-memfd", 48 * MIB);
+    let (mut it, owed) = Move::begin(source, Victim::start("hugetlb-memfd", 48 * MIB), false);
+    let sender = it.connect();
+    let (sender, owed) = it.live_round(sender, owed);
+    it.source.order(&format!("drop {} {}", 4 * MIB, 6 * MIB));
+    let (sender, owed) = it.live_round(sender, owed);
+    it.last_round(sender, owed);
+    it.assert_equal();
+}
+
+/// The file of a victim's memory.
+fn file(victim: &Victim) -> RamFile {
+    let address = victim.regions()[0].address;
+    RamFile::open(&victim.process, &maps::mapping_at(&victim.process, address).unwrap().unwrap()).unwrap()
+}
+
+/// Trap 5: what is never touched costs no memory there, and what is given back here is given back there.
+#[test]
+fn holes_stay_holes_and_become_holes() {
+    let mut source = Victim::start("memfd", 48 * MIB);
+    source.order(&format!("write 0 {} 5", 8 * MIB));
+    let (mut it, owed) = Move::begin(source, Victim::start("memfd", 48 * MIB), false);
+    it.source.order("calm");
+    it.source.order(&format!("drop {} {}", 8 * MIB, 40 * MIB));
+    let sender = it.connect();
+    let (sender, owed) = it.live_round(sender, owed);
+    let used = |victim: &Victim| file(victim).file().metadata().unwrap().blocks() * 512;
+    assert_eq!(used(&it.destination), 8 * MIB);
+    it.source.order(&format!("drop {} {}", MIB + 8192, 4 * MIB));
+    let (sender, owed) = it.live_round(sender, owed);
+    assert_eq!(used(&it.destination), 4 * MIB);
+    it.last_round(sender, owed);
+    it.assert_equal();
+    assert_eq!(used(&it.destination), 4 * MIB, "comparing must not fill holes");
+    assert_eq!(used(&it.source), 4 * MIB, "moving must not fill holes");
+}
+
+/// Anonymous memory there is zeroed, and given back by the process itself between rounds.
+#[test]
+fn anonymous_memory_is_given_back_between_rounds() {
+    let mut source = Victim::start("anonymous", 48 * MIB);
+    source.order(&format!("write 0 {} 5", 8 * MIB));
+    let (mut it, owed) = Move::begin(source, Victim::start("anonymous", 48 * MIB), false);
+    it.source.order("calm");
+    it.source.order(&format!("drop {} {}", 8 * MIB, 40 * MIB));
+    let sender = it.connect();
+    let (sender, owed) = it.live_round(sender, owed);
+    let present = |victim: &Victim| -> u64 {
+        let mut found = Vec::new();
+        let range = AddressRange::with_len(victim.regions()[0].address, 48 * MIB);
+        Pagemap::open(&victim.process).unwrap().populated(range, &mut found).unwrap();
+        found.iter().map(AddressRange::len).sum()
+    };
+    assert_eq!(present(&it.destination), 8 * MIB);
+    it.source.order(&format!("drop {} {}", MIB, 4 * MIB));
+    let (sender, owed) = it.live_round(sender, owed);
+    assert_eq!(present(&it.destination), 8 * MIB);
+    let regions = it.destination.regions();
+    let given: u64 = it.receiver.handle().discard_with(|found| {
+        let ranges: Vec<AddressRange> = found
+            .iter()
+            .map(|one| {
+                let base = regions[usize::from(one.block)].address;
+                AddressRange::new(base + one.bytes.start, base + one.bytes.end)
+            })
+            .collect();
+        injector().discard(&it.destination.process, &ranges).unwrap();
+        ranges.iter().map(AddressRange::len).sum()
+    });
+    assert_eq!(given, 4 * MIB);
+    assert_eq!(present(&it.destination), 4 * MIB);
+    assert!(it.receiver.handle().discard_with(|found| found.is_empty()));
+    it.last_round(sender, owed);
+    it.assert_equal();
+}
+
+/// What QEMU had put into the destination's RAM by itself does not shine through the source's holes.
+#[test]
+fn what_was_there_before_is_overwritten() {
+    for kind in ["anonymous", "memfd"] {
+        let source = Victim::start("memfd", 4 * MIB);
+        let mut destination = Victim::start(kind, 4 * MIB);
+        destination.order(&format!("write {} 10000 9", MIB));
+        let (mut it, owed) = Move::begin(source, destination, false);
+        it.source.order("calm");
+        it.source.order(&format!("drop 0 {}", 4 * MIB));
+        let sender = it.connect();
+        it.last_round(sender, owed);
+        it.assert_equal();
+    }
+}
+
+/// Guest memory that is gone is an error of the migration, and no reason to connect again.
+#[test]
+fn a_source_that_ends_is_no_broken_connection() {
+    let source = Victim::start("anonymous", 8 * MIB);
+    let (mut it, owed) = Move::begin(source, Victim::start("memfd", 8 * MIB), false);
+    let sender = it.connect();
+    let readable = it.clear(owed).drain(|| Ok::<_, Infallible>(())).unwrap();
+    it.source.process.signal(tracee::Signal::KILL).unwrap();
+    it.source.process.wait_exit(None).unwrap();
+    let interrupted = sender.send_round(readable).unwrap_err();
+    assert!(!interrupted.cause.is_connection(), "{interrupted:?}");
+    assert!(interrupted.owed.clear_marks(&mut it.log).is_err());
+}
+
+/// A log of marks that a test can look into while it is used.
+#[test]
+fn pages_are_counted_as_they_are_found() {
+    let mut source = Victim::start("memfd", 8 * MIB);
+    source.order(&format!("write 0 {} 5", 8 * MIB));
+    let regions = source.regions();
+    let uffd = injector().take_userfaultfd(&source.process).unwrap();
+    let mut log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
+    let mut into: Vec<_> = regions.iter().map(|one| whimbrel_memory::DirtyBitmap::new(one.bytes)).collect();
+    assert_eq!(log.take(&mut into).unwrap().pages, 0);
+    source.order("write 4096 1 3");
+    source.order(&format!("write {} 8192 3", 5 * MIB - 4096));
+    assert_eq!(log.take(&mut into).unwrap().pages, 3);
+    assert!(into[0].contains(1));
+    let border = regions[0].bytes / 4096;
+    let high = 5 * MIB / 4096 - border;
+    assert_eq!(into[1].runs().collect::<Vec<_>>(), [high - 1..high + 1]);
+    log.stop().unwrap();
+    let shared = Arc::new(Mutex::new(into));
+    assert_eq!(shared.lock().unwrap()[0].count(), 1);
+}

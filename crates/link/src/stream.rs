@@ -15,6 +15,7 @@ use std::io::{self, IoSlice, Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use rustls::IoState;
 use rustls::pki_types::CertificateDer;
 
 use crate::error::LinkError;
@@ -90,7 +91,9 @@ pub(crate) fn negotiate(
         if reader.start == reader.end && reader.receive(Some(deadline))? == 0 {
             return Err(LinkError::Truncated);
         }
-        reader.decrypt(&mut lock(tls))?;
+        if reader.decrypt(&mut lock(tls))?.peer_has_closed() {
+            return Err(LinkError::Ended);
+        }
     }
 }
 
@@ -131,7 +134,8 @@ impl ByteReader {
         loop {
             let mut session = lock(tls);
             // An error here is told again by the read that follows.
-            if !session.process_new_packets().is_ok_and(|state| state.plaintext_bytes_to_read() == 0) {
+            let nothing = |state: IoState| state.plaintext_bytes_to_read() == 0 && !state.peer_has_closed();
+            if !session.process_new_packets().is_ok_and(nothing) {
                 return true;
             }
             if self.start < self.end {
@@ -182,7 +186,7 @@ impl ByteReader {
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     // An end without a notice. The protocol draws no conclusion from either.
                     Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(filled),
-                    Err(error) => return Err(LinkError::Lost(error)),
+                    Err(error) => return Err(unwrap_link(error)),
                 }
                 if filled == into.len() || self.start == self.end {
                     break;
@@ -200,11 +204,14 @@ impl ByteReader {
     }
 
     /// Gives the session some of the input. Called only when all that it has decrypted before has been taken.
-    fn decrypt(&mut self, session: &mut rustls::Connection) -> Result<(), LinkError> {
+    ///
+    /// After the peer's closing notice the session takes nothing any more. What follows such a notice is dropped, or
+    /// callers would offer it again and again.
+    fn decrypt(&mut self, session: &mut rustls::Connection) -> Result<IoState, LinkError> {
         let mut input = &self.input[self.start..self.end];
-        session.read_tls(&mut input).map_err(LinkError::Lost)?;
-        self.start = self.end - input.len();
-        session.process_new_packets().map(|_| ()).map_err(|error| {
+        let taken = session.read_tls(&mut input).map_err(LinkError::Lost)?;
+        self.start = if taken == 0 { self.end } else { self.end - input.len() };
+        session.process_new_packets().map_err(|error| {
             // The alert that tells the peer why, if the socket takes it.
             let _ = session.write_tls(&mut Outlet(&self.shared.socket));
             LinkError::Tls(error)
@@ -289,7 +296,7 @@ impl ByteWriter {
     ) -> Result<(), LinkError> {
         let mut rest = piece;
         while !rest.is_empty() {
-            let taken = lock(tls).writer().write_vectored(rest).map_err(LinkError::Lost)?;
+            let taken = lock(tls).writer().write_vectored(rest).map_err(unwrap_link)?;
             IoSlice::advance_slices(&mut rest, taken);
             self.flush(tls, deadline)?;
         }
@@ -315,7 +322,7 @@ impl ByteWriter {
 }
 
 /// The socket as rustls writes to it: takes what fits, refuses to wait.
-pub(crate) struct Outlet<'a>(pub(crate) &'a Socket);
+struct Outlet<'a>(&'a Socket);
 
 impl Write for Outlet<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -335,9 +342,12 @@ impl Write for Outlet<'_> {
     }
 }
 
-/// The error that went through rustls as an I/O error.
-pub(crate) fn unwrap_link(error: io::Error) -> LinkError {
-    error.downcast::<LinkError>().unwrap_or_else(LinkError::Lost)
+/// The error that went through rustls, or came from it, as an I/O error.
+fn unwrap_link(error: io::Error) -> LinkError {
+    match error.downcast::<LinkError>() {
+        Ok(error) => error,
+        Err(error) => error.downcast::<rustls::Error>().map_or_else(LinkError::Lost, LinkError::Tls),
+    }
 }
 
 /// A list of parts from which pieces are cut.

@@ -3,7 +3,7 @@
 #[path = "../tests/common/mod.rs"]
 mod common;
 
-use std::io::IoSlice;
+use std::io::{IoSlice, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use rustix::net::sockopt;
 
 use crate::identity::Identity;
 use crate::socket::Socket;
-use crate::{Endpoint, LinkError, Security};
+use crate::{Endpoint, LinkError, Peer, Security};
 
 /// Lets both directions write at once, with keys that last for so many records. Returns the bytes sent by one side.
 fn exchange(records: u64) -> u64 {
@@ -58,6 +58,39 @@ fn exchange(records: u64) -> u64 {
 fn keys_that_wear_out_are_changed_under_way() {
     // A change of keys is a record more.
     assert!(exchange(20) > exchange(1 << 24));
+}
+
+/// A peer that takes its leave and goes on to send, without being asked, is neither heard nor waited for.
+#[test]
+fn what_comes_after_the_closing_notice_is_dropped() {
+    let authority = common::Authority::default();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let peer = Peer { host: common::host("host-b"), address: listener.local_addr().unwrap().to_string() };
+    std::thread::scope(|scope| {
+        let client = authority.endpoint("host-a");
+        let connecting =
+            scope.spawn(move || client.connect(&peer, common::control(), common::soon()).unwrap());
+        let rustls::Connection::Server(session) = authority.identity(&["host-b"]).server().unwrap() else {
+            unreachable!("a server's session");
+        };
+        let mut stream = rustls::StreamOwned::new(session, listener.accept().unwrap().0);
+        let mut header = [0; 8];
+        stream.read_exact(&mut header).unwrap();
+        stream.read_exact(&mut vec![0; Header::decode(header).unwrap().payload_bytes as usize]).unwrap();
+        let welcome = br#"{"answer":"accepted","version":1,"host":"host-b"}"#;
+        stream.write_all(&Header::new(Kind::Message, welcome.len()).unwrap().encode()).unwrap();
+        stream.write_all(welcome).unwrap();
+        stream.conn.send_close_notify();
+        stream.flush().unwrap();
+        stream.sock.write_all(&vec![23; 100_000]).unwrap();
+
+        let mut connection = connecting.join().unwrap();
+        while !connection.has_more() {
+            std::thread::yield_now();
+        }
+        assert!(matches!(connection.recv(None), Err(LinkError::Ended)));
+        assert!(connection.has_more());
+    });
 }
 
 #[test]

@@ -255,6 +255,12 @@ fn sleeps(thread: rustix::thread::Pid) -> bool {
     stat.rsplit_once(") ").unwrap().1.starts_with('S')
 }
 
+fn wait_until_asleep(thread: rustix::thread::Pid) {
+    while !sleeps(thread) {
+        std::thread::yield_now();
+    }
+}
+
 #[test]
 fn shutdown_ends_whatever_waits() {
     for (kind, a, b) in both_kinds() {
@@ -303,7 +309,12 @@ fn shutdown_reaches_a_writer_that_waits_for_its_rate() {
         let limit = Arc::new(RateLimit::new(Some(1)));
         writer.set_rate_limit(Some(Arc::clone(&limit)));
         std::thread::scope(|scope| {
-            let writing = scope.spawn(move || writer.send_blob(&vec![0; 1 << 20]).unwrap_err());
+            let (tell, known) = mpsc::channel();
+            let writing = scope.spawn(move || {
+                tell.send(rustix::thread::gettid()).unwrap();
+                writer.send_blob(&vec![0; 1 << 20]).unwrap_err()
+            });
+            wait_until_asleep(known.recv().unwrap());
             handle.shutdown();
             assert!(matches!(writing.join().unwrap(), LinkError::Closed), "{kind}");
         });
@@ -317,7 +328,12 @@ fn a_limit_can_be_lifted_while_a_writer_waits() {
         let limit = Arc::new(RateLimit::new(Some(1)));
         writer.set_rate_limit(Some(Arc::clone(&limit)));
         std::thread::scope(|scope| {
-            let writing = scope.spawn(move || writer.send_blob(&vec![5; 1 << 20]).map(|()| writer));
+            let (tell, known) = mpsc::channel();
+            let writing = scope.spawn(move || {
+                tell.send(rustix::thread::gettid()).unwrap();
+                writer.send_blob(&vec![5; 1 << 20]).map(|()| writer)
+            });
+            wait_until_asleep(known.recv().unwrap());
             limit.set_rate(None);
             assert!(
                 matches!(b.recv(Some(soon())), Ok(Incoming::Blob(bytes)) if bytes == vec![5; 1 << 20]),

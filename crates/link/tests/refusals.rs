@@ -278,6 +278,20 @@ fn servers_that_are_no_agents_or_no_good_ones() {
     assert!(matches!(error, HandshakeError::Link(LinkError::NotExpected(Kind::Ack))), "{error:?}");
 }
 
+/// A closing notice in the middle of the negotiation, with more behind it that nobody wants.
+#[test]
+fn servers_that_take_their_leave_in_the_handshake() {
+    let notice = [21, 3, 3, 0, 2, 1, 0];
+    let connect = |more: &[u8]| {
+        let peer = answering([&notice, more].concat());
+        handshake(Authority::default().endpoint("host-a").connect(&peer, control(), soon()))
+    };
+    let error = connect(&[]);
+    assert!(matches!(error, HandshakeError::Link(LinkError::Truncated)), "{error:?}");
+    let error = connect(&[1; 10_000]);
+    assert!(matches!(error, HandshakeError::Tls(_)), "{error:?}");
+}
+
 #[test]
 fn clients_that_are_no_agents() {
     for endpoint in [Authority::default().endpoint("host-b"), plain("host-b")] {
@@ -327,6 +341,30 @@ fn a_peer_that_hangs_in_the_handshake() {
         let error = handshake(client.connect(&peer, control(), deadline));
         assert!(matches!(error, HandshakeError::TimedOut), "{error:?}");
     }
+}
+
+/// Only so many are in their handshake at once: the next one gets no answer until one of them has gone.
+#[test]
+fn a_full_house_lets_nobody_in() {
+    let settings = Settings { handshake: PATIENCE, handshakes: 1, ..Settings::default() };
+    let server = Server::new(plain("host-b").with_settings(settings));
+    let silent = TcpStream::connect(server.serving.address()).unwrap();
+    let deadline = std::time::Instant::now() + Duration::from_millis(300);
+    let error = handshake(plain("host-a").connect(&server.peer(), control(), deadline));
+    assert!(matches!(error, HandshakeError::TimedOut), "{error:?}");
+    drop(silent);
+    // The silent one, and the one that did not wait: its greeting is still there, but nobody reads the answer.
+    let both =
+        [server.arrival(), server.arrival()].map(|arrival| arrival.map_err(|rejected| rejected.source));
+    assert!(
+        both.iter().any(|arrival| matches!(arrival, Err(HandshakeError::Link(LinkError::Ended)))),
+        "{both:?}"
+    );
+    std::thread::scope(|scope| {
+        let connecting = scope.spawn(|| plain("host-a").connect(&server.peer(), control(), soon()));
+        let _connection = server.accept();
+        connecting.join().unwrap().unwrap();
+    });
 }
 
 #[test]

@@ -74,6 +74,30 @@ impl Registers {
         self.0.rip
     }
 
+    /// Where its stack ends.
+    pub(crate) fn stack(&self) -> u64 {
+        self.0.rsp
+    }
+
+    /// The same thread after a `ret` to `address`.
+    pub(crate) fn returned_to(&self, address: u64) -> Self {
+        let mut registers = self.0;
+        registers.rip = address;
+        registers.rsp = registers.rsp.wrapping_add(8);
+        registers.orig_rax = u64::MAX;
+        Self(registers)
+    }
+
+    /// Where the frame on which this thread is about to make a call takes it back to: itself, but
+    /// with that instruction and stack.
+    pub(crate) fn interrupted(&self, read: impl Fn(u64) -> Option<u64>) -> Option<Self> {
+        let word = |at: usize| read(self.0.rsp.checked_add(8 + 8 * (MCONTEXT_WORD + at) as u64)?);
+        let mut registers = self.0;
+        registers.rsp = word(15)?;
+        registers.rip = word(16)?;
+        Some(Self(registers))
+    }
+
     /// What the call that has just ended returned.
     pub(crate) fn result(&self) -> i64 {
         self.0.rax as i64

@@ -39,20 +39,19 @@ pub fn injector_main() -> ExitCode {
             Ok(_) => return ExitCode::SUCCESS,
             Err(_) => return ExitCode::FAILURE,
         };
-        let (reply, descriptor, stuck) = match Request::decode(&bytes[..len]) {
+        let (reply, descriptor) = match Request::decode(&bytes[..len]) {
             Some(request) => serve(&request, &mut buffers),
-            None => (failed(Failure::Request), None, false),
+            None => (failed(Failure::Request), None),
         };
         let sent = send(stdin.as_fd(), &reply, descriptor.as_ref().map(AsFd::as_fd));
-        if stuck || sent.is_err() {
-            // A thread that did not stop in time is let go by the end of this process.
+        if reply.ends || sent.is_err() {
             return ExitCode::FAILURE;
         }
     }
 }
 
 fn failed(failure: Failure) -> Reply {
-    Reply { result: Err(failure), done: 0, steps: 0, thread: 0, self_restoring: false }
+    Reply { result: Err(failure), done: 0, steps: 0, thread: 0, self_restoring: false, ends: false }
 }
 
 fn send(
@@ -70,26 +69,33 @@ fn send(
     sendmsg(socket, &[std::io::IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL)
 }
 
-/// Does what was asked. The last value says that a thread is stuck and this process has to end.
-fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>, bool) {
+/// Does what was asked.
+fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
     let Ok(process) = Process::open_exact(request.pid as u32, request.start_time) else {
-        return (failed(Failure::Gone), None, false);
+        return (failed(Failure::Gone), None);
     };
-    let Some(calls) = calls(request) else { return (failed(Failure::Request), None, false) };
+    let Some(calls) = calls(request) else { return (failed(Failure::Request), None) };
     let sigreturn = (request.sigreturn != 0).then_some(request.sigreturn);
     let target = Target { pid: request.pid, gadget: request.gadget, sigreturn };
     let mut steps = Steps { taken: 0, die_at: request.die_at };
     let mut reply = failed(Failure::Gone);
-    let mut stuck = false;
     let mut descriptor = None;
+    if request.operation == Operation::Cancel {
+        reply.result = Ok(());
+        for &thread in &request.threads {
+            let cancelled = Held::cancel(thread, target, buffers, &mut steps, &mut reply.ends);
+            reply.done += u64::from(cancelled);
+        }
+        reply.steps = steps.taken;
+        return (reply, None);
+    }
     for &thread in &request.threads {
-        let mut late = false;
-        let used = Held::stop(thread, target, &calls, buffers, &mut steps, &mut late).map(|mut held| {
-            (reply.thread, reply.self_restoring) = (held.thread(), held.is_self_restoring());
-            // `held` is let go at the end of this block.
-            run(&mut held, request.operation, &calls, &process)
-        });
-        stuck |= late;
+        let used =
+            Held::stop(thread, target, &calls, buffers, &mut steps, &mut reply.ends).map(|mut held| {
+                (reply.thread, reply.self_restoring) = (held.thread(), held.is_self_restoring());
+                // `held` is let go at the end of this block.
+                run(&mut held, request.operation, &calls, &process)
+            });
         match used {
             Ok(outcome) => {
                 (reply.result, reply.done, descriptor) = outcome;
@@ -106,7 +112,7 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>, b
         }
     }
     reply.steps = steps.taken;
-    (reply, descriptor, stuck)
+    (reply, descriptor)
 }
 
 /// The calls of an operation, to be looked at before the first is made.
@@ -124,6 +130,7 @@ fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
             let advice = libc::MADV_DONTNEED as u64;
             pairs.iter().map(|&[start, len]| (libc::SYS_madvise as u64, [start, len, advice])).collect()
         }
+        Operation::Cancel => Vec::new(),
     })
 }
 

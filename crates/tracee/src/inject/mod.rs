@@ -245,6 +245,7 @@ impl Injector {
     /// for its own migration or snapshots). The kernel shows which is which in `/proc/PID/fdinfo`.
     /// Descriptors in `keep`, known from before, are left alone in any case.
     pub fn close_leftovers(&self, process: &Process, keep: &[i32]) -> Result<usize, InjectError> {
+        self.cancel_pending(process)?;
         let leftovers: Vec<u64> = unused_userfaultfds(process)?
             .into_iter()
             .filter(|fd| !keep.contains(fd))
@@ -254,6 +255,30 @@ impl Injector {
             self.inject(process, Operation::Close, some)?;
         }
         Ok(leftovers.len())
+    }
+
+    /// Finds threads that a killed injector diverted and that did not come to make their call yet,
+    /// because they have not run since, and lets them go on without it. Otherwise their call would
+    /// leave a userfaultfd after nobody looks any more; a stopped process may stay so for hours.
+    fn cancel_pending(&self, process: &Process) -> Result<(), InjectError> {
+        let mut runnable = Vec::new();
+        for thread in process.threads()? {
+            let call =
+                fs::read_to_string(process.path(&format!("task/{thread}/syscall"))).unwrap_or_default();
+            let (number, _) = call.split_once([' ', '\n']).unwrap_or_default();
+            // A thread that waits in another system call is not on the way to one of ours.
+            let on_the_way = ["running", "-1"].contains(&number)
+                || [libc::SYS_userfaultfd, libc::SYS_close, libc::SYS_madvise]
+                    .iter()
+                    .any(|ours| number == ours.to_string());
+            if on_the_way {
+                runnable.push(thread as i32);
+            }
+        }
+        for some in runnable.chunks(MAX_THREADS) {
+            self.inject_into(process, Operation::Cancel, &[], some)?;
+        }
+        Ok(())
     }
 
     /// Makes `process` give back memory: private anonymous pages in `ranges` read as zeros
@@ -300,6 +325,18 @@ impl Injector {
         operation: Operation,
         arguments: &[u64],
     ) -> Result<(u64, Option<OwnedFd>), InjectError> {
+        let only = self.only_thread.load(Ordering::Relaxed) as i32;
+        let threads = if only == 0 { best_threads(process)? } else { vec![only] };
+        self.inject_into(process, operation, arguments, &threads)
+    }
+
+    fn inject_into(
+        &self,
+        process: &Process,
+        operation: Operation,
+        arguments: &[u64],
+        threads: &[i32],
+    ) -> Result<(u64, Option<OwnedFd>), InjectError> {
         let pid = process.pid();
         let status = process.status()?;
         if let Some(tracer) = status.tracer {
@@ -307,7 +344,6 @@ impl Injector {
         }
         let gadgets = self.gadgets(process)?;
         let sigreturn = gadgets.sigreturn.filter(|_| !status.shadow_stack);
-        let only = self.only_thread.load(Ordering::Relaxed) as i32;
         let request = Request {
             operation,
             pid: pid as i32,
@@ -315,7 +351,7 @@ impl Injector {
             gadget: gadgets.call,
             sigreturn: sigreturn.unwrap_or(0),
             die_at: self.die_at.load(Ordering::Relaxed),
-            threads: if only == 0 { best_threads(process)? } else { vec![only] },
+            threads: threads.to_vec(),
             arguments: arguments.to_vec(),
         };
         let (reply, descriptor) = self.ask(&request)?;
@@ -377,7 +413,12 @@ impl Injector {
         });
         let reply = Reply::decode(&bytes[..received.bytes])
             .ok_or_else(|| InjectError::Answer { program: self.program.clone() })?;
-        *running = Some(this);
+        if reply.ends {
+            // Waits for its end.
+            drop(this);
+        } else {
+            *running = Some(this);
+        }
         Ok((reply, descriptor))
     }
 
@@ -401,6 +442,7 @@ impl Injector {
             Operation::TakeUserfaultfd => "userfaultfd",
             Operation::Close => "close",
             Operation::Discard => "madvise",
+            Operation::Cancel => "none",
         };
         match failure {
             Failure::Gone => ProcessError::Gone { pid }.into(),
@@ -424,7 +466,11 @@ impl Injector {
     }
 }
 
-fn traced(pid: u32, tracer: u32) -> InjectError {
+/// Names a tracer, of which the kernel tells the thread.
+fn traced(pid: u32, thread: u32) -> InjectError {
+    let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+    let process = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
+    let tracer = process.unwrap_or(thread);
     let comm = fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
     InjectError::Traced { pid, tracer, comm: comm.trim_end().to_owned() }
 }

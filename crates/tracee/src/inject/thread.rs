@@ -112,13 +112,12 @@ pub(super) struct Held<'a> {
 }
 
 impl<'a> Held<'a> {
-    /// Stops a thread and makes sure that it can make `calls` (numbers and arguments).
+    /// Stops a thread, wherever it is. Dropping the result lets it go on.
     ///
     /// `late` is set if the thread did not stop; then only the end of this process lets it go.
-    pub(super) fn stop(
+    fn seize(
         thread: i32,
         target: Target,
-        calls: &[(u64, [u64; 3])],
         buffers: &'a mut Buffers,
         steps: &'a mut Steps,
         late: &mut bool,
@@ -147,14 +146,30 @@ impl<'a> Held<'a> {
         ptrace::interrupt(thread).map_err(failed)?;
         held.steps.step();
         held.settle().map_err(|no_stop| {
-            *late = no_stop == NoStop::Late;
-            TryAnother(if *late { Failure::Uninterruptible } else { Failure::Gone })
+            *late |= no_stop == NoStop::Late;
+            TryAnother(if no_stop == NoStop::Late { Failure::Uninterruptible } else { Failure::Gone })
         })?;
         held.steps.step();
         held.original = ptrace::registers(thread).map_err(failed)?.ok_or(GiveUp(Failure::Not64Bit))?;
         if !is_thread_of(target.pid, thread) {
             return Err(TryAnother(Failure::Gone));
         }
+        Ok(held)
+    }
+
+    /// Stops a thread and makes sure that it can make `calls` (numbers and arguments); `late` as in
+    /// [`Held::seize`].
+    pub(super) fn stop(
+        thread: i32,
+        target: Target,
+        calls: &[(u64, [u64; 3])],
+        buffers: &'a mut Buffers,
+        steps: &'a mut Steps,
+        late: &mut bool,
+    ) -> Result<Self, Refusal> {
+        use Refusal::{GiveUp, TryAnother};
+        let failed = |error: Errno| TryAnother(Failure::Kernel(error as u64));
+        let mut held = Self::seize(thread, target, buffers, steps, late)?;
         if ptrace::dispatches_calls(thread) {
             return Err(GiveUp(Failure::Dispatched));
         }
@@ -167,6 +182,35 @@ impl<'a> Held<'a> {
         held.write_frame();
         held.steps.step();
         Ok(held)
+    }
+
+    /// Lets a thread that an earlier injector left before its call go on without that call; returns
+    /// whether it was such a thread. All others are only stopped for a moment.
+    pub(super) fn cancel(
+        thread: i32,
+        target: Target,
+        buffers: &mut Buffers,
+        steps: &mut Steps,
+        late: &mut bool,
+    ) -> bool {
+        let Ok(held) = Held::seize(thread, target, buffers, steps, late) else { return false };
+        let Some(sigreturn) = target.sigreturn else { return false };
+        let after = target.gadget + arch::SYSCALL.len() as u64;
+        let is_ours = |at: &Registers| {
+            (at.instruction() == target.gadget || at.instruction() == after)
+                && held.read_word(at.stack()) == Some(sigreturn)
+        };
+        if !is_ours(&held.original) || held.check_gadgets().is_err() {
+            return false;
+        }
+        // It may have been diverted several times; the innermost frame leads to where it was.
+        let mut innermost = held.original;
+        let mut pending = innermost.instruction() == target.gadget;
+        while let Some(outer) = innermost.interrupted(|address| held.read_word(address)).filter(is_ours) {
+            innermost = outer;
+            pending |= innermost.instruction() == target.gadget;
+        }
+        pending && ptrace::set_registers(thread, &innermost.returned_to(sigreturn)).is_ok()
     }
 
     /// Which thread it is.

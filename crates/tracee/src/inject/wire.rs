@@ -21,6 +21,9 @@ pub(super) enum Operation {
     Close = 2,
     /// `madvise(MADV_DONTNEED)`. Arguments: address and length, in turns.
     Discard = 3,
+    /// Let threads that an earlier injector diverted, and that did not make their call yet, go on
+    /// without it. Looks at all threads of the request.
+    Cancel = 4,
 }
 
 /// A request of the agent.
@@ -64,7 +67,7 @@ impl Request {
         let &[MAGIC, operation, pid, start_time, gadget, sigreturn, die_at, threads, arguments] = head else {
             return None;
         };
-        let operation = [Operation::TakeUserfaultfd, Operation::Close, Operation::Discard]
+        let operation = [Operation::TakeUserfaultfd, Operation::Close, Operation::Discard, Operation::Cancel]
             .into_iter()
             .find(|&known| known as u64 == operation)?;
         let (threads, rest) = rest.split_at_checked(usize::try_from(threads).ok()?)?;
@@ -170,24 +173,27 @@ pub(super) struct Reply {
     pub(super) thread: i32,
     /// Whether the thread would have restored itself.
     pub(super) self_restoring: bool,
+    /// The injector ends now: only so it can let go of a thread that did not stop in time.
+    pub(super) ends: bool,
 }
 
-pub(super) const REPLY_BYTES: usize = 7 * 8;
+pub(super) const REPLY_BYTES: usize = 8 * 8;
 
 impl Reply {
     pub(super) fn encode(&self) -> Vec<u8> {
         let [kind, detail] = self.result.err().map_or([0, 0], Failure::words);
-        let rest = [self.done, self.steps, self.thread as u64, u64::from(self.self_restoring)];
+        let rest = [self.done, self.steps, self.thread as u64, self.self_restoring.into(), self.ends.into()];
         to_bytes(&[&[MAGIC, kind, detail], &rest[..]].concat())
     }
 
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
-        let [MAGIC, kind, detail, done, steps, thread, self_restoring] = from_bytes(bytes)?[..] else {
+        let [MAGIC, kind, detail, done, steps, thread, self_restoring, ends] = from_bytes(bytes)?[..] else {
             return None;
         };
         let result = if kind == 0 { Ok(()) } else { Err(Failure::from_words(kind, detail)?) };
         let thread = i32::try_from(thread).ok()?;
-        Some(Self { result, done, steps, thread, self_restoring: self_restoring != 0 })
+        let (self_restoring, ends) = (self_restoring != 0, ends != 0);
+        Some(Self { result, done, steps, thread, self_restoring, ends })
     }
 }
 
@@ -229,7 +235,7 @@ mod tests {
         assert_eq!(Request::decode(&request.encode()[..80]), None);
         let all = (1..15).map(|kind| Failure::from_words(kind, 3).unwrap());
         for result in all.map(Err).chain([Ok(())]) {
-            let reply = Reply { result, done: 1, steps: 2, thread: 3, self_restoring: true };
+            let reply = Reply { result, done: 1, steps: 2, thread: 3, self_restoring: true, ends: true };
             let bytes = reply.encode();
             assert_eq!(bytes.len(), REPLY_BYTES);
             assert_eq!(Reply::decode(&bytes).map(|back| back.encode()), Some(bytes));

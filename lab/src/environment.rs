@@ -1,7 +1,6 @@
 //! What `scripts/setup` has made on this machine, and where: QEMU in two versions, guests' kernel and disks.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use crate::error::{Error, Result};
 
@@ -22,8 +21,8 @@ pub struct Qemu {
     pub program: PathBuf,
     /// `qemu-img` of the same version.
     pub img: PathBuf,
-    /// Arguments that it needs to find its firmware.
-    pub arguments: Vec<String>,
+    /// Where it finds its firmware, if not where it was built for.
+    pub data_dirs: Vec<PathBuf>,
 }
 
 /// The things that `scripts/setup` keeps in its cache.
@@ -53,21 +52,18 @@ impl Environment {
                 Ok(Qemu {
                     program: existing(program)?,
                     img: existing("/usr/bin/qemu-img".into())?,
-                    arguments: Vec::new(),
+                    data_dirs: Vec::new(),
                 })
             }
             QemuVersion::Newer => {
                 let usr = self.cache.join("qemu-10/usr");
                 // Boot ROMs of network cards are not in the backport: the distribution's serve as well.
-                let firmware =
-                    [usr.join("share/qemu"), usr.join("share/seabios"), "/usr/lib/ipxe/qemu".into()];
+                let data_dirs =
+                    vec![usr.join("share/qemu"), usr.join("share/seabios"), "/usr/lib/ipxe/qemu".into()];
                 Ok(Qemu {
                     program: existing(usr.join("bin/qemu-system-x86_64"))?,
                     img: existing(usr.join("bin/qemu-img"))?,
-                    arguments: firmware
-                        .into_iter()
-                        .flat_map(|directory| ["-L".into(), directory.display().to_string()])
-                        .collect(),
+                    data_dirs,
                 })
             }
         }
@@ -109,11 +105,9 @@ impl Environment {
 }
 
 impl Qemu {
-    /// A command that starts it, with the arguments that it needs to find its firmware.
-    pub fn command(&self) -> Command {
-        let mut command = Command::new(&self.program);
-        command.args(&self.arguments);
-        command
+    /// Arguments that tell it where its firmware is.
+    pub fn arguments(&self) -> Vec<String> {
+        self.data_dirs.iter().flat_map(|directory| ["-L".into(), directory.display().to_string()]).collect()
     }
 }
 

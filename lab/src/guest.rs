@@ -39,7 +39,7 @@ impl Guest {
         }
         let qemu = environment.qemu(spec.qemu)?;
         let mut command = host.command(&qemu.program);
-        command.args(&qemu.arguments).args(spec.arguments(environment, &directory)?);
+        command.args(qemu.arguments()).args(spec.arguments(environment, &directory)?);
         let daemon = Daemon::start(&mut command, &directory.join("qemu.log"))?;
         let serial =
             Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), Some(daemon.pid()));

@@ -5,7 +5,8 @@
 //! - [`Guest`] from a [`GuestSpec`]: QEMU in two versions, all kinds of memory and devices, with the tiny guest (boots in seconds, knows what every
 //!   page of its memory must contain) or the [`bare`]-metal one (runs under any KVM).
 //! - [`Serial`]: what a guest prints, and what one types to it.
-//! - [`Pki`]: certificates for agents.
+//! - [`Pki`]: certificates for agents; [`Agents`]: their configurations and daemons.
+//! - [`Client`]: watches a service from outside; [`demo`]: all of it together.
 //! - [`Environment`]: what `scripts/setup` has made.
 //!
 //! Needs root, and Linux with network namespaces, veth, bridge, tun, tbf and nftables. It touches nothing but namespaces whose names begin with
@@ -23,7 +24,10 @@
 //! # }
 //! ```
 
+mod agents;
 pub mod bare;
+pub mod client;
+pub mod demo;
 pub mod disk;
 pub mod emulator;
 mod environment;
@@ -38,6 +42,8 @@ mod run;
 mod serial;
 mod spec;
 
+pub use agents::Agents;
+pub use client::{Client, ClientReport, Watched};
 pub use emulator::{Emulator, Settings};
 pub use environment::{Environment, Qemu, QemuVersion};
 pub use error::{Error, Result};

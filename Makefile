@@ -1,0 +1,39 @@
+# Whimbrel's commands. All of them first make this machine ready (scripts/setup: quick when nothing is missing), and need root.
+#
+#   make test    format, lints, licences, and all tests but the long ones: about 20 minutes for a clean clone on two cores
+#   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
+#   make soak    the long tests too (those marked #[ignore]): hours
+#   make lint    format, lints and licences alone
+#   make guests  makes the guests and the newer QEMU anew
+#
+# Where things are kept: target/ (builds), .cache/ (QEMU, kernel, guests).
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := test
+CARGO := cargo
+PATH := $(PATH):$(HOME)/.cargo/bin
+export PATH
+
+.PHONY: test demo soak lint guests
+
+test: lint
+	scripts/setup newer-qemu tiny-guest
+	$(CARGO) test --locked --workspace
+
+lint:
+	scripts/setup packages deny
+	$(CARGO) fmt --all --check
+	$(CARGO) deny --offline --log-level error check licenses bans sources
+	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
+
+soak:
+	scripts/setup packages newer-qemu tiny-guest debian-guest
+	$(CARGO) test --locked --workspace -- --include-ignored --nocapture
+
+demo:
+	scripts/setup packages newer-qemu debian-guest
+	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
+	target/release/whimbrel-demo target/release/whimbrel
+
+guests:
+	REBUILD=1 scripts/setup packages newer-qemu tiny-guest debian-guest

@@ -1,0 +1,238 @@
+//! A client that watches a service: connections that are opened once, kept, and never opened again; the longest silence is what a move of the
+//! VM costs somebody outside.
+//!
+//! One connection asks for a page again and again, the other hands in notes, each of which has to be there in the end. Both speak HTTP/1.1 with
+//! keep-alive. The sockets are made in a host of the laboratory; the threads that use them belong to this process.
+
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc::{self, Receiver};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use crate::error::{Context, Error, Result};
+use crate::host::Host;
+
+/// Longest answer that is read. The service's are far smaller.
+const ANSWER_BYTES: usize = 1 << 20;
+/// A connection that is silent for so long is given up: far beyond what any move takes.
+const SILENCE: Duration = Duration::from_mins(1);
+
+/// What was seen on one connection.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Watched {
+    /// Requests answered with success.
+    pub answered: u64,
+    /// The longest time between two answers, ms.
+    pub longest_gap_ms: f64,
+    /// When it ended, ms since the client began.
+    pub longest_gap_at_ms: f64,
+    /// Half of all answers came within this time after their request, ms.
+    pub median_ms: f64,
+    /// What ended the connection, if anything did. It is never opened again.
+    pub error: Option<String>,
+}
+
+/// What a client saw.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct ClientReport {
+    /// How long it watched, ms.
+    pub watched_ms: f64,
+    /// The connection that asks for the page.
+    pub page: Watched,
+    /// The connection that hands in notes.
+    pub notes: Watched,
+    /// Notes that the service has in the end, less those it had at the beginning. `None` when it could not be asked.
+    pub notes_kept: Option<u64>,
+}
+
+impl ClientReport {
+    /// Whether no connection broke and every note whose receipt was confirmed is there.
+    pub fn is_clean(&self) -> bool {
+        self.page.error.is_none()
+            && self.notes.error.is_none()
+            && self.notes_kept == Some(self.notes.answered)
+    }
+}
+
+/// A client that is watching.
+#[derive(Debug)]
+pub struct Client {
+    start: Instant,
+    stop: Arc<AtomicBool>,
+    /// Told of each answer with the page; it ends when the connection does.
+    answers: Receiver<()>,
+    page: JoinHandle<Watched>,
+    notes: JoinHandle<(Watched, Option<u64>)>,
+}
+
+impl Client {
+    /// Connects from `host` to the service (twice) and begins to watch. `pause` is the time between an answer and the next request for the page; notes
+    /// are handed in ten times less often.
+    pub fn start(host: &Host, service: SocketAddr, pause: Duration) -> Result<Self> {
+        let connect =
+            || host.within(|| Connection::open(service))?.context(|| format!("cannot reach {service}"));
+        let mut page = connect()?;
+        let mut notes = connect()?;
+        let before = notes.notes().context(|| format!("{service} is no service of notes"))?;
+        let start = Instant::now();
+        let stop = Arc::new(AtomicBool::new(false));
+        let (page_stop, notes_stop) = (Arc::clone(&stop), Arc::clone(&stop));
+        let (answered, answers) = mpsc::channel();
+        Ok(Self {
+            start,
+            stop,
+            answers,
+            page: thread::spawn(move || {
+                watch(&page_stop, start, pause, |_| {
+                    page.request("GET", "/", "")?;
+                    // Nobody may be waiting.
+                    let _ = answered.send(());
+                    Ok(())
+                })
+            }),
+            notes: thread::spawn(move || {
+                let watched = watch(&notes_stop, start, pause * 10, |n| {
+                    notes.request("POST", "/notes", &format!("note {n}")).map(drop)
+                });
+                (watched, notes.notes().ok().and_then(|after| after.checked_sub(before)))
+            }),
+        })
+    }
+
+    /// Waits for so many more answers with the page. An error when the connection breaks before.
+    pub fn wait_for_answers(&self, answers: usize) -> Result<()> {
+        // Those until now do not count.
+        let _ = self.answers.try_iter().count();
+        if self.answers.iter().take(answers).count() < answers {
+            return Err(Error::Config("the client's connection broke".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Ends watching and tells what was seen.
+    pub fn finish(self) -> ClientReport {
+        let watched_ms = self.start.elapsed().as_secs_f64() * 1e3;
+        self.stop.store(true, Relaxed);
+        // The threads do not panic; if one did, that goes on here.
+        let page = self.page.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        let (notes, notes_kept) = self.notes.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        ClientReport { watched_ms, page, notes, notes_kept }
+    }
+}
+
+/// Repeats a request until told to stop, or until it fails.
+fn watch(
+    stop: &AtomicBool,
+    start: Instant,
+    pause: Duration,
+    mut request: impl FnMut(u64) -> io::Result<()>,
+) -> Watched {
+    let mut watched = Watched::default();
+    let mut times_ms = Vec::new();
+    let mut last = Instant::now();
+    while !stop.load(Relaxed) {
+        let asked = Instant::now();
+        if let Err(error) = request(watched.answered) {
+            watched.error = Some(error.to_string());
+            break;
+        }
+        let now = Instant::now();
+        watched.answered += 1;
+        times_ms.push((now - asked).as_secs_f64() * 1e3);
+        let gap_ms = (now - last).as_secs_f64() * 1e3;
+        if gap_ms > watched.longest_gap_ms {
+            watched.longest_gap_ms = gap_ms;
+            watched.longest_gap_at_ms = (now - start).as_secs_f64() * 1e3;
+        }
+        last = now;
+        thread::sleep(pause);
+    }
+    times_ms.sort_by(f64::total_cmp);
+    watched.median_ms = times_ms.get(times_ms.len() / 2).copied().unwrap_or_default();
+    watched
+}
+
+/// A connection that carries one request after another.
+#[derive(Debug)]
+struct Connection {
+    stream: BufReader<TcpStream>,
+}
+
+impl Connection {
+    fn open(service: SocketAddr) -> io::Result<Self> {
+        let stream = TcpStream::connect_timeout(&service, SILENCE)?;
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(SILENCE))?;
+        stream.set_write_timeout(Some(SILENCE))?;
+        Ok(Self { stream: BufReader::new(stream) })
+    }
+
+    /// Sends a request and reads the answer's body. Anything but success is an error.
+    fn request(&mut self, method: &str, path: &str, body: &str) -> io::Result<Vec<u8>> {
+        let request =
+            format!("{method} {path} HTTP/1.1\r\nHost: lab\r\nContent-Length: {}\r\n\r\n{body}", body.len());
+        self.stream.get_mut().write_all(request.as_bytes())?;
+        let status = self.line()?;
+        if !status.starts_with("HTTP/1.1 2") {
+            return Err(io::Error::other(format!("{method} {path}: {status}")));
+        }
+        let mut length = None;
+        loop {
+            let line = self.line()?.to_ascii_lowercase();
+            if line.is_empty() {
+                break;
+            }
+            if line == "connection: close" {
+                return Err(io::Error::other("the service wants to close the connection"));
+            }
+            if let Some(value) = line.strip_prefix("content-length:") {
+                length = value.trim().parse().ok();
+            }
+        }
+        match length {
+            Some(length) if length <= ANSWER_BYTES => {
+                let mut body = vec![0; length];
+                self.stream.read_exact(&mut body)?;
+                Ok(body)
+            }
+            _ => Err(io::Error::other("the answer tells no length, or one beyond all reason")),
+        }
+    }
+
+    fn line(&mut self) -> io::Result<String> {
+        let mut line = Vec::new();
+        (&mut self.stream).take(8192).read_until(b'\n', &mut line)?;
+        if line.pop() != Some(b'\n') {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(String::from_utf8_lossy(&line).trim_end().to_owned())
+    }
+
+    /// How many notes the service has.
+    fn notes(&mut self) -> io::Result<u64> {
+        let body: serde_json::Value = serde_json::from_slice(&self.request("GET", "/notes", "")?)?;
+        body["count"].as_u64().ok_or_else(|| io::Error::other("the answer tells no count"))
+    }
+}
+
+/// Waits until a service takes connections, as seen from a host.
+pub fn wait_for_service(host: &Host, address: Ipv4Addr, port: u16, deadline: Duration) -> Result<()> {
+    let start = Instant::now();
+    let service = SocketAddr::from((address, port));
+    loop {
+        // A packet to a guest that still boots is lost or refused: there is no event to wait for but the answer.
+        let attempt = host.within(|| TcpStream::connect_timeout(&service, Duration::from_secs(1)))?;
+        match attempt {
+            Ok(_) => return Ok(()),
+            Err(_) if start.elapsed() < deadline => thread::sleep(Duration::from_millis(50)),
+            Err(error) => {
+                return Err(Error::Io { what: format!("{service} cannot be reached"), source: error });
+            }
+        }
+    }
+}

@@ -86,6 +86,19 @@ impl HostRules {
         }
     }
 
+    /// Where a file of the other host lies on this one.
+    pub fn path_here(&self, path: &str) -> String {
+        let rule = self
+            .disk_dirs
+            .iter()
+            .filter_map(|(from, to)| Some((from, Path::new(path).strip_prefix(from).ok()?, to)))
+            .max_by_key(|(from, _, _)| from.components().count());
+        match rule {
+            Some((_, rest, to)) => to.join(rest).to_string_lossy().into_owned(),
+            None => path.to_owned(),
+        }
+    }
+
     fn allows(&self, name: &str) -> bool {
         self.allow_options.iter().any(|allowed| allowed.trim_start_matches('-') == name)
     }
@@ -199,12 +212,12 @@ impl<'a> Build<'a> {
                 let ours = option.parsed().get("chardev").as_deref() == Some(MONITOR_ID);
                 (!ours).then(|| option.clone())
             }
-            "netdev" | "nic" | "net" => self.network(option),
+            "netdev" | "nic" | "net" => Some(self.network(option)),
             "display" => self.display(option),
-            "vnc" => self.vnc(option),
-            "spice" => self.spice(option),
-            "object" => self.object(option),
-            "machine" => self.machine(option),
+            "vnc" => Some(self.vnc(option)),
+            "spice" => Some(self.spice(option)),
+            "object" => Some(self.object(option)),
+            "machine" => Some(self.machine(option)),
             name if WHOLE_FILES.contains(&name) => {
                 let path = option.value.as_deref()?;
                 Some(Given::new(name, self.path_here(path)))
@@ -253,16 +266,7 @@ impl<'a> Build<'a> {
     }
 
     fn path_here(&self, path: &str) -> String {
-        let rule = self
-            .rules
-            .disk_dirs
-            .iter()
-            .filter_map(|(from, to)| Some((from, Path::new(path).strip_prefix(from).ok()?, to)))
-            .max_by_key(|(from, _, _)| from.components().count());
-        match rule {
-            Some((_, rest, to)) => to.join(rest).to_string_lossy().into_owned(),
-            None => path.to_owned(),
-        }
+        self.rules.path_here(path)
     }
 
     /// A file of that name in the run directory, another one each time.
@@ -292,7 +296,7 @@ impl<'a> Build<'a> {
         new
     }
 
-    fn network(&mut self, option: &Given) -> Option<Given> {
+    fn network(&mut self, option: &Given) -> Given {
         let mut value = option.parsed();
         let kind = value.get("type").unwrap_or_default();
         let id = value.get("id").unwrap_or_default();
@@ -322,7 +326,7 @@ impl<'a> Build<'a> {
                 }
             }
         }
-        Some(Given::new(&option.name, value.to_string()))
+        Given::new(&option.name, value.to_string())
     }
 
     fn tap(&mut self, value: &mut Value, id: &str) {
@@ -367,7 +371,7 @@ impl<'a> Build<'a> {
         None
     }
 
-    fn vnc(&mut self, option: &Given) -> Option<Given> {
+    fn vnc(&mut self, option: &Given) -> Given {
         let mut value = option.parsed();
         if let Some(path) = value.get("vnc").and_then(|vnc| vnc.strip_prefix("unix:").map(str::to_owned)) {
             let here = self.socket_in_run_dir(&path);
@@ -375,10 +379,10 @@ impl<'a> Build<'a> {
         }
         // The key may be left out, and in old versions must be.
         let text = value.to_string();
-        Some(Given::new("vnc", text.strip_prefix("vnc=").unwrap_or(&text)))
+        Given::new("vnc", text.strip_prefix("vnc=").unwrap_or(&text))
     }
 
-    fn spice(&mut self, option: &Given) -> Option<Given> {
+    fn spice(&mut self, option: &Given) -> Given {
         let mut value = option.parsed();
         if value.get("unix").as_deref() == Some("on")
             && let Some(path) = value.get("addr")
@@ -386,10 +390,10 @@ impl<'a> Build<'a> {
             let here = self.socket_in_run_dir(&path);
             value.set("addr", &here);
         }
-        Some(Given::new("spice", value.to_string()))
+        Given::new("spice", value.to_string())
     }
 
-    fn machine(&mut self, option: &Given) -> Option<Given> {
+    fn machine(&mut self, option: &Given) -> Given {
         let value = option.parsed();
         for key in ["memory-encryption", "confidential-guest-support"] {
             if value.get(key).is_some() {
@@ -400,7 +404,7 @@ impl<'a> Build<'a> {
                 );
             }
         }
-        Some(self.with_paths(option))
+        self.with_paths(option)
     }
 
     /// What a source on a terminal had is a file here.

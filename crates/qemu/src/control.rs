@@ -1,5 +1,7 @@
 //! Small questions and orders to a running QEMU that a migration needs.
 
+use std::collections::BTreeSet;
+
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -37,6 +39,27 @@ pub fn blocked_reasons(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
         blocked_reasons: Vec<String>,
     }
     Ok(qmp.execute::<Migrate>("query-migrate", Value::Null)?.blocked_reasons)
+}
+
+/// CPU features that were asked for and that this QEMU cannot give its guest.
+pub fn cpu_unavailable_features(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
+    #[derive(Deserialize)]
+    struct Cpu {
+        #[serde(rename = "qom-path")]
+        path: String,
+    }
+    let cpus: Vec<Cpu> = qmp.execute("query-cpus-fast", Value::Null)?;
+    let Some(cpu) = cpus.first() else { return Ok(Vec::new()) };
+    qmp.execute("qom-get", json!({ "path": cpu.path, "property": "unavailable-features" }))
+}
+
+/// The machine types that this QEMU knows, with their short names (`q35`).
+pub fn machine_types(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
+    let machines: Vec<Value> = qmp.execute("query-machines", Value::Null)?;
+    let names = |machine: &Value| {
+        ["name", "alias"].map(|key| machine.get(key).and_then(Value::as_str).map(str::to_owned))
+    };
+    Ok(machines.iter().flat_map(names).flatten().collect())
 }
 
 /// Stops the virtual CPUs; returns when they stand and block I/O is drained.

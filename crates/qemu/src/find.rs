@@ -392,7 +392,9 @@ fn unit(cgroup: &str) -> Option<String> {
     let path = cgroup.lines().find_map(|line| {
         line.strip_prefix("0::").or_else(|| line.split_once(":name=systemd:").map(|(_, path)| path))
     })?;
-    path.rsplit('/').find(|part| part.ends_with(".service") || part.ends_with(".scope")).map(str::to_owned)
+    path.rsplit('/')
+        .find(|part| matches!(part.rsplit_once('.'), Some((_, "service" | "scope"))))
+        .map(str::to_owned)
 }
 
 #[cfg(test)]

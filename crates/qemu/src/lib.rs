@@ -7,6 +7,7 @@ pub mod device_state;
 pub mod find;
 mod maps;
 pub mod options;
+pub mod preflight;
 pub mod process;
 pub mod qmp;
 pub mod ram;

@@ -11,7 +11,7 @@ use std::io::{self, Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use crate::qmp::{Qmp, QmpError};
@@ -95,10 +95,7 @@ impl Started {
     /// Waits until the process has ended; `None` when it has not by the deadline.
     pub fn wait(&self, deadline: Instant) -> Option<ExitStatus> {
         let left = deadline.saturating_duration_since(Instant::now());
-        match self.exited.recv_timeout(left) {
-            Ok(status) => Some(status),
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        self.exited.recv_timeout(left).ok()
     }
 }
 
@@ -109,7 +106,7 @@ impl Started {
 pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), StartError> {
     let (program, arguments) = launch.argv.split_first().ok_or(StartError::Empty)?;
     let log = open_log(&launch.log).map_err(|source| StartError::Log { path: launch.log.clone(), source })?;
-    let logs = log.try_clone().and_then(|other| Ok((Stdio::from(other), Stdio::from(log))));
+    let logs = log.try_clone().map(|other| (Stdio::from(other), Stdio::from(log)));
     let (out, err) = logs.map_err(|source| StartError::Log { path: launch.log.clone(), source })?;
     // A socket of an earlier life would only confuse the wait.
     let _ = std::fs::remove_file(&launch.qmp);

@@ -427,17 +427,13 @@ impl Qmp {
 
     fn next_line(&mut self) -> Option<Vec<u8>> {
         let fresh = self.buffer.get(self.searched..).unwrap_or_default();
-        match fresh.iter().position(|byte| *byte == b'\n') {
-            Some(at) => {
-                let rest = self.buffer.split_off(self.searched + at + 1);
-                self.searched = 0;
-                Some(std::mem::replace(&mut self.buffer, rest))
-            }
-            None => {
-                self.searched = self.buffer.len();
-                None
-            }
-        }
+        let Some(at) = fresh.iter().position(|byte| *byte == b'\n') else {
+            self.searched = self.buffer.len();
+            return None;
+        };
+        let rest = self.buffer.split_off(self.searched + at + 1);
+        self.searched = 0;
+        Some(std::mem::replace(&mut self.buffer, rest))
     }
 }
 

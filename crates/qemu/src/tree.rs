@@ -210,7 +210,7 @@ impl Device {
             let value = value.trim();
             match key {
                 "addr" | "port" | "nr" | "unit" if self.place.is_empty() => {
-                    self.place = value.trim_matches('"').to_owned();
+                    value.trim_matches('"').clone_into(&mut self.place);
                 }
                 "scsi-id" | "lun" => {
                     let number = value.split_whitespace().next().unwrap_or_default();
@@ -226,7 +226,7 @@ impl Device {
             && let Some((_, rest)) = content.split_once(", port ")
         {
             // A USB device: the address is the guest's choice, the port is ours.
-            self.place = rest.split(',').next().unwrap_or_default().trim().to_owned();
+            rest.split(',').next().unwrap_or_default().trim().clone_into(&mut self.place);
         } else if content.starts_with("class ")
             && let Some((_, identity)) = content.split_once("pci id ")
         {

@@ -138,9 +138,10 @@ impl Build<'_> {
                 if listens {
                     let here = self.socket_in_run_dir(path);
                     let is_wait = |flag: &&&str| !flag.contains("wait") && !flag.starts_with("server");
-                    let others: String =
-                        flags.iter().filter(is_wait).map(|flag| format!(",{flag}")).collect();
-                    format!("{mux}unix:{here},server=on,wait=off{others}")
+                    let others: Vec<&str> = flags.iter().filter(is_wait).copied().collect();
+                    let others = others.join(",");
+                    let comma = if others.is_empty() { "" } else { "," };
+                    format!("{mux}unix:{here},server=on,wait=off{comma}{others}")
                 } else {
                     text.to_owned()
                 }

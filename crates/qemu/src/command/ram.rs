@@ -40,13 +40,13 @@ const OBJECTS: &[&str] = &[
 
 impl Build<'_> {
     /// `-object`.
-    pub(super) fn object(&mut self, option: &Given) -> Option<Given> {
+    pub(super) fn object(&mut self, option: &Given) -> Given {
         let mut value = option.parsed();
         let kind = value.get("qom-type").unwrap_or_default();
         let id = value.get("id").unwrap_or_default();
         if kind.starts_with("memory-backend-") {
             self.memory_object(&kind, &id, &mut value);
-            return Some(Given::new("object", value.to_string()));
+            return Given::new("object", value.to_string());
         }
         if !OBJECTS.contains(&kind.as_str()) && !self.rules.allows(&format!("object:{kind}")) {
             self.problem(
@@ -55,7 +55,7 @@ impl Build<'_> {
                 format!("start the guest without it, or allow it by name (object:{kind})"),
             );
         }
-        Some(self.with_paths(option))
+        self.with_paths(option)
     }
 
     fn memory_object(&mut self, kind: &str, id: &str, value: &mut Value) {

@@ -1,6 +1,7 @@
 //! Network back ends, character devices and objects that came or went after the start.
 
 use std::collections::BTreeSet;
+use std::fmt::Write as _;
 
 use serde_json::Value as Json;
 
@@ -128,13 +129,13 @@ fn netdev(net: &Net, usernet: &str) -> Option<Given> {
         "user" => {
             let mut text = format!("type=user,id={id}");
             if let Some(network) = detail("net").filter(|network| network != "10.0.2.0") {
-                text.push_str(&format!(",net={network}/24"));
+                let _ = write!(text, ",net={network}/24");
             }
             if detail("restrict").is_some_and(|restrict| restrict == "on" || restrict == "yes") {
                 text.push_str(",restrict=on");
             }
             for forward in forwards(usernet, &net.id) {
-                text.push_str(&format!(",hostfwd={forward}"));
+                let _ = write!(text, ",hostfwd={forward}");
             }
             Some(Given::new("netdev", text))
         }
@@ -143,7 +144,7 @@ fn netdev(net: &Net, usernet: &str) -> Option<Given> {
             let mut text = format!("type=tap,id={id},ifname={ifname}");
             for key in ["script", "downscript"] {
                 if let Some(script) = detail(key) {
-                    text.push_str(&format!(",{key}={script}"));
+                    let _ = write!(text, ",{key}={script}");
                 }
             }
             Some(Given::new("netdev", text))

@@ -109,7 +109,7 @@ pub(super) fn refresh(
                 if let Some(root) = &backend.root {
                     of_drives.extend(work.below(root));
                 }
-                kept.extend(work.drive(option, backend));
+                kept.push(work.drive(option, backend));
             }
             "blockdev" => kept.extend(work.blockdev(option)),
             _ => kept.push(option),
@@ -224,7 +224,7 @@ impl<'a> Work<'a> {
         found
     }
 
-    fn drive(&mut self, mut option: Given, backend: &Backend) -> Option<Given> {
+    fn drive(&mut self, mut option: Given, backend: &Backend) -> Given {
         let mut value = option.parsed();
         let Some(root) = backend.root.as_ref().and_then(|root| self.live.nodes.get(root)) else {
             // Ejected.
@@ -232,7 +232,7 @@ impl<'a> Work<'a> {
                 value.remove(key);
             }
             option.value = Some(value.to_string());
-            return Some(option);
+            return option;
         };
         let present = self.absolute(&self.live.file_of(root));
         if self.file_of(&value).as_ref() != Some(&present) {
@@ -259,7 +259,7 @@ impl<'a> Work<'a> {
             self.encrypted(root);
         }
         option.value = Some(value.to_string());
-        Some(option)
+        option
     }
 
     fn blockdev(&mut self, mut option: Given) -> Option<Given> {

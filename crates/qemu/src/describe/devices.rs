@@ -78,30 +78,20 @@ pub(super) fn refresh<'a>(
         }
         let mut value = option.parsed();
         let driver = value.get("driver").unwrap_or_default();
-        let found = match value.get("id") {
-            Some(id) => live.devices.iter().find(|device| {
-                device.id.as_ref() == Some(&id) && !device.hotplugged && same_driver(&driver, &device.driver)
-            }),
-            None => {
-                let cold = || {
-                    let is_it = |device: &&LiveDevice| {
-                        device.id.is_none() && !device.hotplugged && same_driver(&driver, &device.driver)
-                    };
-                    live.devices.iter().filter(is_it)
-                };
-                let wanted = expected
-                    .iter()
-                    .filter(|(name, _)| same_driver(name, &driver) || same_driver(&driver, name));
-                if cold().count() != wanted.map(|(_, count)| count).sum::<usize>() {
-                    problems.push(Problem::new(
-                        "device-unclear",
-                        format!("of several {driver} without an id one was unplugged, and QEMU does not tell which"),
-                        "give devices an id (-device …,id=NAME) when the guest is started next",
-                    ));
-                }
-                cold().find(|device| !taken.contains(&device.path.as_str()))
-            }
-        };
+        let id = value.get("id");
+        let alike: Vec<&LiveDevice> = live
+            .devices
+            .iter()
+            .filter(|device| device.id == id && !device.hotplugged && same_driver(&driver, &device.driver))
+            .collect();
+        if id.is_none() && alike.len() != expected_of(&expected, &driver) {
+            problems.push(Problem::new(
+                "device-unclear",
+                format!("of several {driver} without an id one was unplugged, and QEMU does not tell which"),
+                "give devices an id (-device …,id=NAME) when the guest is started next",
+            ));
+        }
+        let found = alike.into_iter().find(|device| !taken.contains(&device.path.as_str()));
         let Some(device) = found else { continue };
         taken.push(&device.path);
         fix_place(&mut value, device);
@@ -140,6 +130,12 @@ fn expected_without_id(options: &[Given]) -> BTreeMap<String, usize> {
         }
     }
     expected
+}
+
+/// How many of them one type has, by whatever of its names.
+fn expected_of(expected: &BTreeMap<String, usize>, driver: &str) -> usize {
+    let same = |name: &str| same_driver(name, driver) || same_driver(driver, name);
+    expected.iter().filter(|(name, _)| same(name)).map(|(_, count)| count).sum()
 }
 
 fn same_driver(given: &str, live: &str) -> bool {

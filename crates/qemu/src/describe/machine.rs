@@ -1,5 +1,7 @@
 //! The machine's own options.
 
+use std::fmt::Write as _;
+
 use super::live::Live;
 use crate::cmdline::Given;
 
@@ -31,7 +33,7 @@ pub(super) fn refresh(options: &mut Vec<Given>, live: &Live) {
         text.push_str(&rest);
     }
     for (key, value) in extra {
-        text.push_str(&format!(",{key}={value}"));
+        let _ = write!(text, ",{key}={value}");
     }
     let whole = Given::new("machine", text);
     match machine.and_then(|at| options.get_mut(at)) {

@@ -12,7 +12,7 @@ use whimbrel_qemu::ram::{RamKind, ram_blocks};
 use whimbrel_qemu::tree::{compare, device_tree};
 
 use crate::support::{
-    Version, Vm, args, assert_memory_equal, copy_memory, deadline, qcow2, ticker_disk, versions,
+    Version, Vm, args, assert_memory_equal, copy_memory, deadline, launch, qcow2, ticker_disk, versions,
 };
 
 struct World {
@@ -52,7 +52,7 @@ impl World {
         let built = build(&described, rules).unwrap();
         let words: Vec<_> = built.argv.iter().map(|word| word.to_string_lossy()).collect();
         println!("{}", words.join(" "));
-        let destination = self.version.launch(&rules.run_dir, "whimbrel-qemu", built.argv, built.qmp);
+        let destination = launch(&rules.run_dir, "whimbrel-qemu", built.argv, built.qmp);
         (described, destination)
     }
 
@@ -320,4 +320,27 @@ fn what_stands_in_the_way_is_all_told() {
             assert!(codes.contains(&code), "no {code} in {codes:?}");
         }
     });
+}
+
+#[test]
+fn from_an_older_qemu_to_a_newer_one() {
+    let versions = versions();
+    let [older, newer] = versions.as_slice() else {
+        println!("note: two versions of QEMU are needed");
+        return;
+    };
+    let world = World { dir: tempfile::tempdir().unwrap(), version: newer.clone() };
+    let boot = ticker_disk(world.dir());
+    let mut source = older.start(
+        world.dir(),
+        "src",
+        &args(&format!(
+            "-machine q35 -m 64 -no-hpet -vga std -usb -device usb-tablet -device virtio-balloon-pci -device virtio-rng-pci
+             -netdev user,id=n0 -device virtio-net-pci,netdev=n0 -drive file={boot},format=raw,if=ide"
+        )),
+    );
+    source.wait_ticking();
+    let (described, mut destination) = world.rebuild(&mut source, &world.rules());
+    assert_eq!(described.machine.machine_type, machine_type(&mut destination.qmp).unwrap());
+    world.hand_over(&mut source, &mut destination);
 }

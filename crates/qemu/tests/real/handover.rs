@@ -13,7 +13,8 @@ use whimbrel_qemu::device_state::{
 };
 
 use crate::support::{
-    Version, Vm, args, assert_memory_equal, copy_memory, deadline, qcow2, ticker_disk, until, versions,
+    Version, Vm, args, assert_memory_equal, copy_memory, deadline, launch, qcow2, ticker_disk, until,
+    versions,
 };
 
 /// Two QEMUs of one guest, and what they share.
@@ -195,7 +196,7 @@ fn there_and_back() {
             .filter(|word| !word.is_empty())
             .map(|word| std::ffi::OsString::from(String::from_utf8_lossy(word).replace("/dst.", "/back.")))
             .collect();
-        let back = version.launch(pair.dir.path(), "back", argv, pair.dir.path().join("back.qmp"));
+        let back = launch(pair.dir.path(), "back", argv, pair.dir.path().join("back.qmp"));
         pair.source = std::mem::replace(&mut pair.destination, back);
         pair.hand_over();
         cont(&mut pair.destination.qmp).unwrap();

@@ -1,6 +1,9 @@
 //! Tests on real QEMUs; see `support` for which.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
 mod describe;
 mod handover;
+mod life;
 mod ram;
 mod support;

@@ -1,7 +1,7 @@
 //! RAM blocks are where we say they are.
 
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::FileExt as _;
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
 use whimbrel_qemu::ram::{RamBlock, RamKind, cross_check, ram_blocks, ram_blocks_from_heap};
 
@@ -102,7 +102,6 @@ fn shared_file_on_tmpfs_and_memory_above_4_gib() {
         let ram = block(&blocks, "ram");
         let RamKind::SharedFile(mapped) = &ram.kind else { panic!("{ram:?}") };
         assert_eq!((&mapped.path, mapped.offset_bytes), (&file, 0));
-        use std::os::unix::fs::MetadataExt as _;
         assert_eq!(mapped.inode, file.metadata().unwrap().ino());
         assert_is_at(&mut vm, ram, 0x10_0000, 0x10_0000);
         // q35 has 2 GiB below the PCI hole, the rest begins at 4 GiB.

@@ -70,7 +70,7 @@ impl Drop for Vm {
 
 /// Far enough away that only a hanging test meets it.
 pub(crate) fn deadline() -> Instant {
-    Instant::now() + Duration::from_secs(60)
+    Instant::now() + Duration::from_mins(1)
 }
 
 /// Polls until the condition holds.
@@ -104,22 +104,22 @@ impl Version {
         argv.extend(["-accel", "tcg", "-display", "none", "-qmp"].map(OsString::from));
         argv.push(format!("unix:{},server=on,wait=off", qmp.display()).into());
         argv.extend(arguments.iter().map(OsString::from));
-        self.launch(dir, name, argv, qmp)
+        launch(dir, name, argv, qmp)
     }
+}
 
-    /// Starts exactly this command line, whose monitor is `qmp`.
-    pub(crate) fn launch(&self, dir: &Path, name: &str, argv: Vec<OsString>, qmp: PathBuf) -> Vm {
-        let launch = Launch {
-            argv,
-            env: Vec::new(),
-            cwd: Some(dir.to_owned()),
-            log: dir.join(format!("{name}.log")),
-            qmp,
-            scope: None,
-        };
-        let (started, qmp) = start(&launch, deadline()).unwrap();
-        Vm { qmp, started, dir: dir.to_owned() }
-    }
+/// Starts exactly this command line, whose monitor is `qmp`.
+pub(crate) fn launch(dir: &Path, name: &str, argv: Vec<OsString>, qmp: PathBuf) -> Vm {
+    let launch = Launch {
+        argv,
+        env: Vec::new(),
+        cwd: Some(dir.to_owned()),
+        log: dir.join(format!("{name}.log")),
+        qmp,
+        scope: None,
+    };
+    let (started, qmp) = start(&launch, deadline()).unwrap();
+    Vm { qmp, started, dir: dir.to_owned() }
 }
 
 impl Vm {

@@ -1,0 +1,150 @@
+//! Whether a guest can be moved to a host, decided before anything is done.
+//!
+//! [`check`] is a pure function over facts of both sides. Facts of a host are gathered by
+//! [`facts`]; those that come from a started destination (its RAM blocks, its device tree, the CPU
+//! features it could not provide) are `None` until there is one, and then the check is made again.
+//!
+//! A [`Finding`] of severity `Blocker` means no; a `Warning` that something may go wrong or slow; an
+//! `Info` what will be different. Each says what to do.
+
+mod checks;
+pub mod facts;
+pub mod gather;
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use crate::describe::{Problem, VmDescription};
+use crate::ram::RamBlock;
+use crate::tree::Difference;
+use facts::{FileIdentity, HostFacts};
+
+/// How grave a finding is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Severity {
+    /// Something will be different.
+    Info,
+    /// Something may go wrong.
+    Warning,
+    /// The guest cannot be moved so.
+    Blocker,
+}
+
+/// One thing that was found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// How grave it is.
+    pub severity: Severity,
+    /// A word for programs, e.g. `machine-type-unknown`.
+    pub code: String,
+    /// What was found.
+    pub what: String,
+    /// What can be done about it.
+    pub what_to_do: String,
+}
+
+impl std::fmt::Display for Finding {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let severity = match self.severity {
+            Severity::Info => "info",
+            Severity::Warning => "warning",
+            Severity::Blocker => "blocker",
+        };
+        write!(f, "{severity}: {}; {} [{}]", self.what, self.what_to_do, self.code)
+    }
+}
+
+/// What is known of the guest and its host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SourceFacts {
+    /// The guest.
+    pub vm: VmDescription,
+    /// Its host.
+    pub host: HostFacts,
+    /// QEMU's run state.
+    pub run_state: String,
+    /// Why QEMU itself would not migrate it ([`crate::control::blocked_reasons`]).
+    pub blocked_reasons: Vec<String>,
+    /// Its RAM blocks.
+    pub ram_blocks: Vec<RamBlock>,
+    /// Processes other than QEMU that map its memory, for people.
+    pub other_mappers: Vec<String>,
+    /// The process that debugs QEMU, 0 for none (`TracerPid`).
+    pub tracer_pid: u32,
+    /// CPU features that were asked for and that the guest does not have.
+    pub cpu_unavailable: Vec<String>,
+    /// Whether guests of the guest have run (KVM's `nested_run`); `None` when that is not known.
+    pub nested_guests: Option<bool>,
+    /// What would start the guest again ([`crate::find::restart_warning`]).
+    pub restart_warning: Option<String>,
+}
+
+/// A disk as the destination sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskSight {
+    /// Its path on the source.
+    pub path: String,
+    /// What the source sees there; `None` when it cannot tell (a block device, a network protocol).
+    pub source: Option<FileIdentity>,
+    /// Its path on the destination.
+    pub path_there: String,
+    /// Whether something is there.
+    pub exists: bool,
+    /// What it is.
+    pub destination: Option<FileIdentity>,
+    /// Whether somebody said in so many words that both are the same.
+    pub marked_shared: bool,
+    /// Whether it is opened past the page cache.
+    pub direct: bool,
+    /// Whether QEMU locks it.
+    pub locked: bool,
+}
+
+/// What is known of the destination.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DestinationFacts {
+    /// The host.
+    pub host: HostFacts,
+    /// Its QEMU's version, `major.minor.micro`.
+    pub qemu_version: String,
+    /// The machine types that its QEMU knows.
+    pub machine_types: BTreeSet<String>,
+    /// Size of the huge pages that memory is to be made of.
+    pub hugepage_bytes: Option<u64>,
+    /// Disks.
+    pub disks: Vec<DiskSight>,
+    /// Interfaces that the guest's networks want and that are not there.
+    pub missing_interfaces: Vec<String>,
+    /// What [`crate::command::build`] refused.
+    pub problems: Vec<Problem>,
+    /// RAM blocks of the started QEMU.
+    pub ram_blocks: Option<Vec<RamBlock>>,
+    /// How its device tree differs.
+    pub device_differences: Option<Vec<Difference>>,
+    /// CPU features that it could not provide.
+    pub cpu_unavailable: Option<Vec<String>>,
+}
+
+/// Everything that speaks against moving the guest, the gravest first.
+pub fn check(source: &SourceFacts, destination: &DestinationFacts) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    checks::guest(source, destination, &mut findings);
+    checks::qemu(source, destination, &mut findings);
+    checks::processor(source, destination, &mut findings);
+    checks::memory(source, destination, &mut findings);
+    checks::disks(destination, &mut findings);
+    checks::surroundings(source, destination, &mut findings);
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+    findings.dedup();
+    findings
+}
+
+/// Whether nothing stands in the way.
+pub fn is_possible(findings: &[Finding]) -> bool {
+    findings.iter().all(|finding| finding.severity != Severity::Blocker)
+}
+
+#[cfg(test)]
+mod tests;

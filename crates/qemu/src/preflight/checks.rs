@@ -1,0 +1,479 @@
+//! The checks, by what they look at.
+
+use super::facts::FileIdentity;
+use super::{DestinationFacts, DiskSight, Finding, Severity, SourceFacts};
+use crate::options::Value;
+use crate::ram::RamBlock;
+
+/// What a QEMU needs besides the guest's memory, in bytes: its code, caches, the devices' buffers.
+const OVERHEAD_BYTES: u64 = 256 << 20;
+/// The kernel with asynchronous write protection and `PAGEMAP_SCAN`.
+const KERNEL_NEEDED: (u64, u64) = (6, 7);
+/// The oldest QEMU that this was tried on.
+const QEMU_TRIED: (u64, u64) = (7, 2);
+
+type Findings = Vec<Finding>;
+
+fn add(
+    findings: &mut Findings,
+    severity: Severity,
+    code: &str,
+    what: impl Into<String>,
+    what_to_do: impl Into<String>,
+) {
+    findings.push(Finding {
+        severity,
+        code: code.to_owned(),
+        what: what.into(),
+        what_to_do: what_to_do.into(),
+    });
+}
+
+use Severity::{Blocker, Info, Warning};
+
+/// The guest itself: what it has that cannot be moved, and what it is doing.
+pub(super) fn guest(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
+    for problem in source.vm.problems.iter().chain(&destination.problems) {
+        add(findings, Blocker, &problem.code, &problem.what, &problem.what_to_do);
+    }
+    for reason in &source.blocked_reasons {
+        add(
+            findings,
+            Blocker,
+            "qemu-blocks",
+            format!("QEMU itself refuses to migrate this guest: {reason}"),
+            "remove the device or feature that QEMU names",
+        );
+    }
+    match source.run_state.as_str() {
+        "running" => {}
+        "paused" => add(
+            findings,
+            Info,
+            "paused",
+            "the guest is paused",
+            "nothing; it stays paused on the destination until somebody lets it go on",
+        ),
+        state => add(
+            findings,
+            Blocker,
+            "run-state",
+            format!("the guest is in run state {state}; only running and paused guests are moved"),
+            "bring it to run or pause (for io-error: repair the storage and let it go on)",
+        ),
+    }
+    if source.tracer_pid != 0 {
+        add(
+            findings,
+            Blocker,
+            "debugger",
+            format!("QEMU is being debugged by process {}", source.tracer_pid),
+            "detach the debugger (gdb, strace)",
+        );
+    }
+    if let Some(warning) = &source.restart_warning {
+        add(findings, Warning, "restarts", warning, "do so before migrating");
+    }
+    match source.nested_guests {
+        Some(true) => add(
+            findings,
+            Blocker,
+            "nested-guests",
+            "guests run inside this guest; what they write is not seen by the dirty log",
+            "shut the inner guests down and restart this one without virtualization (-cpu …,-vmx or -svm)",
+        ),
+        None if offers_virtualization(source) => add(
+            findings,
+            Warning,
+            "nested-possible",
+            "the guest could run guests inside, and it cannot be seen whether it does",
+            "make sure that it does not, or mount debugfs so that it can be seen",
+        ),
+        Some(false) | None => {}
+    }
+}
+
+fn offers_virtualization(source: &SourceFacts) -> bool {
+    let asked = source.vm.machine.cpu_option.as_deref().unwrap_or_default();
+    let plain = asked.split(',').next().unwrap_or_default();
+    let named = |sign: char| {
+        [format!("{sign}vmx"), format!("{sign}svm")].iter().any(|name| asked.contains(name.as_str()))
+    };
+    source.vm.machine.accelerator == "kvm"
+        && (named('+') || (["host", "max"].contains(&plain) && !named('-')))
+}
+
+/// The programs: versions and machine types.
+pub(super) fn qemu(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
+    let machine = &source.vm.machine.machine_type;
+    if !destination.machine_types.contains(machine) {
+        add(
+            findings,
+            Blocker,
+            "machine-type-unknown",
+            format!(
+                "the destination's QEMU {} does not know machine type {machine}",
+                destination.qemu_version
+            ),
+            "install a QEMU there that has it (usually the same or a newer one)",
+        );
+    }
+    let (ours, theirs) = (two(&source.vm.program.version), two(&destination.qemu_version));
+    if theirs < ours {
+        add(
+            findings,
+            Blocker,
+            "qemu-older",
+            format!("QEMU is {} here and {} there", source.vm.program.version, destination.qemu_version),
+            "install at least the same version on the destination",
+        );
+    } else if theirs > ours {
+        add(
+            findings,
+            Info,
+            "qemu-newer",
+            format!(
+                "QEMU is {} here and {} there; the way back would be to an older one",
+                source.vm.program.version, destination.qemu_version
+            ),
+            "nothing, unless the guest is to come back: then install the same version on both",
+        );
+    }
+    if ours < QEMU_TRIED {
+        add(
+            findings,
+            Warning,
+            "qemu-untried",
+            format!("QEMU {} is older than what this was tried on (7.2 and 10.0)", source.vm.program.version),
+            "try with a guest that does not matter first",
+        );
+    }
+    for difference in destination.device_differences.iter().flatten() {
+        add(
+            findings,
+            Blocker,
+            "devices-differ",
+            format!("the destination would show the guest other devices: {difference}"),
+            "if devices were plugged during the check, check again; otherwise give the devices fixed addresses (-device …,addr=) when the guest is started next",
+        );
+    }
+}
+
+/// Accelerator and CPU features.
+pub(super) fn processor(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
+    let (here, there) = (&source.host, &destination.host);
+    let machine = &source.vm.machine;
+    let kvm = machine.accelerator == "kvm";
+    let model = machine.cpu_option.as_deref().unwrap_or_default().split(',').next().unwrap_or_default();
+    if kvm && !there.kvm {
+        add(
+            findings,
+            Blocker,
+            "kvm-missing",
+            "the guest runs on KVM, and the destination has no /dev/kvm that can be opened",
+            "load kvm_intel or kvm_amd there, switch virtualization on in its firmware, or give the agent access",
+        );
+    }
+    let gone: Vec<&str> = here.cpu_flags.difference(&there.cpu_flags).map(String::as_str).collect();
+    if kvm && (model == "host" || model == "max") {
+        if here.cpu != there.cpu || !gone.is_empty() {
+            add(
+                findings,
+                Blocker,
+                "cpu-host-differs",
+                format!(
+                    "the guest sees the host's own processor (-cpu {model}), {}, and the destination has {}{}",
+                    here.cpu,
+                    there.cpu,
+                    lacking(&gone)
+                ),
+                "move it to a host with the same processor, or start it with a named model (-cpu NAME) next time",
+            );
+        }
+    } else if kvm && !gone.is_empty() && destination.cpu_unavailable.is_none() {
+        add(
+            findings,
+            Warning,
+            "cpu-flags",
+            format!("the destination's processor has less than this one{}", lacking(&gone)),
+            "make sure that the guest's CPU model does not have them; the destination's QEMU will tell when it is started",
+        );
+    }
+    if !kvm
+        && (model == "max" || model == "host")
+        && two(&source.vm.program.version) != two(&destination.qemu_version)
+    {
+        add(
+            findings,
+            Warning,
+            "cpu-max",
+            "-cpu max means another processor in every version of QEMU",
+            "use the same version on both sides, or a named model",
+        );
+    }
+    if let Some(theirs) = &destination.cpu_unavailable {
+        let lost: Vec<&str> = theirs
+            .iter()
+            .filter(|feature| !source.cpu_unavailable.contains(feature))
+            .map(String::as_str)
+            .collect();
+        if !lost.is_empty() {
+            add(
+                findings,
+                Blocker,
+                "cpu-features",
+                format!(
+                    "the destination cannot give the guest CPU features that it has now{}",
+                    lacking(&lost)
+                ),
+                "move it to a host that has them, or start it with a model without them next time",
+            );
+        }
+    }
+}
+
+fn lacking(flags: &[&str]) -> String {
+    if flags.is_empty() { String::new() } else { format!(" (missing: {})", flags.join(", ")) }
+}
+
+/// Blocks of memory, and room for them.
+pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
+    if !source.other_mappers.is_empty() {
+        add(
+            findings,
+            Blocker,
+            "memory-shared",
+            format!(
+                "other processes map the guest's memory ({}); what they write is not seen by the dirty log",
+                source.other_mappers.join(", ")
+            ),
+            "unplug the devices that they serve (vhost-user, virtiofsd), or end them",
+        );
+    }
+    if let Some(theirs) = &destination.ram_blocks {
+        blocks(&source.ram_blocks, theirs, findings);
+    }
+    let needed = source.vm.memory.base_bytes.saturating_add(source.vm.memory.plugged_bytes);
+    let host = &destination.host;
+    if let Some(size) = destination.hugepage_bytes {
+        let free = host.hugepages_free_bytes.get(&size).copied().unwrap_or(0);
+        // A started destination has taken its pages already.
+        if free < needed && destination.ram_blocks.is_none() {
+            add(
+                findings,
+                Blocker,
+                "hugepages-short",
+                format!(
+                    "{} MiB of huge pages of {} KiB are needed, {} MiB are free",
+                    needed >> 20,
+                    size >> 10,
+                    free >> 20
+                ),
+                "reserve more (vm.nr_hugepages), or let memory be made of usual pages",
+            );
+        }
+    } else if host.memory_available_bytes < needed.saturating_add(OVERHEAD_BYTES) {
+        add(
+            findings,
+            Blocker,
+            "memory-short",
+            format!(
+                "the guest needs {} MiB and QEMU some more, the destination has {} MiB available",
+                needed >> 20,
+                host.memory_available_bytes >> 20
+            ),
+            "free memory there, or choose another host",
+        );
+    }
+}
+
+fn blocks(ours: &[RamBlock], theirs: &[RamBlock], findings: &mut Findings) {
+    let mut differ = |what: String| {
+        add(
+            findings,
+            Blocker,
+            "ram-blocks-differ",
+            what,
+            "use the same version and package of QEMU (its ROMs, too) on both sides; if devices were plugged during the check, check again",
+        );
+    };
+    for block in ours {
+        match theirs.iter().find(|other| other.name == block.name) {
+            None => differ(format!("the destination has no RAM block {}", block.name)),
+            Some(other) if (other.used_bytes, other.max_bytes) != (block.used_bytes, block.max_bytes) => {
+                differ(format!(
+                    "RAM block {} has {} bytes (of {}) here and {} (of {}) there",
+                    block.name, block.used_bytes, block.max_bytes, other.used_bytes, other.max_bytes
+                ));
+            }
+            Some(_) => {}
+        }
+    }
+    for other in theirs.iter().filter(|other| ours.iter().all(|block| block.name != other.name)) {
+        differ(format!("RAM block {} is only on the destination", other.name));
+    }
+}
+
+/// Whether both sides see the same disks.
+pub(super) fn disks(destination: &DestinationFacts, findings: &mut Findings) {
+    for disk in &destination.disks {
+        one_disk(disk, findings);
+    }
+}
+
+fn one_disk(disk: &DiskSight, findings: &mut Findings) {
+    let DiskSight { path, path_there, .. } = disk;
+    if !disk.exists {
+        add(
+            findings,
+            Blocker,
+            "disk-missing",
+            format!("the destination has no {path_there} (here {path})"),
+            "mount the shared storage there, or name its directory there (disk directories)",
+        );
+        return;
+    }
+    match (&disk.source, &disk.destination) {
+        _ if disk.marked_shared => {}
+        (Some(ours), Some(theirs)) if ours == theirs => {}
+        (Some(ours), Some(theirs)) if may_be_one(ours, theirs) => {
+            add(
+                findings,
+                Warning,
+                "disk-mounted-differently",
+                format!(
+                    "{path} is on {} here and on {} there, with the same inode",
+                    ours.mounted, theirs.mounted
+                ),
+                "if it is one file on one server, mark the directory as shared",
+            );
+        }
+        (Some(_), Some(_)) => {
+            add(
+                findings,
+                Blocker,
+                "disk-differs",
+                format!("{path} here and {path_there} there are different files"),
+                "put the disk on storage that both hosts see (NFS, Ceph, …), and mount it on both",
+            );
+            return;
+        }
+        _ => {
+            add(
+                findings,
+                Warning,
+                "disk-unidentified",
+                format!("it cannot be seen whether {path} here and {path_there} there are the same"),
+                "make sure, and mark it as shared",
+            );
+        }
+    }
+    let shared = disk.source.as_ref().is_some_and(FileIdentity::is_on_shared_storage);
+    if shared && !disk.direct {
+        add(
+            findings,
+            Warning,
+            "disk-cached",
+            format!(
+                "{path} goes through the page cache; the destination may read stale data of its own cache"
+            ),
+            "use cache=none for disks on shared storage",
+        );
+    }
+    if !disk.locked {
+        add(
+            findings,
+            Warning,
+            "disk-unlocked",
+            format!("{path} is not locked (file.locking=off); nothing keeps two QEMUs from writing to it"),
+            "leave locking on, so that mistakes are refused",
+        );
+    }
+}
+
+/// Whether two files may be one of a server that the hosts know by different names.
+fn may_be_one(ours: &FileIdentity, theirs: &FileIdentity) -> bool {
+    let shared = ours.is_on_shared_storage() && theirs.is_on_shared_storage();
+    shared && ours.inode == theirs.inode && ours.mounted != theirs.mounted
+}
+
+/// Kernels, networks, displays.
+pub(super) fn surroundings(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
+    let old = |kernel: &str| two(kernel) < KERNEL_NEEDED;
+    if old(&source.host.kernel) {
+        add(
+            findings,
+            Blocker,
+            "kernel-old",
+            format!(
+                "this host's kernel {} has no asynchronous write protection; 6.7 is needed",
+                source.host.kernel
+            ),
+            "boot a kernel of at least 6.7 (Debian: linux-image from backports)",
+        );
+    }
+    if old(&destination.host.kernel) {
+        add(
+            findings,
+            Warning,
+            "kernel-old-there",
+            format!(
+                "the destination's kernel {} is older than 6.7: the guest can come, but not leave again",
+                destination.host.kernel
+            ),
+            "boot a kernel of at least 6.7 there",
+        );
+    }
+    for interface in &destination.missing_interfaces {
+        add(
+            findings,
+            Blocker,
+            "interface-missing",
+            format!("the destination has no interface {interface}"),
+            "make it there, or name another one for it (tap)",
+        );
+    }
+    for option in &source.vm.options {
+        match option.name.as_str() {
+            "netdev" | "nic" | "net" => network(&option.parsed(), findings),
+            "vnc" | "spice" => add(
+                findings,
+                Info,
+                "display-clients",
+                format!("clients of -{} lose their connection", option.name),
+                "connect again, to the destination",
+            ),
+            _ => {}
+        }
+    }
+}
+
+fn network(value: &Value, findings: &mut Findings) {
+    let id = value.get("id").unwrap_or_default();
+    let on = |key: &str| value.get(key).as_deref() == Some("on");
+    if on("vhost") || on("vhostforce") || value.get("vhostfd").is_some() || value.get("vhostfds").is_some() {
+        add(
+            findings,
+            Warning,
+            "vhost-net",
+            format!("network {id} uses vhost-net, with which this was not tried"),
+            "start it with vhost=off, or try with a guest that does not matter first",
+        );
+    }
+    if value.get("type").as_deref() == Some("user") {
+        add(
+            findings,
+            Info,
+            "network-user",
+            format!("network {id} is QEMU's own (user): its connections to the outside break"),
+            "nothing; the guest's programs connect again. For connections that last, use a tap on a bridge",
+        );
+    }
+}
+
+/// Major and minor of a version or a kernel's release.
+fn two(version: &str) -> (u64, u64) {
+    let mut parts =
+        version.split(|letter: char| !letter.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
+    (parts.next().unwrap_or(0), parts.next().unwrap_or(0))
+}

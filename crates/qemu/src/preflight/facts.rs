@@ -1,0 +1,233 @@
+//! Facts of a host, gathered from `/proc` and `/sys`.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::ram::{RamBlock, RamKind};
+
+/// File systems that several hosts can have mounted at once.
+const SHARED_FILE_SYSTEMS: &[&str] = &[
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "ceph",
+    "ocfs2",
+    "gfs2",
+    "glusterfs",
+    "lustre",
+    "gpfs",
+    "9p",
+    "virtiofs",
+    "beegfs",
+];
+
+/// What is known of a host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostFacts {
+    /// The kernel's release, e.g. `6.18.0`.
+    pub kernel: String,
+    /// The processor's maker, model and stepping in one line.
+    pub cpu: String,
+    /// The processor's flags.
+    pub cpu_flags: BTreeSet<String>,
+    /// Whether `/dev/kvm` can be opened. That alone does not prove that guests run on it.
+    pub kvm: bool,
+    /// Memory that can be taken without swapping, in bytes.
+    pub memory_available_bytes: u64,
+    /// Free huge pages: page size to free bytes.
+    pub hugepages_free_bytes: BTreeMap<u64, u64>,
+}
+
+impl HostFacts {
+    /// Of this host. What cannot be read is empty or zero.
+    pub fn gather() -> Self {
+        let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let cpuinfo = read("/proc/cpuinfo");
+        let field = |name: &str| {
+            let line = cpuinfo.lines().find(|line| line.split(':').next().map(str::trim) == Some(name));
+            line.and_then(|line| line.split_once(':')).map_or("", |(_, value)| value.trim())
+        };
+        let names = ["vendor_id", "model name", "cpu family", "model", "stepping"];
+        Self {
+            kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
+            cpu: names.map(field).join(" "),
+            cpu_flags: field("flags").split_whitespace().map(str::to_owned).collect(),
+            kvm: std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok(),
+            memory_available_bytes: available(&read("/proc/meminfo")),
+            hugepages_free_bytes: hugepages(),
+        }
+    }
+}
+
+fn available(meminfo: &str) -> u64 {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<u64>().ok());
+    kib.unwrap_or(0).saturating_mul(1024)
+}
+
+fn hugepages() -> BTreeMap<u64, u64> {
+    let mut found = BTreeMap::new();
+    for entry in std::fs::read_dir("/sys/kernel/mm/hugepages").into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let kib =
+            name.strip_prefix("hugepages-").and_then(|rest| rest.strip_suffix("kB")?.parse::<u64>().ok());
+        let free = std::fs::read_to_string(entry.path().join("free_hugepages"));
+        let free = free.ok().and_then(|text| text.trim().parse::<u64>().ok());
+        if let (Some(kib), Some(free)) = (kib, free) {
+            found.insert(kib * 1024, free.saturating_mul(kib * 1024));
+        }
+    }
+    found
+}
+
+/// What makes a file the same file when two hosts look at it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileIdentity {
+    /// Type of its file system.
+    pub file_system: String,
+    /// What is mounted there, e.g. `server:/export`.
+    pub mounted: String,
+    /// Its inode.
+    pub inode: u64,
+    /// The host, by its boot, for file systems that only one host can have; equal for two agents in
+    /// namespaces of one host.
+    pub host: Option<String>,
+}
+
+impl FileIdentity {
+    /// Of a regular file; `None` for what is none or is not there.
+    pub fn of(path: &Path) -> Option<Self> {
+        let path = path.canonicalize().ok()?;
+        let meta = std::fs::metadata(&path).ok()?;
+        if !meta.file_type().is_file() || meta.file_type().is_block_device() {
+            return None;
+        }
+        let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
+        let (file_system, mounted) = mount_of(&mounts, &path)?;
+        let host = (!is_shared(&file_system))
+            .then(|| std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default())
+            .map(|id| id.trim().to_owned());
+        Some(Self { file_system, mounted, inode: meta.ino(), host })
+    }
+
+    /// Whether several hosts can have its file system at once.
+    pub fn is_on_shared_storage(&self) -> bool {
+        is_shared(&self.file_system)
+    }
+}
+
+fn is_shared(file_system: &str) -> bool {
+    let plain = file_system.strip_prefix("fuse.").unwrap_or(file_system);
+    SHARED_FILE_SYSTEMS.contains(&plain)
+}
+
+/// Type and source of the mount that holds a path: the longest mount point that is above it, the
+/// last one of equals. Lines: `36 35 98:0 /root /mount options - ext4 /dev/sda1 rw`.
+fn mount_of(mountinfo: &str, path: &Path) -> Option<(String, String)> {
+    let mount = |line: &str| {
+        let (head, tail) = line.split_once(" - ")?;
+        let point = PathBuf::from(unescape(head.split(' ').nth(4)?));
+        let mut tail = tail.split(' ');
+        let (kind, source) = (tail.next()?.to_owned(), unescape(tail.next()?));
+        path.starts_with(&point).then(|| (point.components().count(), kind, source))
+    };
+    // `max_by_key` gives the last of equals.
+    let found = mountinfo.lines().filter_map(mount).max_by_key(|(depth, _, _)| *depth)?;
+    Some((found.1, found.2))
+}
+
+/// Spaces and the like are octal in mountinfo.
+fn unescape(text: &str) -> String {
+    text.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
+}
+
+/// Processes other than `pid` that map a file of the guest's memory. Their writes go through their
+/// own page tables, where QEMU's dirty marks do not see them.
+pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Vec<String> {
+    let files: BTreeSet<((u32, u32), u64)> = blocks
+        .iter()
+        .filter_map(|block| match &block.kind {
+            RamKind::SharedFile(file) => Some((file.device, file.inode)),
+            RamKind::Anonymous | RamKind::PrivateFile(_) => None,
+        })
+        .collect();
+    if files.is_empty() {
+        return Vec::new();
+    }
+    let ours = [pid, std::process::id()];
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+    pids.filter(|other| !ours.contains(other))
+        .filter(|other| {
+            crate::maps::Maps::of(*other)
+                .is_ok_and(|maps| maps.iter().any(|mapping| files.contains(&(mapping.device, mapping.inode))))
+        })
+        .map(|other| {
+            let name = std::fs::read_to_string(format!("/proc/{other}/comm")).unwrap_or_default();
+            format!("{} (process {other})", name.trim())
+        })
+        .collect()
+}
+
+/// The process that debugs `pid`, 0 for none.
+pub fn tracer_pid(pid: u32) -> u32 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:")?.trim().parse().ok());
+    tracer.unwrap_or(0)
+}
+
+/// Whether KVM has run guests of this guest: `nested_run` of its processors in debugfs; `None` where
+/// that cannot be read.
+pub fn nested_guests(pid: u32) -> Option<bool> {
+    let start = format!("{pid}-");
+    let mut seen = None;
+    for vm in std::fs::read_dir("/sys/kernel/debug/kvm").ok()?.flatten() {
+        if !vm.file_name().to_string_lossy().starts_with(&start) {
+            continue;
+        }
+        for vcpu in std::fs::read_dir(vm.path()).ok()?.flatten() {
+            if let Ok(text) = std::fs::read_to_string(vcpu.path().join("nested_run")) {
+                let runs: u64 = text.trim().parse().unwrap_or(0);
+                seen = Some(seen.unwrap_or(false) || runs > 0);
+            }
+        }
+    }
+    seen
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_host_has_facts() {
+        let facts = HostFacts::gather();
+        assert!(!facts.kernel.is_empty() && facts.memory_available_bytes > 0);
+        assert!(!facts.cpu_flags.is_empty());
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let one = FileIdentity::of(file.path()).unwrap();
+        assert_eq!(FileIdentity::of(file.path()), Some(one.clone()));
+        let other = tempfile::NamedTempFile::new().unwrap();
+        assert_ne!(FileIdentity::of(other.path()), Some(one));
+        assert_eq!(FileIdentity::of(Path::new("/nonexistent")), None);
+        assert_eq!(FileIdentity::of(Path::new("/dev/null")), None);
+        assert_eq!(tracer_pid(std::process::id()), 0);
+    }
+
+    #[test]
+    fn mounts_are_found() {
+        let mounts = "20 1 8:1 / / rw - ext4 /dev/sda1 rw
+30 20 0:40 / /vm rw shared:1 - nfs4 server:/export\\040a rw
+31 30 0:41 / /vm/a\\040b rw - tmpfs tmpfs rw
+";
+        let mount = |path: &str| mount_of(mounts, Path::new(path)).unwrap();
+        assert_eq!(mount("/vm/x.img"), ("nfs4".to_owned(), "server:/export a".to_owned()));
+        assert_eq!(mount("/vm/a b/x").0, "tmpfs");
+        assert_eq!(mount("/vmx").0, "ext4");
+        assert!(is_shared("fuse.glusterfs") && is_shared("nfs4") && !is_shared("ext4"));
+    }
+}

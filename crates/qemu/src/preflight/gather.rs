@@ -1,0 +1,153 @@
+//! Gathering the facts that [`super::check`] looks at, each side its own.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::facts::{self, FileIdentity, HostFacts};
+use super::{DestinationFacts, DiskSight, SourceFacts};
+use crate::command::HostRules;
+use crate::control;
+use crate::describe::{Problem, VmDescription, WHOLE_FILES, describe};
+use crate::find::{QemuProcess, restart_warning};
+use crate::qmp::{Qmp, QmpError};
+use crate::ram::{RamError, ram_blocks};
+
+/// A file that the guest needs, as the source sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NeededFile {
+    /// Its path on the source.
+    pub path: String,
+    /// What it is; `None` when it cannot be told.
+    pub identity: Option<FileIdentity>,
+    /// Whether it must be the same file on both sides (a disk), or only be there (a kernel).
+    pub same: bool,
+    /// Whether it is opened past the page cache.
+    pub direct: bool,
+    /// Whether QEMU locks it.
+    pub locked: bool,
+}
+
+/// The facts of the source: its guest is described, its memory found.
+///
+/// # Errors
+/// When the monitor fails, or when the guest's memory cannot be found.
+pub fn source(qmp: &mut Qmp, process: &QemuProcess) -> Result<SourceFacts, RamError> {
+    let vm = describe(qmp, &process.origin())?;
+    let ram_blocks = ram_blocks(qmp, process.pid)?;
+    Ok(SourceFacts {
+        host: HostFacts::gather(),
+        run_state: control::status(qmp)?.status,
+        blocked_reasons: control::blocked_reasons(qmp)?,
+        other_mappers: facts::other_mappers(process.pid, &ram_blocks),
+        tracer_pid: facts::tracer_pid(process.pid),
+        cpu_unavailable: control::cpu_unavailable_features(qmp)?,
+        nested_guests: facts::nested_guests(process.pid),
+        restart_warning: restart_warning(process),
+        ram_blocks,
+        vm,
+    })
+}
+
+/// The files that a guest needs.
+pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
+    let unlocked = |path: &str| {
+        vm.options.iter().filter(|option| option.name == "drive" || option.name == "blockdev").any(|option| {
+            let value = option.parsed();
+            let off = ["locking", "file.locking"].iter().any(|key| value.get(key).as_deref() == Some("off"));
+            off && ["file", "filename", "file.filename"]
+                .iter()
+                .any(|key| value.get(key).as_deref() == Some(path))
+        })
+    };
+    let mut files: Vec<NeededFile> = Vec::new();
+    for disk in &vm.disks {
+        for path in disk.file.iter().chain(&disk.backing_files) {
+            if path.starts_with('/') && files.iter().all(|file| file.path != *path) {
+                files.push(NeededFile {
+                    path: path.clone(),
+                    identity: FileIdentity::of(Path::new(path)),
+                    same: true,
+                    direct: disk.direct,
+                    locked: !unlocked(path),
+                });
+            }
+        }
+    }
+    let others = vm.options.iter().filter(|option| WHOLE_FILES.contains(&option.name.as_str()));
+    for path in others.filter_map(|option| option.value.clone()).filter(|path| path.starts_with('/')) {
+        files.push(NeededFile { path, identity: None, same: false, direct: true, locked: true });
+    }
+    files
+}
+
+/// How the destination sees the files that a guest needs. `shared_dirs` are directories of the
+/// source of which somebody said that both hosts see the same in them.
+pub fn see_files(files: &[NeededFile], rules: &HostRules, shared_dirs: &[String]) -> Vec<DiskSight> {
+    let see = |file: &NeededFile| {
+        let there = rules.path_here(&file.path);
+        DiskSight {
+            path: file.path.clone(),
+            source: file.identity.clone(),
+            exists: Path::new(&there).exists(),
+            destination: FileIdentity::of(Path::new(&there)),
+            path_there: there,
+            marked_shared: !file.same || shared_dirs.iter().any(|dir| Path::new(&file.path).starts_with(dir)),
+            direct: file.direct,
+            locked: file.locked,
+        }
+    };
+    files.iter().map(see).collect()
+}
+
+/// Interfaces and bridges that the guest's networks want here and that are not there. A tap that has
+/// a script is made by QEMU itself.
+pub fn missing_interfaces(vm: &VmDescription, rules: &HostRules) -> Vec<String> {
+    let here = |name: &str, id: &str| {
+        rules.tap.get(name).or_else(|| rules.tap.get(id)).cloned().unwrap_or(name.to_owned())
+    };
+    let wanted = vm.options.iter().filter_map(|option| {
+        if !["netdev", "nic", "net"].contains(&option.name.as_str()) {
+            return None;
+        }
+        let value = option.parsed();
+        let id = value.get("id").unwrap_or_default();
+        match value.get("type").as_deref() {
+            Some("tap") if value.get("script").as_deref() == Some("no") || value.get("fd").is_some() => {
+                Some(here(&value.get("ifname").unwrap_or_default(), &id))
+            }
+            Some("bridge") => Some(here(&value.get("br").unwrap_or("br0".to_owned()), &id)),
+            _ => None,
+        }
+    });
+    wanted.filter(|name| !name.is_empty() && !Path::new("/sys/class/net").join(name).exists()).collect()
+}
+
+/// The facts of a destination that has not started anything yet. `qmp` is a monitor of a QEMU of
+/// its kind, started without a guest (`-machine none`), see [`crate::process`].
+pub fn destination(
+    qmp: &mut Qmp,
+    vm: &VmDescription,
+    files: &[NeededFile],
+    rules: &HostRules,
+    shared_dirs: &[String],
+    problems: Vec<Problem>,
+) -> Result<DestinationFacts, QmpError> {
+    let hugepage_bytes = match rules.ram {
+        crate::command::RamPlan::Memfd { hugepage_bytes } => hugepage_bytes,
+        _ => None,
+    };
+    Ok(DestinationFacts {
+        host: HostFacts::gather(),
+        qemu_version: qmp.version().to_string(),
+        machine_types: control::machine_types(qmp)?,
+        hugepage_bytes,
+        disks: see_files(files, rules, shared_dirs),
+        missing_interfaces: missing_interfaces(vm, rules),
+        // The guest's own problems are found on the source's side already.
+        problems: problems.into_iter().filter(|problem| !vm.problems.contains(problem)).collect(),
+        ram_blocks: None,
+        device_differences: None,
+        cpu_unavailable: None,
+    })
+}

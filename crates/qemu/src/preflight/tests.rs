@@ -1,0 +1,238 @@
+use super::facts::FileIdentity;
+use super::*;
+use crate::cmdline::Given;
+use crate::describe::{Machine, Memory, Program, SCHEMA};
+use crate::ram::RamKind;
+use crate::tree::DeviceTree;
+
+fn block(name: &str, bytes: u64) -> RamBlock {
+    RamBlock {
+        name: name.to_owned(),
+        page_size_bytes: 4096,
+        used_bytes: bytes,
+        max_bytes: bytes,
+        host_address: 0x7f00_0000_0000,
+        kind: RamKind::Anonymous,
+    }
+}
+
+fn host() -> HostFacts {
+    HostFacts {
+        kernel: "6.18.0-1".to_owned(),
+        cpu: "Maker Model 1".to_owned(),
+        cpu_flags: ["sse2", "avx"].map(str::to_owned).into(),
+        kvm: true,
+        memory_available_bytes: 8 << 30,
+        hugepages_free_bytes: [(2 << 20, 1 << 30)].into(),
+    }
+}
+
+fn identity(file_system: &str, inode: u64) -> FileIdentity {
+    FileIdentity { file_system: file_system.to_owned(), mounted: "server:/x".to_owned(), inode, host: None }
+}
+
+fn disk() -> DiskSight {
+    DiskSight {
+        path: "/vm/a".to_owned(),
+        source: Some(identity("nfs4", 7)),
+        path_there: "/vm/a".to_owned(),
+        exists: true,
+        destination: Some(identity("nfs4", 7)),
+        marked_shared: false,
+        direct: true,
+        locked: true,
+    }
+}
+
+/// Two sides between which nothing is to be found.
+fn facts() -> (SourceFacts, DestinationFacts) {
+    let vm = VmDescription {
+        schema: SCHEMA,
+        name: None,
+        uuid: None,
+        program: Program {
+            binary: "/usr/bin/qemu".into(),
+            version: "7.2.22".to_owned(),
+            working_dir: "/".into(),
+        },
+        machine: Machine {
+            machine_type: "pc-q35-7.2".to_owned(),
+            accelerator: "kvm".to_owned(),
+            cpu_type: "Skylake-Client-x86_64-cpu".to_owned(),
+            cpu_option: Some("Skylake-Client".to_owned()),
+            cpus: 1,
+        },
+        memory: Memory { base_bytes: 1 << 30, plugged_bytes: 0, default_block: None, blocks: Vec::new() },
+        disks: Vec::new(),
+        networks: Vec::new(),
+        chardevs: Vec::new(),
+        devices: DeviceTree::default(),
+        options: Vec::new(),
+        problems: Vec::new(),
+    };
+    let source = SourceFacts {
+        vm,
+        host: host(),
+        run_state: "running".to_owned(),
+        blocked_reasons: Vec::new(),
+        ram_blocks: vec![block("pc.ram", 1 << 30)],
+        other_mappers: Vec::new(),
+        tracer_pid: 0,
+        cpu_unavailable: vec!["hle".to_owned()],
+        nested_guests: None,
+        restart_warning: None,
+    };
+    let destination = DestinationFacts {
+        host: host(),
+        qemu_version: "7.2.22".to_owned(),
+        machine_types: ["pc-q35-7.2".to_owned()].into(),
+        hugepage_bytes: None,
+        disks: vec![disk()],
+        missing_interfaces: Vec::new(),
+        problems: Vec::new(),
+        ram_blocks: Some(vec![block("pc.ram", 1 << 30)]),
+        device_differences: Some(Vec::new()),
+        cpu_unavailable: Some(vec!["hle".to_owned()]),
+    };
+    (source, destination)
+}
+
+/// What is found after a change to the good case, as `code` for blockers, `code?` for warnings and
+/// `code.` for the rest.
+fn found(change: impl FnOnce(&mut SourceFacts, &mut DestinationFacts)) -> String {
+    let (mut source, mut destination) = facts();
+    change(&mut source, &mut destination);
+    let findings = check(&source, &destination);
+    assert!(findings.iter().all(|finding| !finding.what.is_empty() && !finding.what_to_do.is_empty()));
+    let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
+    assert_eq!(is_possible(&findings), !blocked);
+    let codes: Vec<String> = findings
+        .iter()
+        .map(|finding| match finding.severity {
+            Severity::Blocker => finding.code.clone(),
+            Severity::Warning => format!("{}?", finding.code),
+            Severity::Info => format!("{}.", finding.code),
+        })
+        .collect();
+    codes.join(" ")
+}
+
+#[test]
+fn nothing_is_found_where_nothing_is() {
+    assert_eq!(found(|_, _| ()), "");
+}
+
+#[test]
+fn the_guest() {
+    assert_eq!(found(|s, _| s.vm.problems.push(Problem::new("x", "a", "b"))), "x");
+    assert_eq!(found(|_, d| d.problems.push(Problem::new("y", "a", "b"))), "y");
+    assert_eq!(found(|s, _| s.blocked_reasons.push("non-migratable device".to_owned())), "qemu-blocks");
+    assert_eq!(found(|s, _| s.run_state = "io-error".to_owned()), "run-state");
+    assert_eq!(found(|s, _| s.run_state = "paused".to_owned()), "paused.");
+    assert_eq!(found(|s, _| s.tracer_pid = 9), "debugger");
+    assert_eq!(found(|s, _| s.restart_warning = Some("unit".to_owned())), "restarts?");
+    assert_eq!(found(|s, _| s.nested_guests = Some(true)), "nested-guests");
+    assert_eq!(found(|s, _| s.nested_guests = Some(false)), "");
+    assert_eq!(found(|s, _| s.vm.machine.cpu_option = Some("Skylake,+vmx".to_owned())), "nested-possible?");
+    assert_eq!(found(|s, _| s.vm.machine.cpu_option = Some("host".to_owned())), "nested-possible?");
+    assert_eq!(found(|s, _| s.vm.machine.cpu_option = Some("host,-vmx".to_owned())), "");
+}
+
+#[test]
+fn programs() {
+    assert_eq!(found(|_, d| d.machine_types.clear()), "machine-type-unknown");
+    assert_eq!(found(|_, d| d.qemu_version = "7.1.0".to_owned()), "qemu-older");
+    assert_eq!(found(|_, d| d.qemu_version = "10.0.2".to_owned()), "qemu-newer.");
+    assert_eq!(found(|_, d| d.qemu_version = "7.2.1".to_owned()), "");
+    assert_eq!(found(|s, _| s.vm.program.version = "6.2.0".to_owned()), "qemu-untried? qemu-newer.");
+    let gone = Difference::Missing { device: "e1000".to_owned() };
+    assert_eq!(found(|_, d| d.device_differences = Some(vec![gone])), "devices-differ");
+}
+
+#[test]
+fn processors() {
+    assert_eq!(found(|_, d| d.host.kvm = false), "kvm-missing");
+    let tcg = |s: &mut SourceFacts| s.vm.machine.accelerator = "tcg".to_owned();
+    assert_eq!(found(|s, d| (tcg(s), d.host.kvm = false).1), "");
+    let host_model = |s: &mut SourceFacts| {
+        s.nested_guests = Some(false);
+        s.vm.machine.cpu_option = Some("host".to_owned());
+    };
+    assert_eq!(found(|s, d| (host_model(s), d.host.cpu = "Other".to_owned()).1), "cpu-host-differs");
+    assert_eq!(found(|s, d| (host_model(s), d.host.cpu_flags.clear()).1), "cpu-host-differs");
+    assert_eq!(found(|s, _| host_model(s)), "");
+    let fewer = |d: &mut DestinationFacts| d.host.cpu_flags.clear();
+    assert_eq!(found(|_, d| (fewer(d), d.cpu_unavailable = None).1), "cpu-flags?");
+    // A started destination tells exactly.
+    assert_eq!(found(|_, d| fewer(d)), "");
+    assert_eq!(found(|_, d| d.cpu_unavailable = Some(vec!["avx".to_owned()])), "cpu-features");
+    assert_eq!(found(|_, d| d.cpu_unavailable = Some(Vec::new())), "");
+    let max = |s: &mut SourceFacts| (tcg(s), s.vm.machine.cpu_option = Some("max".to_owned())).1;
+    assert_eq!(found(|s, d| (max(s), d.qemu_version = "10.0.0".to_owned()).1), "cpu-max? qemu-newer.");
+    assert_eq!(found(|s, _| max(s)), "");
+}
+
+#[test]
+fn memories() {
+    assert_eq!(found(|s, _| s.other_mappers.push("virtiofsd".to_owned())), "memory-shared");
+    assert_eq!(found(|s, _| s.ram_blocks.push(block("vga.vram", 1))), "ram-blocks-differ");
+    assert_eq!(found(|_, d| d.ram_blocks = Some(vec![block("pc.ram", 2 << 30)])), "ram-blocks-differ");
+    assert_eq!(
+        found(|_, d| d.ram_blocks = Some(vec![block("pc.ram", 1 << 30), block("x.rom", 1)])),
+        "ram-blocks-differ"
+    );
+    assert_eq!(found(|_, d| d.ram_blocks = None), "");
+    assert_eq!(found(|_, d| d.host.memory_available_bytes = 1 << 30), "memory-short");
+    assert_eq!(found(|s, _| s.vm.memory.plugged_bytes = 8 << 30), "memory-short");
+    let huge = |d: &mut DestinationFacts| (d.hugepage_bytes = Some(2 << 20), d.ram_blocks = None).1;
+    assert_eq!(found(|_, d| huge(d)), "");
+    assert_eq!(found(|_, d| (huge(d), d.host.hugepages_free_bytes.clear()).1), "hugepages-short");
+}
+
+#[test]
+fn storage() {
+    let with = |change: fn(&mut DiskSight)| found(move |_, d| d.disks.iter_mut().for_each(change));
+    assert_eq!(with(|disk| disk.exists = false), "disk-missing");
+    assert_eq!(with(|disk| disk.destination = Some(identity("nfs4", 8))), "disk-differs");
+    assert_eq!(with(|disk| disk.destination = Some(identity("ext4", 7))), "disk-differs");
+    assert_eq!(
+        with(|disk| disk.destination =
+            Some(FileIdentity { mounted: "10.0.0.1:/x".to_owned(), ..identity("nfs4", 7) })),
+        "disk-mounted-differently?"
+    );
+    assert_eq!(with(|disk| (disk.destination = Some(identity("nfs4", 8)), disk.marked_shared = true).1), "");
+    // A local file system is another one on every host, whatever its numbers.
+    let local = |host: &str| Some(FileIdentity { host: Some(host.to_owned()), ..identity("ext4", 7) });
+    assert_eq!(
+        found(|_, d| d
+            .disks
+            .iter_mut()
+            .for_each(|disk| (disk.source, disk.destination) = (local("a"), local("b")))),
+        "disk-differs"
+    );
+    assert_eq!(
+        found(|_, d| d
+            .disks
+            .iter_mut()
+            .for_each(|disk| (disk.source, disk.destination) = (local("a"), local("a")))),
+        ""
+    );
+    assert_eq!(with(|disk| disk.source = None), "disk-unidentified?");
+    assert_eq!(with(|disk| disk.direct = false), "disk-cached?");
+    assert_eq!(with(|disk| disk.locked = false), "disk-unlocked?");
+}
+
+#[test]
+fn surroundings() {
+    assert_eq!(found(|s, _| s.host.kernel = "6.1.0-56-amd64".to_owned()), "kernel-old");
+    assert_eq!(found(|s, _| s.host.kernel = "6.7.0".to_owned()), "");
+    assert_eq!(found(|_, d| d.host.kernel = "5.10.0".to_owned()), "kernel-old-there?");
+    assert_eq!(found(|_, d| d.missing_interfaces.push("tap0".to_owned())), "interface-missing");
+    let option = |name: &'static str, value: &'static str| {
+        found(move |s, _| s.vm.options.push(Given::new(name, value)))
+    };
+    assert_eq!(option("netdev", "tap,id=a,vhost=on"), "vhost-net?");
+    assert_eq!(option("netdev", "tap,id=a,fd=3,vhostfd=4"), "vhost-net?");
+    assert_eq!(option("netdev", "user,id=a"), "network-user.");
+    assert_eq!(option("vnc", ":0"), "display-clients.");
+}

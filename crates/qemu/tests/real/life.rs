@@ -1,0 +1,253 @@
+//! Starting and finding QEMUs, and what pre-flight says about real ones.
+
+use std::os::unix::fs::FileExt as _;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::{Value, json};
+use whimbrel_qemu::cmdline;
+use whimbrel_qemu::command::{HostRules, build};
+use whimbrel_qemu::find::{FindError, Selector, connect, find, list};
+use whimbrel_qemu::preflight::{Severity, check, gather, is_possible};
+use whimbrel_qemu::process::{Launch, StartError, start};
+use whimbrel_qemu::qmp::{Qmp, QmpError};
+use whimbrel_qemu::ram::{open_shared, ram_blocks};
+use whimbrel_qemu::tree::compare;
+use whimbrel_qemu::vmfile::VmFile;
+
+use crate::support::{Vm, args, deadline, launch, qcow2, ticker_disk, until, versions};
+
+#[test]
+fn a_guest_is_found_by_process_socket_and_name() {
+    for version in versions() {
+        let dir = tempfile::tempdir().unwrap();
+        let name = format!("find-{}-{}", version.name, std::process::id());
+        let second = dir.path().join("second.qmp");
+        let mut vm = version.start(
+            dir.path(),
+            "a",
+            &args(&format!(
+                "-machine none -name guest={name},debug-threads=on -chardev socket,id=m,path=second.qmp,server=on,wait=off
+                 -mon chardev=m,mode=control -monitor unix:human,server=on,wait=off"
+            )),
+        );
+        let by_name = find(&Selector::Name(name.clone())).unwrap();
+        assert_eq!(by_name, find(&Selector::Pid(vm.pid())).unwrap());
+        assert_eq!(by_name, find(&Selector::Socket(second.clone())).unwrap());
+        assert!(list().contains(&by_name));
+        assert_eq!(by_name.binary, version.binary.canonicalize().unwrap());
+        assert_eq!(by_name.start_time_ticks, vm.started.start_time_ticks);
+        // The human monitor is none of ours; the first one is held by the test.
+        let monitors: Vec<_> =
+            by_name.monitors.iter().map(|m| (m.path.clone(), m.listening, m.held)).collect();
+        assert_eq!(monitors, [(dir.path().join("a.qmp"), true, true), (second.clone(), true, false)]);
+        let held = connect(&by_name, Duration::from_secs(20)).unwrap();
+        assert_eq!(held.path(), second);
+        let now = find(&Selector::Pid(vm.pid())).unwrap();
+        let error = connect(&now, Duration::from_secs(20)).unwrap_err();
+        assert!(matches!(error, FindError::Held { source: QmpError::Busy { .. }, .. }), "{error}");
+
+        let twin = version.start(dir.path(), "b", &args(&format!("-machine none -name {name}")));
+        let error = find(&Selector::Name(name.clone())).unwrap_err();
+        assert!(
+            matches!(&error, FindError::Several { which, .. } if which.contains(&twin.pid().to_string()))
+        );
+        vm.command("quit", Value::Null);
+        until("its process has gone", || find(&Selector::Pid(vm.pid())).is_err());
+    }
+    let error = find(&Selector::Name("no such guest".to_owned())).unwrap_err();
+    assert!(matches!(error, FindError::None { .. }));
+    assert!(matches!(find(&Selector::Pid(std::process::id())), Err(FindError::None { .. })));
+}
+
+#[test]
+fn libvirts_guests_are_told_apart() {
+    let Some(version) = versions().pop() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    // As libvirt names its monitor.
+    let path = dir.path().join("monitor.sock");
+    let argv = version
+        .argv()
+        .into_iter()
+        .chain(
+            args("-machine none -display none -mon chardev=charmonitor,mode=control")
+                .into_iter()
+                .map(Into::into),
+        )
+        .chain([
+            "-chardev".into(),
+            format!("socket,id=charmonitor,path={},server=on,wait=off", path.display()).into(),
+        ])
+        .collect();
+    let vm = launch(dir.path(), "a", argv, path);
+    let process = find(&Selector::Pid(vm.pid())).unwrap();
+    let error = connect(&process, Duration::from_secs(20)).unwrap_err();
+    assert!(matches!(error, FindError::HeldByLibvirt { .. }), "{error}");
+    let without = version.start(dir.path(), "b", &args("-machine none"));
+    let mut process = find(&Selector::Pid(without.pid())).unwrap();
+    process.monitors.clear();
+    assert!(matches!(connect(&process, Duration::from_secs(1)), Err(FindError::NoMonitor { .. })));
+}
+
+#[test]
+fn what_keeps_qemu_from_starting_is_told() {
+    for version in versions() {
+        let dir = tempfile::tempdir().unwrap();
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = taken.local_addr().unwrap().port();
+        for (options, reason) in [
+            (
+                format!("-machine pc -nodefaults -netdev user,id=n,hostfwd=tcp:127.0.0.1:{port}-:22"),
+                "host forwarding",
+            ),
+            ("-frobnicate".to_owned(), "invalid option"),
+            ("-machine pc -drive file=/nonexistent/disk.img".to_owned(), "/nonexistent/disk.img"),
+        ] {
+            let mut argv = version.argv();
+            argv.extend(args(&options).into_iter().map(Into::into));
+            argv.extend(["-display", "none", "-qmp", "unix:q,server=on,wait=off"].map(Into::into));
+            let launch = Launch {
+                argv,
+                env: Vec::new(),
+                cwd: Some(dir.path().to_owned()),
+                log: dir.path().join("log"),
+                qmp: dir.path().join("q"),
+                scope: None,
+            };
+            let error = start(&launch, deadline()).unwrap_err();
+            assert!(matches!(&error, StartError::Ended { log, .. } if log.contains(reason)), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_guest_from_a_file_leads_its_own_session() {
+    for version in versions() {
+        let dir = tempfile::tempdir().unwrap();
+        let options: Vec<String> = version.argv()[1..]
+            .iter()
+            .map(|word| word.to_str().unwrap().to_owned())
+            .chain(args("-machine none -display none"))
+            .collect();
+        let text = format!(
+            "name = \"from-file\"\nqemu = {:?}\nargs = {options:?}\n[env]\nWHIMBREL_TEST = \"yes\"\n",
+            version.binary
+        );
+        let file = VmFile::parse(&text, &PathBuf::from("a.toml")).unwrap();
+        let launch = file.launch(dir.path());
+        let (started, qmp) = start(&launch, deadline()).unwrap();
+        let vm = Vm { qmp, started, dir: dir.path().to_owned() };
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", vm.pid())).unwrap();
+        let session: u32 =
+            stat.rsplit_once(')').unwrap().1.split_whitespace().nth(3).unwrap().parse().unwrap();
+        assert_eq!(session, vm.pid(), "it outlives whoever started it");
+        let environment = std::fs::read(format!("/proc/{}/environ", vm.pid())).unwrap();
+        assert!(String::from_utf8_lossy(&environment).contains("WHIMBREL_TEST=yes"));
+        let process = find(&Selector::Pid(vm.pid())).unwrap();
+        assert_eq!(process.name.as_deref(), Some("from-file"));
+        assert_eq!(process.monitors.len(), 1);
+    }
+}
+
+#[test]
+fn every_option_of_qemus_help_is_in_the_table() {
+    for version in versions() {
+        let output = std::process::Command::new(&version.binary).arg("-help").output().unwrap();
+        let help = String::from_utf8_lossy(&output.stdout).into_owned();
+        let mut seen = 0;
+        for line in help.lines().filter(|line| line.starts_with('-') && !line.starts_with("--")) {
+            // E.g. `-h or -help     display this help and exit`, `-fda/-fdb file  use …`.
+            let first = line.split(['\t', ' ']).next().unwrap_or_default();
+            for name in first.split('/').map(|name| name.trim_start_matches('-')) {
+                if ["h", "help", "version", "audio-help"].contains(&name) || name.is_empty() {
+                    continue;
+                }
+                seen += 1;
+                let known = cmdline::parse(&[format!("-{name}"), "VALUE".to_owned()]);
+                assert!(cmdline::known(&known[0].name).is_some(), "-{name} of {line:?} is not in the table");
+            }
+        }
+        assert!(seen > 70, "{seen}");
+    }
+}
+
+#[test]
+fn preflight_of_a_real_guest() {
+    for version in versions() {
+        let dir = tempfile::tempdir().unwrap();
+        let boot = ticker_disk(dir.path());
+        qcow2(&dir.path().join("d.qcow2"), "1M");
+        let mut source = version.start(
+            dir.path(),
+            "a",
+            &args(&format!(
+                "-machine q35 -m 64 -usb -drive file={boot},format=raw,if=ide -drive file=d.qcow2,if=virtio,cache=none,file.locking=off
+                 -netdev tap,id=t0,ifname=whq-none,script=/bin/true,downscript=no -device virtio-net-pci,netdev=t0"
+            )),
+        );
+        let process = find(&Selector::Pid(source.pid())).unwrap();
+        let run_dir = dir.path().join("run");
+        std::fs::create_dir(&run_dir).unwrap();
+        let rules = HostRules {
+            data_dirs: version.data.clone(),
+            tap: [("whq-none".to_owned(), "whq-other".to_owned())].into(),
+            ..HostRules::new(&version.binary, &run_dir)
+        };
+        let facts = gather::source(&mut source.qmp, &process).unwrap();
+        let files = gather::needed_files(&facts.vm);
+        assert_eq!(files.len(), 2);
+        let mut probe = version.start(dir.path(), "probe", &args("-machine none"));
+        let mut there =
+            gather::destination(&mut probe.qmp, &facts.vm, &files, &rules, &[], Vec::new()).unwrap();
+        let findings = check(&facts, &there);
+        let codes: Vec<&str> = findings.iter().map(|finding| finding.code.as_str()).collect();
+        assert!(is_possible(&findings), "{findings:#?}");
+        assert_eq!(codes, ["disk-unlocked"], "{findings:#?}");
+
+        // With a started destination more is known.
+        let built = build(&facts.vm, &rules).unwrap();
+        let mut destination = launch(&run_dir, "q", built.argv, built.qmp);
+        let pid = destination.pid();
+        there.ram_blocks = Some(ram_blocks(&mut destination.qmp, pid).unwrap());
+        there.device_differences = Some(compare(&mut source.qmp, &mut destination.qmp).unwrap());
+        there.cpu_unavailable =
+            Some(whimbrel_qemu::control::cpu_unavailable_features(&mut destination.qmp).unwrap());
+        assert!(is_possible(&check(&facts, &there)));
+
+        // The destination's memory can be opened as a file.
+        let blocks = there.ram_blocks.clone().unwrap();
+        let ram = blocks.iter().find(|block| block.name == "pc.ram").unwrap();
+        let file = open_shared(pid, ram, true).unwrap();
+        file.write_all_at(b"through the file", 0x5000).unwrap();
+        assert_eq!(destination.physical(0x5000, 16), b"through the file");
+
+        // What is plugged meanwhile is noticed.
+        source
+            .command("device_add", json!({"driver": "usb-tablet", "id": "late"}))
+            .as_null()
+            .unwrap_or_default();
+        let changed = compare(&mut source.qmp, &mut destination.qmp).unwrap();
+        assert_eq!(changed.len(), 1, "{changed:#?}");
+        there.device_differences = Some(changed);
+        let findings = check(&facts, &there);
+        assert_eq!(findings[0].code, "devices-differ");
+        assert_eq!(findings[0].severity, Severity::Blocker);
+    }
+}
+
+#[test]
+fn a_stopped_qemu_is_a_timeout_and_not_a_hang() {
+    let Some(version) = versions().pop() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mut vm = version.start(dir.path(), "a", &args("-machine none -qmp unix:second,server=on,wait=off"));
+    let pid = rustix::process::Pid::from_raw(vm.pid() as i32).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    vm.qmp.set_timeout(Duration::from_millis(50));
+    let error = vm.qmp.execute::<Value>("query-status", Value::Null).unwrap_err();
+    assert!(matches!(error, QmpError::Timeout { .. }), "{error}");
+    let error = Qmp::connect(&dir.path().join("second"), Duration::from_millis(50)).unwrap_err();
+    assert!(matches!(error, QmpError::Busy { .. }), "{error}");
+    rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
+    vm.qmp.set_timeout(Duration::from_secs(20));
+    assert!(vm.command("query-status", Value::Null)["status"].is_string());
+}

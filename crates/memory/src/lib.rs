@@ -44,7 +44,7 @@ pub use send::{
     Interrupted, Progress, RoundStats, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,
 };
 pub use tracee::TrackError;
-pub use tracked::TrackedRam;
+pub use tracked::{LogError, TrackedRam};
 pub use wire::{DataStream, FrameSink, FrameSource, HangUp};
 
 /// Locks. A thread that died while it held the lock is told by its guard, so its lock need not tell it again.

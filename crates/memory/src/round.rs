@@ -47,7 +47,7 @@ pub struct ScanError {
     /// Name of the block.
     pub block: String,
     /// What the system said.
-    pub source: tracee::TrackError,
+    pub source: crate::LogError,
 }
 
 /// Knows which pages were written.
@@ -193,7 +193,7 @@ mod tests {
             if self.1 {
                 return Err(ScanError {
                     block: "pc.ram".into(),
-                    source: tracee::TrackError::NotMapped { range: tracee::AddressRange::default() },
+                    source: tracee::TrackError::NotMapped { range: tracee::AddressRange::default() }.into(),
                 });
             }
             Ok(ScanStats { pages: self.0.drain(..).count() as u64, duration_us: 0 })

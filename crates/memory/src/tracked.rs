@@ -6,16 +6,36 @@ use std::time::Instant;
 use tracee::{AddressRange, Process, TrackError, WriteTracker};
 
 use crate::dirty::DirtyBitmap;
-use crate::ram::RamRegion;
+use crate::ram::{DropWatch, RamError, RamRegion, drop_watches};
 use crate::round::{DirtyLog, ScanError, ScanStats};
+
+/// Why the writes to RAM cannot be followed.
+#[derive(Debug, thiserror::Error)]
+pub enum LogError {
+    /// The kernel does not track them.
+    #[error(transparent)]
+    Track(#[from] TrackError),
+    /// The memory cannot be reached.
+    #[error(transparent)]
+    Ram(#[from] RamError),
+}
 
 /// RAM blocks whose writes are seen, until this is dropped.
 #[derive(Debug)]
 pub struct TrackedRam {
     tracker: WriteTracker,
-    regions: Vec<RamRegion>,
+    blocks: Vec<TrackedBlock>,
     /// Reused.
     found: Vec<AddressRange>,
+}
+
+#[derive(Debug)]
+struct TrackedBlock {
+    region: RamRegion,
+    /// Where the marks do not tell everything.
+    drops: Option<DropWatch>,
+    /// What one scan found. Reused.
+    dirty: DirtyBitmap,
 }
 
 impl TrackedRam {
@@ -23,11 +43,17 @@ impl TrackedRam {
     /// the process itself, see [`tracee::Injector::take_userfaultfd`].
     ///
     /// # Errors
-    /// As [`WriteTracker::start`]; leaves nothing behind.
-    pub fn start(process: &Process, userfaultfd: OwnedFd, regions: &[RamRegion]) -> Result<Self, TrackError> {
+    /// Leaves nothing behind.
+    pub fn start(process: &Process, userfaultfd: OwnedFd, regions: &[RamRegion]) -> Result<Self, LogError> {
         let ranges: Vec<AddressRange> = regions.iter().map(RamRegion::range).collect();
+        let watches = drop_watches(process, regions)?;
         let tracker = WriteTracker::start(process, userfaultfd, &ranges)?;
-        Ok(Self { tracker, regions: regions.to_vec(), found: Vec::new() })
+        let block = |(region, drops): (&RamRegion, _)| TrackedBlock {
+            region: region.clone(),
+            drops,
+            dirty: DirtyBitmap::new(region.bytes),
+        };
+        Ok(Self { tracker, blocks: regions.iter().zip(watches).map(block).collect(), found: Vec::new() })
     }
 
     /// Ends tracking, and says if that failed. Dropping does the same and keeps silent.
@@ -36,19 +62,33 @@ impl TrackedRam {
     }
 }
 
+impl TrackedBlock {
+    fn take(&mut self, tracker: &mut WriteTracker, found: &mut Vec<AddressRange>) -> Result<u64, LogError> {
+        found.clear();
+        let scanned = tracker.take_dirty(self.region.range(), found);
+        let mut pages = 0;
+        // Also after an error: what was found will not be found again.
+        for range in &*found {
+            self.dirty.set_bytes(range.start - self.region.address..range.end - self.region.address);
+            pages += range.len() / tracee::PAGE_SIZE;
+        }
+        scanned?;
+        if let Some(drops) = &mut self.drops {
+            pages += drops.take(&mut self.dirty).map_err(RamError::Present)?;
+        }
+        Ok(pages)
+    }
+}
+
 impl DirtyLog for TrackedRam {
     fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
         let started = Instant::now();
         let mut pages = 0;
-        for (region, into) in self.regions.iter().zip(into) {
-            self.found.clear();
-            let result = self.tracker.take_dirty(region.range(), &mut self.found);
-            // Also after an error: what was found will not be found again.
-            for range in &self.found {
-                into.set_bytes(range.start - region.address..range.end - region.address);
-                pages += range.len() / tracee::PAGE_SIZE;
-            }
-            result.map_err(|source| ScanError { block: region.name.clone(), source })?;
+        for (block, into) in self.blocks.iter_mut().zip(into) {
+            let result = block.take(&mut self.tracker, &mut self.found);
+            into.insert(&block.dirty);
+            block.dirty.clear(0..block.dirty.pages());
+            pages += result.map_err(|source| ScanError { block: block.region.name.clone(), source })?;
         }
         Ok(ScanStats { pages, duration_us: started.elapsed().as_micros() as u64 })
     }

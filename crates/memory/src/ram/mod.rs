@@ -18,11 +18,14 @@ use std::ops::Range;
 use tracee::{AddressRange, ProcessError, RamFileError, RemoteError};
 
 mod destination;
+mod dropped;
 mod place;
 mod source;
 pub mod zero;
 
 pub use destination::open_destination;
+pub(crate) use dropped::DropWatch;
+pub(crate) use place::drop_watches;
 pub use source::open_source;
 
 /// A block of guest RAM in the memory of a QEMU.

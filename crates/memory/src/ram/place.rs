@@ -2,9 +2,9 @@
 
 use proto::limits::PAGE_BYTES;
 use tracee::maps::{Backing, FileId, Mapping, mappings};
-use tracee::{Process, RamFile};
+use tracee::{Process, RamFile, RamFileKind};
 
-use super::{RamError, RamRegion};
+use super::{DropWatch, RamError, RamRegion};
 
 /// What stands behind a block.
 #[derive(Debug)]
@@ -21,6 +21,20 @@ pub(super) enum Place {
 pub(super) fn find(process: &Process, regions: &[RamRegion]) -> Result<Vec<Place>, RamError> {
     let map = mappings(process)?;
     regions.iter().map(|region| find_one(process, &map, region)).collect()
+}
+
+/// For each region what finds pages that were given back where their marks do not tell: shared files of small pages.
+pub(crate) fn drop_watches(
+    process: &Process,
+    regions: &[RamRegion],
+) -> Result<Vec<Option<DropWatch>>, RamError> {
+    let watch = |(region, place): (&RamRegion, Place)| match place {
+        Place::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
+            DropWatch::new(process, region, file, offset).map(Some)
+        }
+        _ => Ok(None),
+    };
+    regions.iter().zip(find(process, regions)?).map(watch).collect()
 }
 
 fn find_one(process: &Process, map: &[Mapping], region: &RamRegion) -> Result<Place, RamError> {

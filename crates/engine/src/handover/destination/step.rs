@@ -296,9 +296,8 @@ fn bereft(terms: &Terms, event: &On) -> Taken {
         On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
         On::Go { .. } | On::Asked { .. } | On::SourceSays { .. } => ignored(Ignored::NotYet),
         On::OperatorDecides(_) | On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
-        On::ContactLostForGood | On::QemuDied | On::Failed | On::PeerSilent | On::PeerLost => {
-            stay(In::Bereft)
-        }
+        On::ContactLostForGood | On::Failed | On::PeerSilent | On::PeerLost => stay(In::Bereft),
+        On::QemuDied => ignored(Ignored::TooLate),
         _ => None,
     }
 }

@@ -121,7 +121,8 @@ fn bereft(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, event: &O
             moved(take_back(terms, incarnation, run, *force).within("run-here"))
         }
         On::OperatorDecides(Decision::RunElsewhere) => moved(finish(incarnation, run).when("run-elsewhere")),
-        On::PeerSilent | On::PeerLost | On::QemuDied => stay(state()),
+        On::PeerSilent | On::PeerLost => stay(state()),
+        On::QemuDied => ignored(Ignored::TooLate),
         _ => None,
     }
 }

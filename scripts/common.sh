@@ -51,3 +51,14 @@ apt_update_once() {
 }
 
 . /etc/os-release
+
+# The file that says where the distribution's own packages come from: the first that names its suite.
+distribution_sources() {
+    for file in /etc/apt/sources.list.d/*.sources /etc/apt/sources.list /etc/apt/sources.list.d/*.list; do
+        if [ -f "$file" ] && grep -qE "^[^#]*[[:space:]]$VERSION_CODENAME([[:space:]]|\$)" "$file"; then
+            echo "$file"
+            return
+        fi
+    done
+    die "no file under /etc/apt names $VERSION_CODENAME: where do this machine's packages come from?"
+}

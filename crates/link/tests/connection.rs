@@ -321,6 +321,21 @@ fn shutdown_reaches_a_writer_that_waits_for_its_rate() {
     }
 }
 
+/// A frame that ends in the middle: the peer must not take what comes next for the rest of it.
+#[test]
+fn a_closed_limit_ends_the_connection() {
+    for (kind, a, mut b) in both_kinds() {
+        let (mut reader, mut writer) = a.split();
+        let limit = Arc::new(RateLimit::new(Some(1)));
+        writer.set_rate_limit(Some(Arc::clone(&limit)));
+        limit.close();
+        let error = writer.send_blob(&[1; 100]).unwrap_err();
+        assert!(matches!(error, LinkError::Closed), "{kind}: {error:?}");
+        assert!(matches!(reader.recv(None), Err(LinkError::Closed)), "{kind}");
+        assert!(matches!(b.recv(None), Err(LinkError::Ended)), "{kind}");
+    }
+}
+
 #[test]
 fn a_limit_can_be_lifted_while_a_writer_waits() {
     for (kind, a, mut b) in both_kinds() {

@@ -352,6 +352,7 @@ fn a_full_house_lets_nobody_in() {
     let deadline = std::time::Instant::now() + Duration::from_millis(300);
     let error = handshake(plain("host-a").connect(&server.peer(), control(), deadline));
     assert!(matches!(error, HandshakeError::TimedOut), "{error:?}");
+    assert!(server.nobody_has_arrived());
     drop(silent);
     // The silent one, and the one that did not wait: its greeting is still there, but nobody reads the answer.
     let both =

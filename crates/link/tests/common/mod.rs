@@ -130,6 +130,11 @@ impl Server {
         self.arrivals.lock().unwrap().recv_timeout(PATIENCE).expect("nobody arrived")
     }
 
+    /// Whether nobody has arrived yet.
+    pub fn nobody_has_arrived(&self) -> bool {
+        self.arrivals.lock().unwrap().try_recv().is_err()
+    }
+
     pub fn accept(&self) -> Connection {
         self.arrival().unwrap().accept().unwrap()
     }

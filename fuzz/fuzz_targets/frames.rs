@@ -1,0 +1,46 @@
+//! A data stream of arbitrary bytes: headers and payloads are good or errors, and what is good comes back as it was.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use proto::frame::{Header, Kind};
+use proto::limits::CHUNK_PAGES;
+use proto::pages::{Content, PagesHeader, decode_ack, decode_round_end, encode_ack, encode_round_end};
+
+fuzz_target!(|bytes: &[u8]| {
+    let mut rest = bytes;
+    let mut runs = Vec::new();
+    while let Some((header, after)) = rest.split_first_chunk() {
+        let Ok(decoded) = Header::decode(*header) else { return };
+        assert_eq!(decoded.encode(), *header);
+        let length = decoded.payload_bytes as usize;
+        assert!(length <= decoded.kind.max_payload_bytes());
+        let Some((payload, after)) = after.split_at_checked(length) else { return };
+        rest = after;
+        match decoded.kind {
+            Kind::Pages => {
+                let Ok((pages, data)) = PagesHeader::decode(payload, &mut runs) else { continue };
+                let held: u64 =
+                    runs.iter().filter(|run| run.content == Content::Data).map(|run| run.len_bytes()).sum();
+                assert_eq!(data.len() as u64, held);
+                assert!(
+                    runs.iter().all(|run| u64::from(run.first_page) + u64::from(run.pages) <= CHUNK_PAGES)
+                );
+                let mut again = Vec::new();
+                pages.encode(&runs, &mut again);
+                again.extend_from_slice(data);
+                assert_eq!(again, payload);
+            }
+            Kind::RoundEnd => {
+                if let Ok((seq, round)) = decode_round_end(payload) {
+                    assert_eq!(encode_round_end(seq, round), payload);
+                }
+            }
+            Kind::Ack => {
+                if let Ok(seq) = decode_ack(payload) {
+                    assert_eq!(encode_ack(seq), payload);
+                }
+            }
+            Kind::Message | Kind::Blob => {}
+        }
+    }
+});

@@ -14,6 +14,7 @@
 mod backends;
 mod blocks;
 mod devices;
+mod graph;
 mod live;
 mod machine;
 

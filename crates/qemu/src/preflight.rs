@@ -8,6 +8,7 @@
 //! `Info` what will be different. Each says what to do.
 
 mod checks;
+mod disks;
 pub mod facts;
 pub mod gather;
 
@@ -134,7 +135,7 @@ pub fn check(source: &SourceFacts, destination: &DestinationFacts) -> Vec<Findin
     checks::qemu(source, destination, &mut findings);
     checks::processor(source, destination, &mut findings);
     checks::memory(source, destination, &mut findings);
-    checks::disks(destination, &mut findings);
+    disks::check(destination, &mut findings);
     checks::surroundings(source, destination, &mut findings);
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
     findings.dedup();

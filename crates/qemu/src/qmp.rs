@@ -13,21 +13,25 @@
 //! Lines are capped at [`MAX_LINE_BYTES`] before memory is taken for them, and the queue of events
 //! at [`MAX_EVENTS`] (the oldest go first): QEMU is trusted less than this program.
 
+mod connect;
+mod reply;
+mod types;
+
 use std::collections::VecDeque;
 use std::io::{self, Read as _};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
-    SocketType,
-};
-use serde::Deserialize;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
+
+use connect::connect_by;
+use reply::{Reply, parse_greeting};
+pub use types::{Event, QmpError, Version};
 
 /// Longest line that is accepted from QEMU, in bytes. The largest answers that are asked for here
 /// (device trees, block graphs) have some hundred KiB.
@@ -38,117 +42,6 @@ pub const MAX_EVENTS: usize = 4096;
 
 /// How long a command may take unless [`Qmp::set_timeout`] says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
-
-/// What can go wrong between us and a monitor.
-#[derive(Debug, thiserror::Error)]
-pub enum QmpError {
-    /// The socket could not be opened.
-    #[error(
-        "cannot connect to the QMP socket {path}; check that the path is that of a QEMU started with -qmp unix:PATH,server=on,wait=off and that this user may open it"
-    )]
-    Connect {
-        /// The socket.
-        path: PathBuf,
-        /// What the kernel said.
-        source: io::Error,
-    },
-    /// The socket is there, but nobody greets: QEMU serves one client at a time.
-    #[error(
-        "the QMP monitor at {path} does not answer: another client (libvirt, a script) holds it, or QEMU is stopped; end that client, or give QEMU a second monitor"
-    )]
-    Busy {
-        /// The socket.
-        path: PathBuf,
-    },
-    /// QEMU answered a command with an error.
-    #[error("QEMU refused {command}: {desc}")]
-    CommandFailed {
-        /// The command's name.
-        command: String,
-        /// QMP's error class, usually `GenericError`.
-        class: String,
-        /// QEMU's own words.
-        desc: String,
-    },
-    /// QEMU closed the connection, usually because it ended.
-    #[error("QEMU closed the monitor during {during}; it has probably ended, see its log")]
-    Closed {
-        /// What was going on.
-        during: String,
-    },
-    /// A deadline passed.
-    #[error("no answer from QEMU to {waiting_for} in {after_ms} ms")]
-    Timeout {
-        /// What was waited for.
-        waiting_for: String,
-        /// How long, in milliseconds.
-        after_ms: u64,
-    },
-    /// Something came that is not QMP.
-    #[error("the monitor does not speak QMP as it should: {what}")]
-    Protocol {
-        /// What was wrong.
-        what: String,
-    },
-    /// An answer was well-formed, but is not what the command answers.
-    #[error("cannot read QEMU's answer to {command}")]
-    Answer {
-        /// The command's name.
-        command: String,
-        /// What did not fit.
-        source: serde_json::Error,
-    },
-    /// Reading from or writing to the socket failed.
-    #[error("the connection to QEMU failed during {during}")]
-    Io {
-        /// What was going on.
-        during: String,
-        /// What the kernel said.
-        source: io::Error,
-    },
-}
-
-impl QmpError {
-    /// Whether QEMU itself said no (the connection is fine, the command was not done).
-    pub fn is_refusal(&self) -> bool {
-        matches!(self, Self::CommandFailed { .. })
-    }
-
-    /// Whether this QEMU does not know the command.
-    pub fn is_unknown_command(&self) -> bool {
-        matches!(self, Self::CommandFailed { class, .. } if class == "CommandNotFound")
-    }
-}
-
-/// An event that QEMU sent on its own.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Event {
-    /// Its name, e.g. `STOP` or `MIGRATION`.
-    pub name: String,
-    /// What it carries; `Null` when nothing.
-    pub data: Value,
-    /// When QEMU sent it, by its host's wall clock, in microseconds since 1970.
-    pub timestamp_us: u64,
-}
-
-/// QEMU's version, from the greeting.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Version {
-    /// E.g. 10.
-    pub major: u64,
-    /// E.g. 0.
-    pub minor: u64,
-    /// E.g. 2.
-    pub micro: u64,
-    /// The distribution's own version, may be empty.
-    pub package: String,
-}
-
-impl std::fmt::Display for Version {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}.{}.{}", self.major, self.minor, self.micro)
-    }
-}
 
 /// A connection to a monitor, past the negotiation of capabilities.
 #[derive(Debug)]
@@ -434,90 +327,6 @@ impl Qmp {
         let rest = self.buffer.split_off(self.searched + at + 1);
         self.searched = 0;
         Some(std::mem::replace(&mut self.buffer, rest))
-    }
-}
-
-enum Reply {
-    Ours(Result<Value, (String, String)>),
-    Stale,
-    Event(Event),
-}
-
-impl Reply {
-    fn of(mut message: Value, id: u64) -> Result<Self, QmpError> {
-        if let Some(name) = message.get("event").and_then(Value::as_str) {
-            let at = |key| message.pointer(key).and_then(Value::as_u64).unwrap_or(0);
-            let timestamp_us = at("/timestamp/seconds")
-                .saturating_mul(1_000_000)
-                .saturating_add(at("/timestamp/microseconds"));
-            let name = name.to_owned();
-            return Ok(Self::Event(Event { name, data: message["data"].take(), timestamp_us }));
-        }
-        let theirs = message.get("id").and_then(Value::as_u64);
-        let error = message.get("error").map(|error| {
-            let text = |key| error.get(key).and_then(Value::as_str).unwrap_or("?").to_owned();
-            (text("class"), text("desc"))
-        });
-        match (theirs, error, message.get_mut("return")) {
-            (Some(number), _, _) if number != id => Ok(Self::Stale),
-            // Without an id: QEMU could not even parse what we sent.
-            (None, Some((_, desc)), _) => Err(QmpError::Protocol { what: desc }),
-            (Some(_), Some(error), _) => Ok(Self::Ours(Err(error))),
-            (Some(_), None, Some(value)) => Ok(Self::Ours(Ok(value.take()))),
-            _ => Err(QmpError::Protocol { what: "neither answer, error nor event".to_owned() }),
-        }
-    }
-}
-
-fn parse_greeting(greeting: &Value) -> Result<Version, QmpError> {
-    #[derive(Deserialize)]
-    struct Numbers {
-        major: u64,
-        minor: u64,
-        micro: u64,
-    }
-    let version = greeting.pointer("/QMP/version").ok_or_else(|| QmpError::Protocol {
-        what: "no greeting; is this a human monitor (-monitor)? a QMP monitor (-qmp) is needed".to_owned(),
-    })?;
-    let numbers: Numbers = serde_json::from_value(version["qemu"].clone())
-        .map_err(|source| QmpError::Answer { command: "the greeting".to_owned(), source })?;
-    Ok(Version {
-        major: numbers.major,
-        minor: numbers.minor,
-        micro: numbers.micro,
-        package: version.get("package").and_then(Value::as_str).unwrap_or_default().to_owned(),
-    })
-}
-
-/// Connects without ever blocking past the deadline: when a held monitor's backlog is full, a
-/// blocking `connect` would wait for ever.
-fn connect_by(path: &Path, deadline: Instant) -> Result<UnixStream, QmpError> {
-    let failed = |source: io::Error| QmpError::Connect { path: path.to_owned(), source };
-    let address = SocketAddrUnix::new(path).map_err(|errno| failed(errno.into()))?;
-    loop {
-        let socket: OwnedFd = rustix::net::socket_with(
-            AddressFamily::UNIX,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-            None,
-        )
-        .map_err(|errno| failed(errno.into()))?;
-        match rustix::net::connect(&socket, &address) {
-            Ok(()) => {
-                let stream = UnixStream::from(socket);
-                stream.set_nonblocking(false).map_err(failed)?;
-                return Ok(stream);
-            }
-            Err(rustix::io::Errno::INTR) => {}
-            Err(rustix::io::Errno::AGAIN) => {
-                if remaining(deadline).is_none() {
-                    return Err(QmpError::Busy { path: path.to_owned() });
-                }
-                // There is no event to wait for: the kernel tells nobody when a backlog empties.
-                std::thread::sleep(Duration::from_millis(5));
-            }
-            Err(errno) => return Err(failed(errno.into())),
-        }
     }
 }
 

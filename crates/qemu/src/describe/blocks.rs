@@ -10,7 +10,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value as Json, json};
 
-use super::live::{Backend, Live, LiveDevice, Node};
+use super::graph::{Backend, Node};
+use super::live::{Live, LiveDevice};
 use super::{Disk, Problem, absolute};
 use crate::cmdline::Given;
 use crate::options::Value;

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
+use super::graph::{self, Backend, Node};
 use crate::qmp::{Qmp, QmpError, Version};
 
 /// A device that somebody asked for, on the command line or later.
@@ -20,46 +21,6 @@ pub(super) struct LiveDevice {
     pub(super) bus: Option<(String, String)>,
     /// Where on the bus, as properties of the device: `addr`, `port`, `scsi-id`, …
     pub(super) place: BTreeMap<String, Value>,
-}
-
-/// A block node.
-#[derive(Debug, Clone, Deserialize)]
-pub(super) struct Node {
-    #[serde(rename = "node-name")]
-    pub(super) name: String,
-    #[serde(rename = "drv")]
-    pub(super) driver: String,
-    /// The file's name, or a `json:` description where a name does not do.
-    pub(super) file: String,
-    #[serde(rename = "ro")]
-    pub(super) read_only: bool,
-    #[serde(default)]
-    pub(super) encrypted: bool,
-    pub(super) cache: Cache,
-    #[serde(default, rename = "detect_zeroes")]
-    pub(super) detect_zeroes: String,
-    #[serde(skip)]
-    pub(super) children: BTreeMap<String, String>,
-}
-
-/// How a node caches.
-#[derive(Debug, Clone, Deserialize)]
-pub(super) struct Cache {
-    pub(super) direct: bool,
-    #[serde(rename = "no-flush")]
-    pub(super) no_flush: bool,
-}
-
-/// What a device sees as its drive.
-#[derive(Debug, Clone)]
-pub(super) struct Backend {
-    /// Name of the drive; empty where a device uses a node directly.
-    pub(super) name: String,
-    /// QOM path of the device that uses it.
-    pub(super) device: Option<String>,
-    pub(super) removable: bool,
-    /// Name of its top node; `None` when it is empty.
-    pub(super) root: Option<String>,
 }
 
 /// A network back end, from `info network`.
@@ -154,7 +115,7 @@ impl Live {
         let ram: Value = qmp.execute("x-query-ramblock", Value::Null)?;
         let ram_text = ram["human-readable-text"].as_str().unwrap_or_default().to_owned();
         let text = |value: &Value| value.as_str().map(str::to_owned);
-        let (nodes, backends) = block_graph(qmp)?;
+        let (nodes, backends) = graph::ask(qmp)?;
         Ok(Self {
             version: qmp.version().clone(),
             machine_type,
@@ -176,34 +137,6 @@ impl Live {
             objects: objects(qmp)?,
             ram_blocks: crate::ram::names(&ram_text),
         })
-    }
-
-    /// The file behind a node: that of the lowest node under it which is one, because formats with
-    /// options name themselves by a whole `json:` description.
-    pub(super) fn file_of(&self, node: &Node) -> String {
-        let mut at = node;
-        for _ in 0..self.nodes.len() {
-            if !at.file.starts_with("json:") {
-                return at.file.clone();
-            }
-            match at.children.get("file").and_then(|child| self.nodes.get(child)) {
-                Some(child) => at = child,
-                None => break,
-            }
-        }
-        node.file.clone()
-    }
-
-    /// The nodes of a chain from `top` down, through `file` of filters and `backing` of images.
-    pub(super) fn chain(&self, top: &str) -> Vec<&Node> {
-        let mut chain: Vec<&Node> = Vec::new();
-        let mut next = self.nodes.get(top);
-        while let Some(node) = next.filter(|node| !chain.iter().any(|seen| seen.name == node.name)) {
-            chain.push(node);
-            let below = node.children.get("backing").or_else(|| node.children.get("file"));
-            next = below.and_then(|name| self.nodes.get(name));
-        }
-        chain
     }
 }
 
@@ -349,64 +282,6 @@ fn objects(qmp: &mut Qmp) -> Result<Vec<Object>, QmpError> {
         Some(Object { id: property.name, kind })
     };
     Ok(list(qmp, "/objects")?.into_iter().filter_map(is_object).collect())
-}
-
-fn block_graph(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>), QmpError> {
-    #[derive(Deserialize)]
-    struct Graph {
-        nodes: Vec<GraphNode>,
-        edges: Vec<Edge>,
-    }
-    #[derive(Deserialize)]
-    struct GraphNode {
-        id: u64,
-        name: String,
-        #[serde(rename = "type")]
-        kind: String,
-    }
-    #[derive(Deserialize)]
-    struct Edge {
-        parent: u64,
-        child: u64,
-        name: String,
-    }
-    #[derive(Deserialize)]
-    struct Block {
-        device: String,
-        qdev: Option<String>,
-        removable: bool,
-        inserted: Option<Inserted>,
-    }
-    #[derive(Deserialize)]
-    struct Inserted {
-        #[serde(rename = "node-name")]
-        node: String,
-    }
-    let nodes: Vec<Node> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    let mut nodes: BTreeMap<String, Node> = nodes.into_iter().map(|node| (node.name.clone(), node)).collect();
-    let graph: Graph = qmp.execute("x-debug-query-block-graph", Value::Null)?;
-    let driver_name = |id| {
-        let is_it = |node: &&GraphNode| node.id == id && node.kind == "block-driver";
-        graph.nodes.iter().find(is_it).map(|node| node.name.clone())
-    };
-    for edge in &graph.edges {
-        if let (Some(parent), Some(child)) = (driver_name(edge.parent), driver_name(edge.child))
-            && let Some(node) = nodes.get_mut(&parent)
-        {
-            node.children.insert(edge.name.clone(), child);
-        }
-    }
-    let blocks: Vec<Block> = qmp.execute("query-block", Value::Null)?;
-    let backends = blocks
-        .into_iter()
-        .map(|block| Backend {
-            name: block.device,
-            device: block.qdev,
-            removable: block.removable,
-            root: block.inserted.map(|inserted| inserted.node),
-        })
-        .collect();
-    Ok((nodes, backends))
 }
 
 /// Back ends in `info network`, e.g. ` \ n0: index=0,type=user,net=10.0.2.0,restrict=off`.

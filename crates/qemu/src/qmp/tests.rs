@@ -2,6 +2,8 @@ use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread::JoinHandle;
 
+use std::os::fd::OwnedFd;
+
 use super::*;
 
 const GREETING: &str =

@@ -12,7 +12,8 @@ use whimbrel_qemu::ram::{RamKind, ram_blocks};
 use whimbrel_qemu::tree::{compare, device_tree};
 
 use crate::support::{
-    Version, Vm, args, assert_memory_equal, copy_memory, deadline, launch, qcow2, ticker_disk, versions,
+    Version, Vm, args, assert_memory_equal, copy_memory, deadline, launch, qcow2, ticker_disk, until,
+    versions,
 };
 
 struct World {
@@ -43,7 +44,7 @@ impl World {
     }
 
     /// Describes, builds and starts the other side.
-    fn rebuild(&self, source: &mut Vm, rules: &HostRules) -> (VmDescription, Vm) {
+    fn rebuild(source: &mut Vm, rules: &HostRules) -> (VmDescription, Vm) {
         let process = find(&Selector::Pid(source.pid())).unwrap();
         let described = describe(&mut source.qmp, &process.origin()).unwrap();
         // What is sent to another host comes back the same.
@@ -58,6 +59,13 @@ impl World {
 
     /// Moves the guest and sees it go on.
     fn hand_over(&self, source: &mut Vm, destination: &mut Vm) {
+        self.move_over(source, destination);
+        destination.wait_ticking();
+        let differences = compare(&mut source.qmp, &mut destination.qmp).unwrap();
+        assert!(differences.is_empty(), "{differences:#?}");
+    }
+
+    fn move_over(&self, source: &mut Vm, destination: &mut Vm) {
         let differences = compare(&mut source.qmp, &mut destination.qmp).unwrap();
         assert!(differences.is_empty(), "{differences:#?}");
         let socket = self.dir().join("state");
@@ -70,9 +78,6 @@ impl World {
         incoming.load(&mut destination.qmp, &state, deadline()).unwrap();
         assert_memory_equal(source, destination);
         cont(&mut destination.qmp).unwrap();
-        destination.wait_ticking();
-        let differences = compare(&mut source.qmp, &mut destination.qmp).unwrap();
-        assert!(differences.is_empty(), "{differences:#?}");
     }
 }
 
@@ -101,7 +106,7 @@ fn a_usual_guest() {
             )),
         );
         source.wait_ticking();
-        let (described, mut destination) = world.rebuild(&mut source, &world.rules());
+        let (described, mut destination) = World::rebuild(&mut source, &world.rules());
         assert_eq!(described.name.as_deref(), Some("web1"));
         assert!(described.machine.machine_type.starts_with("pc-q35-"));
         assert_eq!((described.machine.cpus, described.machine.accelerator.as_str()), (2, "tcg"));
@@ -123,7 +128,7 @@ fn a_usual_guest() {
         let rules =
             HostRules { run_dir: world.dir().join("again"), ram: RamPlan::Anonymous, ..world.rules() };
         std::fs::create_dir_all(&rules.run_dir).unwrap();
-        let (_, mut back) = world.rebuild(&mut destination, &rules);
+        let (_, mut back) = World::rebuild(&mut destination, &rules);
         let pid = back.pid();
         let blocks = ram_blocks(&mut back.qmp, pid).unwrap();
         assert_eq!(blocks.iter().find(|block| block.name == "pc.ram").unwrap().kind, RamKind::Anonymous);
@@ -142,7 +147,7 @@ fn an_old_fashioned_guest() {
             &args(&format!("-m 64 -nographic -snapshot-off {boot}").replace("-snapshot-off ", "")),
         );
         source.wait_ticking();
-        let (_, mut destination) = world.rebuild(&mut source, &world.rules());
+        let (_, mut destination) = World::rebuild(&mut source, &world.rules());
         world.hand_over(&mut source, &mut destination);
     });
 }
@@ -162,7 +167,7 @@ fn numa_nodes_and_their_memory() {
             )),
         );
         source.wait_ticking();
-        let (_, mut destination) = world.rebuild(&mut source, &world.rules());
+        let (_, mut destination) = World::rebuild(&mut source, &world.rules());
         world.hand_over(&mut source, &mut destination);
     });
 }
@@ -208,7 +213,7 @@ fn snapshots_taken_since_the_start() {
         source.qmp.wait_event("BLOCK_JOB_READY", deadline()).unwrap();
         source.command("block-job-complete", json!({"device": "m"}));
         source.qmp.wait_event("BLOCK_JOB_COMPLETED", deadline()).unwrap();
-        let (described, mut destination) = world.rebuild(&mut source, &world.rules());
+        let (described, mut destination) = World::rebuild(&mut source, &world.rules());
         let files: Vec<&str> = described.disks.iter().filter_map(|disk| disk.file.as_deref()).collect();
         for name in ["a2.qcow2", "b1.qcow2", "c1.qcow2"] {
             assert!(files.contains(&world.path(name).as_str()), "{files:?}");
@@ -282,7 +287,7 @@ fn plugged_and_unplugged_since_the_start() {
         cpu["id"] = "cpu1".into();
         source.command("device_add", cpu);
 
-        let (described, mut destination) = world.rebuild(&mut source, &world.rules());
+        let (described, mut destination) = World::rebuild(&mut source, &world.rules());
         assert_eq!(described.machine.cpus, 2);
         let ids: Vec<String> =
             device_tree(&mut destination.qmp).unwrap().devices.into_iter().map(|device| device.id).collect();
@@ -340,7 +345,43 @@ fn from_an_older_qemu_to_a_newer_one() {
         )),
     );
     source.wait_ticking();
-    let (described, mut destination) = world.rebuild(&mut source, &world.rules());
+    let (described, mut destination) = World::rebuild(&mut source, &world.rules());
     assert_eq!(described.machine.machine_type, machine_type(&mut destination.qmp).unwrap());
     world.hand_over(&mut source, &mut destination);
+}
+
+/// A real kernel with its load, where there is one, on a disk that it does not use.
+#[test]
+fn a_linux_guest() {
+    let (Ok(kernel), Ok(initrd)) = (std::env::var("WHIMBREL_KERNEL"), std::env::var("WHIMBREL_INITRD"))
+    else {
+        println!("note: WHIMBREL_KERNEL and WHIMBREL_INITRD are not set");
+        return;
+    };
+    World::each(|world| {
+        qcow2(&world.dir().join("disk.qcow2"), "16M");
+        let mut source = world.version.start(
+            world.dir(),
+            "src",
+            &args(&format!(
+                "-machine q35 -m 256 -vga std -device qemu-xhci -device usb-tablet -device virtio-balloon-pci
+                 -device virtio-rng-pci -device virtio-serial-pci -netdev user,id=n0 -device virtio-net-pci,netdev=n0
+                 -drive file=disk.qcow2,if=virtio,cache=none -serial file:{}
+                 -kernel {kernel} -initrd {initrd}",
+                world.path("console")
+            ))
+            .into_iter()
+            .chain(["-append".to_owned(), "console=ttyS0 panic=-1 d=32,16,20".to_owned()])
+            .collect::<Vec<_>>(),
+        );
+        let length = |path: &str| std::fs::metadata(path).map_or(0, |meta| meta.len());
+        let said = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+        let console = world.path("console");
+        until("the kernel speaks", || said(&console).contains("Linux version"));
+        let (_, mut destination) = World::rebuild(&mut source, &world.rules());
+        world.move_over(&mut source, &mut destination);
+        let there = world.path("run/console");
+        until("the kernel goes on", || length(&there) > 0);
+        assert!(!said(&there).contains("Linux version"), "it did not boot again");
+    });
 }

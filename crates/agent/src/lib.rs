@@ -13,7 +13,21 @@
 
 pub mod api;
 pub mod config;
+mod context;
+pub mod daemon;
+mod destination;
+pub mod fault;
 pub mod journal;
+mod machine;
+mod owners;
+mod peers;
+mod preflight;
 pub mod progress;
+mod ram;
 pub mod register;
 pub mod report;
+mod source;
+mod verification;
+mod vms;
+
+pub(crate) use api::with_causes as chain;

@@ -1,0 +1,278 @@
+//! What the end-to-end tests share: two hosts and a witness in a laboratory, an agent on each, and the program as users
+//! call it.
+
+#![allow(dead_code, reason = "each test file uses a part of it")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may fail")]
+
+pub mod faults;
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+pub use lab::{
+    Accel, DEADLINE, Device, Disk, Environment, Guest, GuestSpec, Lab, LabConfig, Load, QemuVersion, Ram,
+    Serial,
+};
+
+/// The program under test.
+pub const WHIMBREL: &str = env!("CARGO_BIN_EXE_whimbrel");
+
+/// How a cluster differs from the usual one.
+#[derive(Clone, Debug)]
+pub struct Setup {
+    pub link: lab::Link,
+    pub witness: bool,
+    pub plain: bool,
+    pub fault_harness: bool,
+    /// More lines for the agents' configuration.
+    pub extra: String,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            link: lab::Link::Fast,
+            witness: false,
+            plain: false,
+            fault_harness: false,
+            extra: "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 3000\npeer_silence_ms = 2000\nconnect_ms = 2000\nreclaim_after_ms = 2000\n"
+                .to_owned(),
+        }
+    }
+}
+
+/// Two hosts with agents, and a witness where asked for.
+pub struct Cluster {
+    pub a: Agent,
+    pub b: Agent,
+    pub witness: Option<Agent>,
+    pub environment: Environment,
+    pub faults: Option<faults::Harness>,
+    pub lab: Lab,
+}
+
+/// One agent.
+pub struct Agent {
+    pub name: &'static str,
+    pub directory: PathBuf,
+    host: lab::Host,
+    daemon: Option<lab::Daemon>,
+}
+
+/// What the program said.
+#[derive(Debug)]
+pub struct Said {
+    pub code: i32,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Said {
+    pub fn json(&self) -> Value {
+        serde_json::from_str(self.stdout.trim()).unwrap_or_else(|error| panic!("no JSON ({error}): {self:?}"))
+    }
+
+    /// The last line that is JSON: where progress comes before it.
+    pub fn last_json(&self) -> Value {
+        let line = self.stdout.lines().rev().find(|line| line.starts_with('{'));
+        line.and_then(|line| serde_json::from_str(line).ok()).unwrap_or_else(|| self.json())
+    }
+
+    #[track_caller]
+    pub fn ok(self) -> Self {
+        assert_eq!(self.code, 0, "{self:?}");
+        self
+    }
+}
+
+impl Cluster {
+    pub fn new() -> Self {
+        Self::with(&Setup::default())
+    }
+
+    pub fn with(setup: &Setup) -> Self {
+        let lab = Lab::up(&LabConfig::for_test().link(setup.link.clone())).unwrap();
+        let environment = Environment::discover();
+        let pki = lab::Pki::new(&lab.shared_directory().unwrap().join("pki")).unwrap();
+        let faults = setup.fault_harness.then(|| faults::Harness::new(&lab.shared_directory().unwrap()));
+        let qemus = environment.qemu_versions();
+        let agent = |host: &lab::Host, name: &'static str, role: &str, address: String| {
+            let directory = host.directory().join("agent");
+            fs::create_dir_all(&directory).unwrap();
+            let mut config = format!(
+                "host = \"{name}\"\nrole = \"{role}\"\nlisten = \"{address}\"\nstate_dir = \"state\"\nrun_dir = \"run\"\n"
+            );
+            if setup.plain {
+                config.push_str("[tls]\nplain = true\n");
+            } else {
+                let identity = pki.issue(name, &[host.address().into()]).unwrap();
+                writeln!(
+                    config,
+                    "[tls]\nca = {:?}\ncertificate = {:?}\nkey = {:?}",
+                    identity.ca, identity.certificate, identity.key
+                )
+                .unwrap();
+            }
+            let control = lab.witness.address();
+            writeln!(config, "[hosts.a]\naddress = \"{}:7740\"", lab.a.address()).unwrap();
+            writeln!(config, "[hosts.b]\naddress = \"{}:7740\"", lab.b.address()).unwrap();
+            if setup.witness {
+                writeln!(config, "[hosts.w]\naddress = \"{control}:7740\"").unwrap();
+                if role == "host" {
+                    config.push_str("[register]\nhost = \"w\"\n");
+                }
+            }
+            let qemu = |version: &QemuVersion| environment.qemu(*version).unwrap();
+            let binaries: Vec<_> = qemus.iter().map(|version| wrapper(&directory, &qemu(version))).collect();
+            writeln!(config, "[qemu]\nbinaries = {binaries:?}").unwrap();
+            if let Some(faults) = &faults {
+                writeln!(config, "[faults]\nsocket = {:?}", faults.socket(name)).unwrap();
+            }
+            config.push_str(&setup.extra);
+            fs::write(directory.join("agent.toml"), config).unwrap();
+            Agent { name, directory, host: host.clone(), daemon: None }
+        };
+        let a = agent(&lab.a, "a", "host", format!("{}:7740", lab.a.address()));
+        let b = agent(&lab.b, "b", "host", format!("{}:7740", lab.b.address()));
+        let witness = setup
+            .witness
+            .then(|| agent(&lab.witness, "w", "witness", format!("{}:7740", lab.witness.address())));
+        let mut cluster = Self { a, b, witness, environment, faults, lab };
+        if let Some(witness) = &mut cluster.witness {
+            witness.start();
+        }
+        cluster.a.start();
+        cluster.b.start();
+        cluster
+    }
+
+    pub fn agent(&self, name: &str) -> &Agent {
+        if name == "a" { &self.a } else { &self.b }
+    }
+
+    pub fn agent_mut(&mut self, name: &str) -> &mut Agent {
+        if name == "a" { &mut self.a } else { &mut self.b }
+    }
+
+    /// Starts a guest on the first host, waits until its load runs, and has it adopted.
+    pub fn guest(&self, spec: &GuestSpec) -> Guest {
+        let guest = Guest::start_and_wait(&self.lab.a, &self.environment, spec).unwrap();
+        self.a.cli(&["vm", "adopt", "--pid", &guest.pid().to_string()]).ok();
+        guest
+    }
+
+    /// The serial line of a guest that has moved to a host.
+    pub fn serial(&self, agent: &str, vm: &str) -> Serial {
+        let agent = self.agent(agent);
+        let shown = agent.cli(&["vm", "show", vm]).ok().json();
+        let qmp = PathBuf::from(shown["qmp"].as_str().unwrap());
+        let pid = shown["pid"].as_u64().unwrap() as u32;
+        let directory = qmp.parent().unwrap();
+        Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), Some(pid))
+    }
+}
+
+/// A program that starts a QEMU with the arguments that it always needs here (where its firmware is).
+fn wrapper(directory: &Path, qemu: &lab::Qemu) -> PathBuf {
+    if qemu.arguments().is_empty() {
+        return qemu.program.clone();
+    }
+    let path = directory.join("qemu-newer");
+    let script = format!("#!/bin/sh\nexec {} {} \"$@\"\n", qemu.program.display(), qemu.arguments().join(" "));
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    path
+}
+
+impl Agent {
+    pub fn config(&self) -> PathBuf {
+        self.directory.join("agent.toml")
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.directory.join("run/agent.sock")
+    }
+
+    /// Starts the agent and waits until it answers.
+    pub fn start(&mut self) {
+        let mut command = self.host.command(WHIMBREL);
+        command.arg("agent").arg("--config").arg(self.config()).env("RUST_LOG", "info");
+        let mut daemon = lab::Daemon::start(&mut command, &self.directory.join("agent.log")).unwrap();
+        let deadline = Instant::now() + DEADLINE;
+        while self.cli(&["vm", "list"]).code != 0 {
+            assert!(daemon.is_running(), "agent {} ended: {}", self.name, self.log());
+            assert!(Instant::now() < deadline, "agent {} does not answer: {}", self.name, self.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self.daemon = Some(daemon);
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.daemon.as_ref().unwrap().pid()
+    }
+
+    /// SIGKILL.
+    pub fn kill(&mut self) {
+        if let Some(mut daemon) = self.daemon.take() {
+            daemon.kill().unwrap();
+        }
+    }
+
+    pub fn is_running(&mut self) -> bool {
+        self.daemon.as_mut().is_some_and(lab::Daemon::is_running)
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.directory.join("agent.log")).unwrap_or_default()
+    }
+
+    /// The program, as users call it, asking for JSON.
+    pub fn command(&self, words: &[&str]) -> Command {
+        let mut command = self.host.command(WHIMBREL);
+        command.arg("--socket").arg(self.socket()).arg("--json").args(words);
+        command
+    }
+
+    /// Runs the program to its end.
+    pub fn cli(&self, words: &[&str]) -> Said {
+        let output = self.command(words).output().unwrap();
+        Said {
+            code: output.status.code().unwrap_or(-1),
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        }
+    }
+
+    /// A VM as the agent shows it; none if it does not know it.
+    pub fn vm(&self, vm: &str) -> Option<Value> {
+        let list = self.cli(&["vm", "list"]).ok().json();
+        list.as_array().unwrap().iter().find(|one| one["vm"] == vm).cloned()
+    }
+
+    /// Waits until no migration of this agent is open.
+    pub fn wait_settled(&self) {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let vms = self.cli(&["vm", "list"]).ok().json();
+            if vms.as_array().unwrap().iter().all(|vm| vm["migration"].is_null()) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{} does not settle: {vms}\n{}", self.name, self.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+/// Names of what a directory holds, for "nothing is left behind".
+pub fn entries(directory: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(directory) else { return Vec::new() };
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}

@@ -1,0 +1,46 @@
+//! What all parts of an agent share.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use engine::precopy::FixedCost;
+use link::Endpoint;
+use tracee::Injector;
+
+use crate::config::Config;
+use crate::fault::Faults;
+use crate::journal::Journal;
+use crate::register::Register;
+
+/// What all parts of an agent share.
+pub(crate) struct Context {
+    /// The configuration.
+    pub(crate) config: Config,
+    /// The journal.
+    pub(crate) journal: Journal,
+    /// Who we are to our peers.
+    pub(crate) endpoint: Endpoint,
+    /// Expected data streams.
+    pub(crate) router: link::Router,
+    /// The register of owners, where one is configured.
+    pub(crate) register: Option<Arc<dyn Register>>,
+    /// Makes other processes call the kernel.
+    pub(crate) injector: Arc<Injector>,
+    /// Where fault points are told to.
+    pub(crate) faults: Faults,
+    /// `/proc/sys/kernel/random/boot_id`.
+    pub(crate) boot_id: String,
+    /// Parts of the downtime that do not depend on memory, as last measured here.
+    pub(crate) fixed_cost: Mutex<FixedCost>,
+}
+
+impl Context {
+    /// Parts of the downtime that do not depend on memory, as last measured here.
+    pub(crate) fn fixed_cost(&self) -> FixedCost {
+        *self.fixed_cost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Remembers what a migration has measured.
+    pub(crate) fn learn_fixed_cost(&self, measured: FixedCost) {
+        *self.fixed_cost.lock().unwrap_or_else(PoisonError::into_inner) = measured;
+    }
+}

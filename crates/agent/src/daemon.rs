@@ -1,0 +1,166 @@
+//! The daemon: holds the drivers of all migrations, answers peers and users, and takes up what an agent before it left.
+
+mod connections;
+mod control;
+mod drive;
+mod recovery;
+mod status;
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use engine::precopy::FixedCost;
+use link::{Endpoint, Identity, IdentityError, Listener, Peer, Router, Serving, Settings, TlsFiles};
+use proto::MigrationId;
+use tracee::Injector;
+use tracing::info;
+
+use crate::api::{self, Server, ServerError};
+use crate::config::{AgentRole, Config, Security};
+use crate::context::Context;
+use crate::fault::Faults;
+use crate::journal::{Journal, JournalError};
+use crate::progress::Publisher;
+use crate::register::{Register, RegisterError, SqliteRegister, WitnessClient, WitnessServer};
+use crate::{destination, source};
+
+/// Why an agent cannot start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The journal cannot be used.
+    #[error("the journal cannot be used")]
+    Journal(#[from] JournalError),
+    /// The register cannot be used.
+    #[error("the register cannot be used")]
+    Register(#[from] RegisterError),
+    /// Certificate, key or authority cannot be used.
+    #[error("the files under [tls] cannot be used")]
+    Identity(#[from] IdentityError),
+    /// Peers cannot be listened to.
+    #[error("cannot listen for peers")]
+    Listen(#[from] link::BindError),
+    /// Users cannot be listened to.
+    #[error("cannot serve the API")]
+    Api(#[from] ServerError),
+    /// The host's boot id cannot be read.
+    #[error("cannot read /proc/sys/kernel/random/boot_id")]
+    BootId(#[source] std::io::Error),
+}
+
+/// How to start the injector: a program that does nothing but call [`tracee::injector_main`].
+#[derive(Clone, Debug)]
+pub struct InjectorProgram {
+    /// The program.
+    pub program: PathBuf,
+    /// Its arguments.
+    pub arguments: Vec<OsString>,
+}
+
+/// An agent at work. Dropping it ends its listeners; drivers end with the process, and the next agent takes up what
+/// they were at.
+#[derive(Debug)]
+pub struct Agent {
+    _serving: Serving,
+    _api: Server,
+}
+
+impl Agent {
+    /// Starts an agent: takes up what one before it left, then listens to peers and users.
+    pub fn start(config: Config, injector: InjectorProgram) -> Result<Self, StartError> {
+        let journal = Journal::open(&config.state_dir)?;
+        let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(StartError::BootId)?;
+        let endpoint = endpoint(&config)?;
+        let register = config.register.as_ref().and_then(|witness| register(&config, witness, &endpoint));
+        let witness = match config.role {
+            AgentRole::Witness => {
+                Some(WitnessServer::new(Arc::new(SqliteRegister::open(&config.state_dir)?)))
+            }
+            AgentRole::Host => None,
+        };
+        let listener = Listener::bind(endpoint.clone(), &config.listen.to_string())?;
+        let socket = config.api_socket.clone();
+        let context = Context {
+            faults: Faults::new(config.fault_socket.clone()),
+            injector: Arc::new(Injector::new(injector.program, injector.arguments)),
+            router: Router::default(),
+            fixed_cost: Mutex::new(FixedCost::default()),
+            boot_id: boot_id.trim().to_owned(),
+            journal,
+            endpoint,
+            register,
+            config,
+        };
+        let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), beginning: Mutex::default(), witness });
+        daemon.take_up();
+        let peers = Arc::clone(&daemon);
+        let address = listener.address();
+        let serving = listener.serve(move |arrival| peers.arrival(arrival))?;
+        let api = api::serve(&socket, Arc::new(control::Users(daemon)))?;
+        info!(%address, api = %socket.display(), "ready");
+        Ok(Self { _serving: serving, _api: api })
+    }
+}
+
+fn endpoint(config: &Config) -> Result<Endpoint, IdentityError> {
+    let security = match &config.security {
+        Security::Plain => link::Security::Plain,
+        Security::Tls { ca, certificate, key } => {
+            let files = TlsFiles { ca: ca.clone(), certificate: certificate.clone(), key: key.clone() };
+            let identity = Identity::load(&files)?;
+            identity.check(&config.host)?;
+            link::Security::Tls(identity)
+        }
+    };
+    let settings = Settings {
+        handshake: Duration::from_millis(config.timeouts.connect_ms),
+        silence: Duration::from_millis(config.timeouts.peer_silence_ms),
+        ..Settings::default()
+    };
+    Ok(Endpoint::new(config.host.clone(), security).with_settings(settings))
+}
+
+fn register(config: &Config, witness: &proto::HostId, endpoint: &Endpoint) -> Option<Arc<dyn Register>> {
+    let address = config.peer(witness)?.to_owned();
+    let peer = Peer { host: witness.clone(), address };
+    let connect = Duration::from_millis(config.timeouts.connect_ms);
+    let reply = Duration::from_millis(config.timeouts.peer_silence_ms);
+    Some(Arc::new(WitnessClient::new(endpoint.clone(), peer, connect, reply)))
+}
+
+/// The agent behind its listeners.
+pub(crate) struct Daemon {
+    context: Arc<Context>,
+    drivers: Mutex<BTreeMap<MigrationId, Driven>>,
+    /// Held while a migration is begun, so that no two of one VM are.
+    beginning: Mutex<()>,
+    /// Present if this agent keeps the register.
+    witness: Option<WitnessServer>,
+}
+
+/// A migration that a thread is at work on.
+pub(crate) struct Driven {
+    mailbox: Mail,
+    publisher: Publisher,
+    /// Of the source only.
+    controls: Option<Arc<source::Controls>>,
+}
+
+/// How to reach a driver.
+#[derive(Clone)]
+pub(crate) enum Mail {
+    Source(source::Mailbox),
+    Destination(destination::Mailbox),
+}
+
+impl Daemon {
+    fn drivers(&self) -> MutexGuard<'_, BTreeMap<MigrationId, Driven>> {
+        self.drivers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn mailbox(&self, id: &MigrationId) -> Option<Mail> {
+        self.drivers().get(id).map(|driven| driven.mailbox.clone())
+    }
+}

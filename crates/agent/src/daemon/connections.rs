@@ -1,0 +1,219 @@
+//! Connections that peers open, and what they are for.
+
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
+use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
+use engine::handover::{Step, Terms};
+use link::{Arrival, Connection, Incoming, Rejected};
+use proto::message::{Message, Verdict};
+use proto::{Epoch, Generation, MigrationId, Purpose};
+use tracing::{debug, warn};
+
+use super::{Daemon, Mail};
+use crate::journal::State;
+use crate::source as from;
+
+/// How long a proposal may take to come after the connection.
+const PROPOSAL_PATIENCE: Duration = Duration::from_secs(10);
+
+impl Daemon {
+    /// Somebody has connected, or failed to. Runs on a thread of the connection's own.
+    pub(super) fn arrival(self: &Arc<Self>, arrival: Result<Arrival, Rejected>) {
+        let arrival = match arrival {
+            Ok(arrival) => arrival,
+            Err(rejected) => {
+                warn!(error = crate::chain(&rejected), "a connection was refused");
+                return;
+            }
+        };
+        let Some(arrival) = self.context.router.deliver(arrival) else { return };
+        match arrival.purpose().clone() {
+            Purpose::Register => match &self.witness {
+                Some(witness) => witness.serve(arrival),
+                None => arrival.refuse("this agent is no witness; see `register` in the configuration of both hosts"),
+            },
+            _ if self.witness.is_some() => arrival.refuse("this agent is a witness; VMs cannot be moved here"),
+            Purpose::Control { migration, generation } => self.control_stream(arrival, &migration, generation),
+            Purpose::Handover { migration } => self.questions(arrival, &migration),
+            Purpose::Data { .. } => arrival.refuse("no data stream is expected here"),
+        }
+    }
+
+    fn control_stream(self: &Arc<Self>, arrival: Arrival, id: &MigrationId, generation: Generation) {
+        match self.mailbox(id) {
+            Some(Mail::Destination(mailbox)) => {
+                if let Some(connection) = accepted(arrival)
+                    && let Err(error) = mailbox.connected(connection, Some(generation))
+                {
+                    warn!(migration = %id, %error, "no thread for a control stream");
+                }
+            }
+            Some(Mail::Source(_)) => arrival.refuse(format!("{id} leaves from here")),
+            None if generation != Generation(1) => {
+                arrival.refuse(format!("migration {id} is not under way here any more"));
+            }
+            None => {
+                let Some(mut connection) = accepted(arrival) else { return };
+                match connection.recv(Some(Instant::now() + PROPOSAL_PATIENCE)) {
+                    Ok(Incoming::Message(Message::Propose(proposal))) => self.proposed(connection, id, *proposal),
+                    Ok(_) => warn!(migration = %id, "the source did not begin with a proposal"),
+                    Err(error) => warn!(migration = %id, %error, "no proposal came"),
+                }
+            }
+        }
+    }
+
+    /// The other side of a handover has a question, or repeats what it said.
+    fn questions(&self, arrival: Arrival, id: &MigrationId) {
+        match self.mailbox(id) {
+            Some(Mail::Destination(mailbox)) => {
+                if let Some(connection) = accepted(arrival)
+                    && let Err(error) = mailbox.connected(connection, None)
+                {
+                    warn!(migration = %id, %error, "no thread for a connection");
+                }
+            }
+            _ => {
+                if let Some(connection) = accepted(arrival) {
+                    self.answer(connection, id);
+                }
+            }
+        }
+    }
+
+    /// Answers until the other side hangs up.
+    fn answer(&self, mut connection: Connection, id: &MigrationId) {
+        loop {
+            let message = match connection.recv(None) {
+                Ok(Incoming::Message(message)) => message,
+                Ok(Incoming::Blob(_)) => return,
+                Err(error) => {
+                    debug!(migration = %id, %error, "questions ended");
+                    return;
+                }
+            };
+            for answer in self.answers(id, message) {
+                if connection.send(&answer).is_err() {
+                    return;
+                }
+            }
+        }
+    }
+
+    fn answers(&self, id: &MigrationId, message: Message) -> Vec<Message> {
+        match message {
+            Message::Ping => vec![Message::Pong],
+            Message::Ask { epoch } => vec![self.verdict(id, epoch)],
+            Message::Go { epoch, incarnation, run } => {
+                self.from_journal(id, &DestinationEvent::Go { epoch, incarnation, run })
+            }
+            Message::Inquire { epoch } => self.from_journal(id, &DestinationEvent::Asked { epoch }),
+            Message::Running { .. } | Message::Refused { .. } | Message::Crashed { .. } | Message::Ready { .. } => {
+                self.pass_on(id, message);
+                vec![]
+            }
+            Message::Abort { .. } | Message::Pong => vec![],
+            other => {
+                warn!(migration = %id, ?other, "a message that does not belong among questions");
+                vec![]
+            }
+        }
+    }
+
+    fn pass_on(&self, id: &MigrationId, message: Message) {
+        if let Some(Mail::Source(mailbox)) = self.mailbox(id) {
+            mailbox.put(from::Notice::Message(message));
+        }
+    }
+
+    /// What this side, as the source, has decided: its driver knows, or the journal.
+    fn verdict(&self, id: &MigrationId, epoch: Epoch) -> Message {
+        if let Some(Mail::Source(mailbox)) = self.mailbox(id) {
+            let (reply, answer) = mpsc::sync_channel(1);
+            if mailbox.put(from::Notice::Asked { epoch, reply }) {
+                let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+                let undecided = Message::Verdict { epoch, verdict: Verdict::Undecided };
+                return answer.recv_timeout(patience).unwrap_or(undecided);
+            }
+        }
+        let verdict = match self.context.journal.migration(id) {
+            Ok(Some(record)) => match &record.state {
+                State::Source(state) => decided(&record.terms, state, epoch),
+                State::Destination(_) => Verdict::Undecided,
+            },
+            // PREPARED is journalled before the destination hears of a migration: what is not there was never begun.
+            Ok(None) => Verdict::Aborted,
+            Err(error) => {
+                warn!(migration = %id, error = crate::chain(&error), "the journal cannot be asked");
+                Verdict::Undecided
+            }
+        };
+        Message::Verdict { epoch, verdict }
+    }
+
+    /// What this side, as the destination, answers about a migration that no driver is at work on.
+    fn from_journal(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
+        let epoch = id.epoch;
+        let (terms, state) = match self.context.journal.migration(id) {
+            Ok(Some(record)) => match record.state {
+                State::Destination(state) => (record.terms, state),
+                State::Source(_) => return vec![],
+            },
+            // PREPARED is synced before the source hears of it, so this epoch was never here; and because the journal
+            // gives no epoch twice, saying that it will never be is safe once the epoch is noted.
+            Ok(None) => {
+                return match self.context.journal.learn_epoch(&id.vm, epoch) {
+                    Ok(()) => vec![Message::Refused { epoch, reason: "this host knows no such migration".to_owned() }],
+                    Err(error) => {
+                        warn!(migration = %id, error = crate::chain(&error), "the journal cannot note an epoch");
+                        vec![]
+                    }
+                };
+            }
+            Err(error) => {
+                warn!(migration = %id, error = crate::chain(&error), "the journal cannot be asked");
+                return vec![];
+            }
+        };
+        said(&terms, &state, event)
+    }
+}
+
+/// What the engine lets a source that is over answer.
+fn decided(terms: &Terms, state: &SourceState, epoch: Epoch) -> Verdict {
+    if let Ok(Step::Moved(step)) = source(terms, state, &SourceEvent::Asked { epoch }) {
+        for effect in step.effects {
+            if let SourceEffect::Answer(verdict) = effect {
+                return verdict;
+            }
+        }
+    }
+    Verdict::Undecided
+}
+
+/// What the engine lets a destination that is over answer.
+fn said(terms: &Terms, state: &DestinationState, event: &DestinationEvent) -> Vec<Message> {
+    let epoch = terms.epoch();
+    let Ok(Step::Moved(step)) = destination(terms, state, event) else { return vec![] };
+    step.effects
+        .iter()
+        .filter_map(|effect| match effect {
+            DestinationEffect::SendRunning => Some(Message::Running { epoch, continue_us: 0 }),
+            DestinationEffect::SendRefused => {
+                Some(Message::Refused { epoch, reason: "this copy was given up".to_owned() })
+            }
+            DestinationEffect::SendCrashed => {
+                Some(Message::Crashed { epoch, reason: "its QEMU is gone, and may have run the guest".to_owned() })
+            }
+            _ => None,
+        })
+        .collect()
+}
+
+fn accepted(arrival: Arrival) -> Option<Connection> {
+    arrival.accept().inspect_err(|error| warn!(error = crate::chain(error), "a connection was lost")).ok()
+}
+

@@ -1,0 +1,276 @@
+//! What users can ask of the daemon.
+
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::DestinationEvent;
+use engine::handover::recover::{Advice, Decision, advise_destination, advise_source};
+use engine::handover::source::SourceEvent;
+use proto::{HostId, MigrationId, VmName};
+
+use super::drive::internal;
+use super::{Daemon, Mail};
+use crate::api::Control;
+use crate::api::{Kind, Problem};
+use crate::api::{
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Limits, MigrateRequest, MigrationStatus,
+    RecoverAction, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
+};
+use crate::journal::State;
+use crate::progress::{Publisher, Standing, Watcher};
+use crate::report::Report;
+use crate::{destination, preflight, source, vms};
+
+/// How long a user waits for what becomes of a word.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The daemon as the API sees it.
+pub(super) struct Users(pub(super) Arc<Daemon>);
+
+impl Deref for Users {
+    type Target = Arc<Daemon>;
+
+    fn deref(&self) -> &Arc<Daemon> {
+        &self.0
+    }
+}
+
+impl Control for Users {
+    fn agent(&self) -> AgentInfo {
+        let config = &self.context.config;
+        let (kernel, kernel_features) = preflight::kernel();
+        AgentInfo {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            host: config.host.clone(),
+            role: config.role.as_str().to_owned(),
+            listen: config.listen.to_string(),
+            peers: config.peers().cloned().collect(),
+            register: config.register.clone(),
+            kernel,
+            kernel_features,
+            pid: std::process::id(),
+        }
+    }
+
+    fn vms(&self) -> Result<Vec<VmSummary>, Problem> {
+        let records = self.context.journal.vms().map_err(|error| internal(&error))?;
+        let mut known: Vec<_> = records.iter().map(|record| self.summary(record)).collect();
+        // VMs on their way here have no record yet.
+        for record in self.context.journal.open_migrations().map_err(|error| internal(&error))? {
+            let vm = &record.terms.migration.vm;
+            if matches!(record.state, State::Destination(_)) && known.iter().all(|summary| summary.vm != *vm) {
+                known.push(VmSummary {
+                    vm: vm.clone(),
+                    pid: None,
+                    state: vms::moving(&record).to_owned(),
+                    ram_bytes: 0,
+                    qemu_version: String::new(),
+                    migration: Some(record.id().clone()),
+                });
+            }
+        }
+        Ok(known)
+    }
+
+    fn vm(&self, vm: &VmName) -> Result<VmDetail, Problem> {
+        let record = self.known(vm)?;
+        let summary = self.summary(&record);
+        let needs_hosts = match &summary.migration {
+            Some(id) => self.needs_hosts(id)?,
+            None => vec![self.context.config.host.clone()],
+        };
+        Ok(vms::detail(&self.context, &record, summary, needs_hosts))
+    }
+
+    fn adopt(&self, request: AdoptRequest) -> Result<Adopted, Problem> {
+        let (record, findings) = vms::adopt(&self.context, &request)?;
+        Ok(Adopted { vm: self.summary(&record), findings })
+    }
+
+    fn run(&self, request: RunRequest) -> Result<Adopted, Problem> {
+        let (record, findings) = vms::run(&self.context, &request)?;
+        Ok(Adopted { vm: self.summary(&record), findings })
+    }
+
+    fn forget(&self, vm: &VmName) -> Result<(), Problem> {
+        self.not_in_migration(vm)?;
+        self.known(vm)?;
+        self.context.journal.remove_vm(vm).map(drop).map_err(|error| internal(&error))
+    }
+
+    fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem> {
+        self.check_both(&request)
+    }
+
+    fn migrate(&self, request: MigrateRequest) -> Result<MigrationStatus, Problem> {
+        self.begin(&request)
+    }
+
+    fn migrations(&self) -> Result<Vec<MigrationStatus>, Problem> {
+        let records = self.context.journal.migrations().map_err(|error| internal(&error))?;
+        Ok(records.iter().map(|record| self.status_of(record)).collect())
+    }
+
+    fn migration(&self, id: &MigrationId) -> Result<MigrationStatus, Problem> {
+        self.status(id)
+    }
+
+    fn watch(&self, id: &MigrationId) -> Result<Watcher, Problem> {
+        if let Some(driven) = self.drivers().get(id) {
+            return Ok(driven.publisher.watch());
+        }
+        let status = self.status(id)?;
+        let publisher = Publisher::new();
+        publisher.update(|progress| {
+            progress.standing = status.standing;
+            progress.message = status.message;
+        });
+        Ok(publisher.watch())
+    }
+
+    fn report(&self, id: &MigrationId) -> Result<Report, Problem> {
+        let live = self.drivers().get(id).and_then(|driven| driven.controls.clone());
+        if let Some(controls) = live {
+            return Ok(controls.report(|report| report.clone()));
+        }
+        self.context.journal.report(id).map_err(|error| internal(&error))?.ok_or_else(|| {
+            let advice = "the source of a migration writes the report; ask there";
+            Problem::new(Kind::NotFound, format!("no report of {id} here"), advice)
+        })
+    }
+
+    fn cancel(&self, id: &MigrationId) -> Result<CancelOutcome, Problem> {
+        let before = self.status(id)?;
+        let word = match self.mailbox(id) {
+            Some(Mail::Source(mailbox)) => mailbox.put(source::Notice::Event(SourceEvent::Cancel)),
+            Some(Mail::Destination(mailbox)) => mailbox.put(destination::Notice::Event(DestinationEvent::Cancel)),
+            None => false,
+        };
+        if !word {
+            return Ok(CancelOutcome::AlreadyOver { standing: before.standing });
+        }
+        self.settled(id, |status| {
+            status.standing.is_over() || matches!(status.state.as_str(), "committed" | "reclaiming" | "bereft")
+        });
+        let after = self.status(id)?;
+        Ok(match after.standing {
+            Standing::Failed => CancelOutcome::Cancelled,
+            standing => CancelOutcome::TooLate { standing, state: after.state },
+        })
+    }
+
+    fn recover(&self, id: &MigrationId, request: RecoverRequest) -> Result<RecoverReport, Problem> {
+        let record = self.record(id)?;
+        let advice = match &record.state {
+            State::Source(state) => advise_source(&record.terms, state),
+            State::Destination(state) => advise_destination(&record.terms, state),
+        };
+        let decision = match request.action {
+            RecoverAction::Ask => None,
+            RecoverAction::RunHere => Some(choice(&advice, true)),
+            RecoverAction::GiveUpHere => Some(choice(&advice, false)),
+        };
+        let known = advice.known.iter().chain(&advice.unknown).cloned().collect();
+        let mut risked: Vec<String> = advice
+            .choices
+            .iter()
+            .filter(|choice| decision.is_none_or(|decision| decision == Some(choice.decision)))
+            .map(|choice| format!("{}: {}", choice.then, choice.risk))
+            .collect();
+        let (done, message) = match decision {
+            None => {
+                self.nudge(id);
+                self.settled(id, |status| status.standing != Standing::Underway);
+                let over = self.status(id)?.standing.is_over();
+                (over, if over { "settled" } else { "asked again; nobody could say more" }.to_owned())
+            }
+            Some(None) => {
+                risked.clear();
+                (record.state.standing().is_over(), "nothing needs to be decided here".to_owned())
+            }
+            Some(Some(_)) if !request.i_know_the_risk => {
+                (false, "nothing was done; say that you know the risk (--i-know-the-risk) to do it".to_owned())
+            }
+            Some(Some(decision)) => {
+                let heard = match self.mailbox(id) {
+                    Some(Mail::Source(mailbox)) => {
+                        mailbox.put(source::Notice::Event(SourceEvent::OperatorDecides(decision)))
+                    }
+                    Some(Mail::Destination(mailbox)) => {
+                        mailbox.put(destination::Notice::Event(DestinationEvent::OperatorDecides(decision)))
+                    }
+                    None => false,
+                };
+                if heard {
+                    self.settled(id, |status| status.standing.is_over());
+                }
+                let over = self.status(id)?.standing.is_over();
+                (over, if over { "done" } else { "told; it is not over yet" }.to_owned())
+            }
+        };
+        Ok(RecoverReport { status: self.status(id)?, known, risked, done, message })
+    }
+
+    fn set_limits(&self, id: &MigrationId, limits: Limits) -> Result<Limits, Problem> {
+        let controls = self.drivers().get(id).and_then(|driven| driven.controls.clone());
+        let Some(controls) = controls else {
+            let advice = "limits belong to the source of a migration that is under way";
+            return Err(Problem::new(Kind::Conflict, format!("{id} is not being sent from here"), advice));
+        };
+        let aims = controls.change(|aims| {
+            if let Some(rate) = limits.bandwidth_bytes_per_s {
+                aims.bandwidth_bytes_per_s = (rate > 0).then_some(rate);
+            }
+            aims.max_downtime_ms = limits.max_downtime_ms.unwrap_or(aims.max_downtime_ms);
+            aims.max_rounds = limits.max_rounds.unwrap_or(aims.max_rounds);
+        });
+        controls.rate.set_rate(aims.bandwidth_bytes_per_s);
+        Ok(Limits {
+            bandwidth_bytes_per_s: Some(aims.bandwidth_bytes_per_s.unwrap_or(0)),
+            max_downtime_ms: Some(aims.max_downtime_ms),
+            max_rounds: Some(aims.max_rounds),
+        })
+    }
+}
+
+impl Daemon {
+    fn summary(&self, record: &crate::journal::VmRecord) -> VmSummary {
+        let latest = self.context.journal.latest(&record.vm).ok().flatten().filter(|latest| latest.open);
+        vms::summary(&self.context, record, latest.as_ref())
+    }
+
+    fn needs_hosts(&self, id: &MigrationId) -> Result<Vec<HostId>, Problem> {
+        let record = self.record(id)?;
+        Ok(vec![record.terms.source, record.terms.destination])
+    }
+
+    /// Makes a driver repeat what it waits for.
+    fn nudge(&self, id: &MigrationId) {
+        match self.mailbox(id) {
+            Some(Mail::Source(mailbox)) => drop(mailbox.put(source::Notice::Event(SourceEvent::Repeat))),
+            Some(Mail::Destination(mailbox)) => {
+                mailbox.put(destination::Notice::Event(DestinationEvent::Repeat));
+            }
+            None => {}
+        }
+    }
+
+    /// Waits until a migration stands in a certain way, or patience ends.
+    fn settled(&self, id: &MigrationId, enough: impl Fn(&MigrationStatus) -> bool) {
+        let until = Instant::now() + PATIENCE;
+        while Instant::now() < until {
+            let driven = self.drivers().contains_key(id);
+            if !driven || self.status(id).is_ok_and(|status| enough(&status)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+/// The decision to run here (or not) among those that can be made.
+fn choice(advice: &Advice, here: bool) -> Option<Decision> {
+    let decisions = advice.choices.iter().map(|choice| choice.decision);
+    decisions.into_iter().find(|decision| matches!(decision, Decision::RunHere { .. }) == here)
+}

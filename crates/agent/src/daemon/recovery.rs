@@ -1,0 +1,130 @@
+//! Taking up what an agent before this one left: every migration that the journal has open gets a driver, which learns
+//! first of all what is there.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use engine::handover::Found;
+use engine::handover::destination::DestinationState;
+use engine::handover::source::SourceState;
+use proto::message::Proposal;
+use tracing::{error, info, warn};
+
+use super::Daemon;
+use super::drive::{DestinationDetails, SourceDetails};
+use crate::api::Problem;
+use crate::destination::{Arriving, Traces};
+use crate::journal::{MigrationRecord, State};
+use crate::report::{Objective, Report};
+use crate::source::{Aims, Controls, SourceVm};
+
+impl Daemon {
+    /// Sets drivers to work on all open migrations.
+    pub(super) fn take_up(self: &Arc<Self>) {
+        let open = match self.context.journal.open_migrations() {
+            Ok(open) => open,
+            Err(error) => {
+                error!(error = crate::chain(&error), "the journal does not tell what was left open");
+                return;
+            }
+        };
+        for record in open {
+            let id = record.id().clone();
+            info!(migration = %id, role = %record.role(), state = record.state.name(), "taken up");
+            let taken = match record.state.clone() {
+                State::Source(state) => self.take_up_source(&record, state),
+                State::Destination(state) => self.take_up_destination(&record, state),
+            };
+            if let Err(problem) = taken {
+                error!(migration = %id, error = problem.error, "nobody is at work on it");
+            }
+        }
+    }
+
+    fn take_up_source(self: &Arc<Self>, record: &MigrationRecord, state: SourceState) -> Result<(), Problem> {
+        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        let kept = self.context.journal.vm(&record.terms.migration.vm).ok().flatten();
+        let mut vm = kept.and_then(|kept| match SourceVm::find(&kept, patience) {
+            Ok(vm) => Some(vm),
+            Err(error) => {
+                warn!(migration = %record.id(), error = crate::chain(&error), "QEMU was not found");
+                None
+            }
+        });
+        if let Some(vm) = &vm {
+            // An injector that was killed may have left a descriptor inside.
+            match self.context.injector.close_leftovers(&vm.process, &[]) {
+                Ok(0) => {}
+                Ok(count) => info!(migration = %record.id(), count, "closed what an injector had left in QEMU"),
+                Err(error) => warn!(migration = %record.id(), error = crate::chain(&error), "QEMU was not looked into"),
+            }
+        }
+        let details: Option<SourceDetails> = serde_json::from_value(record.details.clone()).ok();
+        let found = match &mut vm {
+            Some(vm) => vm.found(),
+            None if details.is_some_and(|details| details.boot_id != self.context.boot_id) => Found::Rebooted,
+            None => Found::Gone,
+        };
+        let controls = Arc::new(self.controls_of(record));
+        let (driver, driven) = self.source_driver(record.terms.clone(), state, vm, controls);
+        self.spawn(record.id().clone(), driven, move || drop(driver.run_on(found)))
+    }
+
+    fn take_up_destination(
+        self: &Arc<Self>,
+        record: &MigrationRecord,
+        state: DestinationState,
+    ) -> Result<(), Problem> {
+        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        let details: Option<DestinationDetails> = serde_json::from_value(record.details.clone()).ok();
+        let rebooted = details.as_ref().is_some_and(|details| details.boot_id != self.context.boot_id);
+        let traces = details.map_or_else(
+            || Traces::plan(&self.context.config.run_dir, record.id()),
+            |details| details.traces,
+        );
+        let mut vm = Arriving::find(traces, patience)
+            .inspect_err(|error| warn!(migration = %record.id(), error = crate::chain(error), "QEMU was not found"))
+            .ok();
+        let found = match &mut vm {
+            Some(vm) => vm.found(),
+            None if rebooted => Found::Rebooted,
+            None => Found::Gone,
+        };
+        let proposal = self.context.journal.proposal(record.id()).ok().flatten().unwrap_or_else(|| Proposal {
+            reply_to: String::new(),
+            streams: 1,
+            ram: Vec::new(),
+            facts: serde_json::Value::Null,
+            description: serde_json::Value::Null,
+            check_only: false,
+            register_epoch: record.terms.register,
+            ram_kind: None,
+            allow_options: Vec::new(),
+        });
+        let (driver, driven) = self.destination_driver(record.terms.clone(), state, proposal, vm);
+        self.spawn(record.id().clone(), driven, move || drop(driver.run_on(found)))
+    }
+
+    /// What a migration aimed at is of no use any more; its report goes on.
+    fn controls_of(&self, record: &MigrationRecord) -> Controls {
+        let limits = &self.context.config.limits;
+        let aims = Aims {
+            max_downtime_ms: limits.max_downtime_ms,
+            max_rounds: limits.max_rounds,
+            on_limit: limits.on_limit,
+            streams: limits.streams,
+            bandwidth_bytes_per_s: None,
+            verify: false,
+        };
+        let report = self.context.journal.report(record.id()).ok().flatten().unwrap_or_else(|| {
+            let terms = &record.terms;
+            let objective: Objective = aims.objective();
+            Report::begin(terms.migration.clone(), terms.source.clone(), terms.destination.clone(), objective)
+        });
+        Controls {
+            rate: Arc::new(link::RateLimit::new(None)),
+            aims: Mutex::new(aims),
+            report: Mutex::new(report),
+        }
+    }
+}

@@ -1,0 +1,55 @@
+//! How migrations stand, for people.
+
+use proto::MigrationId;
+
+use super::Daemon;
+use super::drive::internal;
+use crate::api::{Kind, Problem};
+use crate::api::{MigrationStatus, Role};
+use crate::journal::{MigrationRecord, State};
+use crate::progress::Standing;
+use crate::report::rfc3339;
+
+impl Daemon {
+    /// A migration as the journal has it, with its driver's progress if there is one.
+    pub(super) fn record(&self, id: &MigrationId) -> Result<MigrationRecord, Problem> {
+        self.context.journal.migration(id).map_err(|error| internal(&error))?.ok_or_else(|| {
+            Problem::new(Kind::NotFound, format!("no migration {id} here"), "`whimbrel vm show` names a VM's migrations")
+        })
+    }
+
+    pub(super) fn status(&self, id: &MigrationId) -> Result<MigrationStatus, Problem> {
+        Ok(self.status_of(&self.record(id)?))
+    }
+
+    pub(super) fn status_of(&self, record: &MigrationRecord) -> MigrationStatus {
+        let id = record.id();
+        let progress = self.drivers().get(id).map(|driven| driven.publisher.now());
+        let resting = record.state.standing();
+        let standing = match &progress {
+            // A driver that is at work on a state that would be doubtful without it gets it settled, or says so.
+            Some(progress) if record.open => progress.standing,
+            _ => resting,
+        };
+        let message = progress.as_ref().and_then(|progress| progress.message.clone()).or_else(|| record.message.clone());
+        let advice = (standing == Standing::InDoubt)
+            .then(|| format!("mend the link or start the other agent; else see `whimbrel recover {}`", id.vm));
+        let terms = &record.terms;
+        MigrationStatus {
+            id: id.clone(),
+            role: match record.state {
+                State::Source(_) => Role::Source,
+                State::Destination(_) => Role::Destination,
+            },
+            from: terms.source.clone(),
+            to: terms.destination.clone(),
+            state: record.state.name().to_owned(),
+            standing,
+            message,
+            advice,
+            created: rfc3339(record.created_unix_ms),
+            updated: rfc3339(record.updated_unix_ms),
+            progress,
+        }
+    }
+}

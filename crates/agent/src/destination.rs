@@ -1,0 +1,94 @@
+//! The destination's driver: one thread that receives a VM.
+//!
+//! It takes whatever happens from one inbox: connections of the source and what comes on them, the ends of data
+//! streams, QEMU's end, a user's word. What concerns ownership goes to the engine, which decides; the rest is the work
+//! of receiving ([`arriving`]).
+
+mod arriving;
+mod handover;
+mod inbox;
+mod receiving;
+
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use engine::handover::Terms;
+use engine::handover::destination::{DestinationEvent, DestinationState};
+use link::Writer;
+use proto::Generation;
+use proto::message::Proposal;
+
+pub(crate) use arriving::{ArriveError, Arriving, Traces};
+pub(crate) use inbox::{Inbox, Mailbox, Notice};
+
+use crate::context::Context;
+use crate::progress::Publisher;
+
+/// The destination's side of one migration.
+pub(crate) struct Driver {
+    context: Arc<Context>,
+    terms: Terms,
+    state: DestinationState,
+    proposal: Proposal,
+    /// Absent before it was started, and after it is gone or given to the agent's VMs.
+    vm: Option<Arriving>,
+    receiving: Option<receiving::Receiving>,
+    inbox: Inbox,
+    publisher: Publisher,
+    generation: Generation,
+    /// Connections on which the source listens, control stream and questions alike, by the driver's own count.
+    links: BTreeMap<u64, Writer>,
+    /// The control stream among them.
+    control: Option<u64>,
+    /// Events that effects led to, to be taken before anything from the inbox.
+    follow_ups: VecDeque<DestinationEvent>,
+    /// A device state on its way.
+    state_coming: Option<handover::StateComing>,
+    /// Digest and time of the device state that was loaded.
+    loaded: Option<(String, u64)>,
+    /// How long `cont` took, in microseconds, from GO's arrival.
+    continue_us: u64,
+    go_heard: Option<Instant>,
+    heard: Instant,
+    /// A question to the source is under way.
+    asking: Arc<AtomicBool>,
+    /// Why the migration ended, for the source.
+    reason: Option<String>,
+}
+
+impl Driver {
+    /// The destination's side of a migration in whatever state the journal has it.
+    pub(crate) fn new(
+        context: Arc<Context>,
+        terms: Terms,
+        state: DestinationState,
+        proposal: Proposal,
+        vm: Option<Arriving>,
+        inbox: Inbox,
+        publisher: Publisher,
+    ) -> Self {
+        Self {
+            context,
+            terms,
+            state,
+            proposal,
+            vm,
+            receiving: None,
+            inbox,
+            publisher,
+            generation: Generation(1),
+            links: BTreeMap::new(),
+            control: None,
+            follow_ups: VecDeque::new(),
+            state_coming: None,
+            loaded: None,
+            continue_us: 0,
+            go_heard: None,
+            heard: Instant::now(),
+            asking: Arc::default(),
+            reason: None,
+        }
+    }
+}

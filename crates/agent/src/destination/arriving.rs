@@ -1,0 +1,250 @@
+//! A VM on its way in: the QEMU that waits for it, and what was made for that QEMU.
+
+use std::fs;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use engine::handover::Found;
+use proto::message::RamBlock as ProposedBlock;
+use proto::{Generation, Incarnation, MigrationId};
+use qemu::device_state::{Incoming, LoadError};
+use qemu::process::{Launch, StartError};
+use qemu::qmp::{Qmp, QmpError};
+use qemu::ram::{RamBlock, RamError};
+use serde::{Deserialize, Serialize};
+use tracee::{Process, ProcessError, Signal};
+use tracing::{info, warn};
+
+use crate::context::Context;
+
+/// How long a killed process may take to be gone.
+const KILL_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Why a VM does not arrive.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ArriveError {
+    /// No place for its sockets and logs.
+    #[error("cannot make {path}; check `run_dir` in the configuration", path = path.display())]
+    Directory {
+        /// The directory.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Its QEMU does not start.
+    #[error("QEMU does not start")]
+    Start(#[from] StartError),
+    /// Its QEMU's process cannot be used.
+    #[error("QEMU's process cannot be used")]
+    Process(#[from] ProcessError),
+    /// Its memory was not found.
+    #[error("the guest's memory was not found")]
+    Ram(#[from] RamError),
+    /// Its memory is not as the source has it.
+    #[error("RAM block {name} {what}; both sides need the same QEMU version and machine")]
+    Differs {
+        /// The block.
+        name: String,
+        /// How.
+        what: String,
+    },
+    /// The device state cannot be loaded.
+    #[error("the device state cannot be loaded")]
+    Load(#[from] LoadError),
+    /// QEMU does not do what it is told.
+    #[error("QEMU's monitor failed")]
+    Qmp(#[from] QmpError),
+    /// Its memory cannot be reached.
+    #[error("the guest's memory cannot be reached")]
+    Access(#[from] ::memory::ram::RamError),
+    /// The journal does not take where its things are.
+    #[error(transparent)]
+    Journal(#[from] crate::journal::JournalError),
+    /// It is not there, or was loaded before.
+    #[error("QEMU is gone")]
+    Gone,
+}
+
+/// What the journal keeps of an arriving VM, so that an agent that was started anew finds it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Traces {
+    /// Where its sockets and logs are; nothing else is there.
+    pub(crate) directory: PathBuf,
+    /// Its QEMU, once it runs: process id and start time.
+    pub(crate) process: Option<(u32, u64)>,
+}
+
+impl Traces {
+    /// Where an arriving VM's things will be.
+    pub(crate) fn plan(run_dir: &Path, migration: &MigrationId) -> Self {
+        Self { directory: run_dir.join("vms").join(format!("{}-{}", migration.vm, migration.epoch)), process: None }
+    }
+
+    /// What the journal has of a migration, or what was planned for it.
+    pub(crate) fn of(context: &Context, migration: &MigrationId) -> Self {
+        let kept = context.journal.migration(migration).ok().flatten();
+        kept.and_then(|record| serde_json::from_value(record.details).ok())
+            .unwrap_or_else(|| Self::plan(&context.config.run_dir, migration))
+    }
+
+    /// The monitor that QEMU opens for the agent.
+    pub(crate) fn qmp(&self) -> PathBuf {
+        self.directory.join("agent.qmp")
+    }
+
+    fn log(&self) -> PathBuf {
+        self.directory.join("qemu.log")
+    }
+
+    /// Makes the directory, empty.
+    pub(crate) fn make_directory(&self) -> Result<(), ArriveError> {
+        let failed = |source| ArriveError::Directory { path: self.directory.clone(), source };
+        if self.directory.exists() {
+            fs::remove_dir_all(&self.directory).map_err(failed)?;
+        }
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.directory).map_err(failed)
+    }
+
+    /// Kills what an agent before this one started here, and removes its things. A QEMU of which only the start was
+    /// journalled is known by the monitor on its command line.
+    pub(crate) fn remove(&self) {
+        let process = match self.process {
+            Some((pid, start)) => Process::open_exact(pid, start).ok(),
+            None => find_by_argument(&self.qmp()),
+        };
+        if let Some(process) = process {
+            kill(&process);
+        }
+        remove_directory(&self.directory);
+    }
+}
+
+/// A QEMU that waits for its guest.
+pub(crate) struct Arriving {
+    pub(crate) process: Process,
+    pub(crate) qmp: Qmp,
+    pub(crate) traces: Traces,
+    /// Its RAM blocks in the order of the proposal.
+    pub(crate) blocks: Vec<RamBlock>,
+    /// Absent once the device state was loaded.
+    incoming: Option<Incoming>,
+}
+
+impl Arriving {
+    /// Starts the QEMU and makes it wait. Nothing is left of it after an error.
+    pub(crate) fn start(
+        mut traces: Traces,
+        launch: Launch,
+        proposed: &[ProposedBlock],
+        patience: Duration,
+    ) -> Result<Self, ArriveError> {
+        let (started, mut qmp) = qemu::process::start(&launch, Instant::now() + patience)?;
+        traces.process = Some((started.pid, started.start_time_ticks));
+        let waiting = (|| {
+            let process = Process::open_exact(started.pid, started.start_time_ticks)?;
+            let blocks = in_order(qemu::ram::ram_blocks(&mut qmp, started.pid)?, proposed)?;
+            let socket = traces.directory.join("incoming.sock");
+            let incoming = Incoming::prepare(&mut qmp, &socket, Some(&traces.log()))?;
+            Ok((process, blocks, incoming))
+        })();
+        match waiting {
+            Ok((process, blocks, incoming)) => Ok(Self { process, qmp, traces, blocks, incoming: Some(incoming) }),
+            Err(error) => {
+                traces.remove();
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes hold again of a QEMU that an agent before this one had made ready.
+    pub(crate) fn find(traces: Traces, patience: Duration) -> Result<Self, ArriveError> {
+        let (pid, start) = traces.process.ok_or(ArriveError::Gone)?;
+        let process = Process::open_exact(pid, start)?;
+        let qmp = Qmp::connect(&traces.qmp(), patience)?;
+        Ok(Self { process, qmp, traces, blocks: Vec::new(), incoming: None })
+    }
+
+    /// Loads the device state. The guest stays paused.
+    pub(crate) fn load(&mut self, state: &[u8], patience: Duration) -> Result<(), ArriveError> {
+        let incoming = self.incoming.take().ok_or(ArriveError::Gone)?;
+        Ok(incoming.load(&mut self.qmp, state, Instant::now() + patience)?)
+    }
+
+    /// What GO has to name.
+    pub(crate) fn incarnation(&self, boot_id: &str, generation: Generation) -> Incarnation {
+        Incarnation {
+            boot_id: boot_id.to_owned(),
+            pid: self.process.pid(),
+            start_time_ticks: self.process.start_time(),
+            generation,
+        }
+    }
+
+    /// What an agent that was started anew finds.
+    pub(crate) fn found(&mut self) -> Found {
+        match qemu::control::status(&mut self.qmp) {
+            Ok(status) if status.running => Found::Running,
+            Ok(_) => Found::Paused,
+            Err(_) if self.process.is_alive() => Found::Paused,
+            Err(_) => Found::Gone,
+        }
+    }
+
+    /// Kills the QEMU and removes what was made for it.
+    pub(crate) fn discard(self) {
+        kill(&self.process);
+        remove_directory(&self.traces.directory);
+    }
+}
+
+/// The blocks as the proposal lists them; both sides must have the same ones.
+fn in_order(mut blocks: Vec<RamBlock>, proposed: &[ProposedBlock]) -> Result<Vec<RamBlock>, ArriveError> {
+    let differs = |name: &str, what: String| ArriveError::Differs { name: name.to_owned(), what };
+    let mut ordered = Vec::with_capacity(proposed.len());
+    for wanted in proposed {
+        let Some(place) = blocks.iter().position(|block| block.name == wanted.name) else {
+            return Err(differs(&wanted.name, "is only at the source".to_owned()));
+        };
+        let block = blocks.swap_remove(place);
+        if block.used_bytes != wanted.bytes {
+            let what = format!("has {} bytes at the source and {} here", wanted.bytes, block.used_bytes);
+            return Err(differs(&wanted.name, what));
+        }
+        ordered.push(block);
+    }
+    match blocks.first() {
+        Some(surplus) => Err(differs(&surplus.name, "is only at the destination".to_owned())),
+        None => Ok(ordered),
+    }
+}
+
+fn kill(process: &Process) {
+    let pid = process.pid();
+    match process.signal(Signal::KILL).and_then(|()| process.wait_exit(Some(KILL_PATIENCE))) {
+        Ok(true) => info!(pid, "the arriving VM's QEMU was ended"),
+        Ok(false) => warn!(pid, "the arriving VM's QEMU does not end after SIGKILL"),
+        Err(error) => info!(pid, %error, "the arriving VM's QEMU had ended"),
+    }
+}
+
+fn remove_directory(directory: &Path) {
+    match fs::remove_dir_all(directory) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            warn!(directory = %directory.display(), %error, "left behind");
+        }
+        _ => {}
+    }
+}
+
+/// The process that has a path within one of its arguments.
+fn find_by_argument(path: &Path) -> Option<Process> {
+    let wanted = path.as_os_str().as_encoded_bytes();
+    let pids = fs::read_dir("/proc").ok()?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(|pid| *pid != std::process::id())
+        .find(|pid: &u32| {
+            fs::read(format!("/proc/{pid}/cmdline"))
+                .is_ok_and(|line| line.windows(wanted.len()).any(|window| window == wanted))
+        })
+        .and_then(|pid| Process::open(pid).ok())
+}

@@ -1,0 +1,544 @@
+//! The destination's half of the handover: the engine's effects, and the loop that takes what happens.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::{
+    DestinationEffect, DestinationEvent, DestinationReport, DestinationState, destination,
+};
+use engine::handover::register::RegisterAnswer;
+use engine::handover::{Found, Illegal, Role, Step};
+use link::Incoming;
+use proto::message::{Acceptance, Finding, Message, RegisterRequest, Severity, Verdict};
+use proto::Purpose;
+use tracing::{error, info, warn};
+
+use super::Driver;
+use super::arriving::ArriveError;
+use super::inbox::Notice;
+use super::receiving::Receiving;
+use crate::fault::Faults;
+use crate::journal::{Durability, JournalError, NewMigration, State, VmRecord};
+use crate::machine::Machine;
+use crate::progress::{Phase, Standing};
+use crate::{owners, peers, verification};
+
+/// Why an effect could not be done.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EffectError {
+    /// The journal did not take the new state.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+}
+
+impl Machine for Driver {
+    type State = DestinationState;
+    type Event = DestinationEvent;
+    type Effect = DestinationEffect;
+    type Error = EffectError;
+
+    const ROLE: Role = Role::Destination;
+
+    fn names(state: &DestinationState, event: &DestinationEvent) -> (&'static str, &'static str) {
+        (state.name(), event.name())
+    }
+
+    fn decide(
+        &self,
+        event: &DestinationEvent,
+    ) -> Result<Step<DestinationState, DestinationEffect>, Illegal> {
+        destination(&self.terms, &self.state, event)
+    }
+
+    fn effect_name(effect: &DestinationEffect) -> &'static str {
+        effect.name()
+    }
+
+    fn is_journal(effect: &DestinationEffect) -> bool {
+        matches!(effect, DestinationEffect::Journal { .. })
+    }
+
+    fn state(&self) -> &DestinationState {
+        &self.state
+    }
+
+    fn enter(&mut self, state: DestinationState) {
+        self.state = state;
+    }
+
+    fn faults(&self) -> &Faults {
+        &self.context.faults
+    }
+
+    fn perform(&mut self, effect: &DestinationEffect) -> Result<(), EffectError> {
+        let epoch = self.terms.epoch();
+        match effect {
+            DestinationEffect::Journal { state, durable } => self.journal(state, *durable)?,
+            DestinationEffect::SendReady { incarnation } => {
+                let (digest, load_us) = self.loaded.clone().unwrap_or_default();
+                self.say(&Message::Ready { epoch, incarnation: incarnation.clone(), digest, load_us });
+            }
+            DestinationEffect::AskSource => self.ask_source(),
+            DestinationEffect::Register { request, .. } => self.ask_register(request.clone()),
+            DestinationEffect::Cont => self.cont(),
+            DestinationEffect::Announce => {
+                if let Some(vm) = &mut self.vm
+                    && let Err(error) = qemu::control::announce_self(&mut vm.qmp)
+                {
+                    warn!(error = crate::chain(&error), "QEMU does not announce the guest; switches learn by themselves");
+                }
+            }
+            DestinationEffect::SendRunning => self.say(&Message::Running { epoch, continue_us: self.continue_us }),
+            DestinationEffect::SendRefused => {
+                let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());
+                self.say(&Message::Refused { epoch, reason });
+            }
+            DestinationEffect::SendCrashed => {
+                let reason = "its QEMU is gone, and may have run the guest".to_owned();
+                self.say(&Message::Crashed { epoch, reason });
+            }
+            DestinationEffect::Discard => self.discard(),
+            DestinationEffect::Report(report) => self.tell_user(*report),
+        }
+        Ok(())
+    }
+}
+
+impl Driver {
+    /// Receives a VM whose migration is PREPARED, from the moment on at which the source was told so.
+    pub(crate) fn run(self) -> DestinationState {
+        self.publisher.update(|progress| progress.phase = Phase::PreCopy);
+        self.settle()
+    }
+
+    /// A migration that an agent before this one left behind.
+    pub(crate) fn run_on(mut self, found: Found) -> DestinationState {
+        self.take(&DestinationEvent::Restarted(found));
+        self.settle()
+    }
+
+    /// PREPARED: journalled, before anything is started.
+    pub(crate) fn prepare(&mut self) -> Result<(), EffectError> {
+        self.feed(&DestinationEvent::Prepare)
+    }
+
+    /// The waiting QEMU is there.
+    pub(crate) fn started(&mut self, vm: super::Arriving) -> Result<(), ArriveError> {
+        let migration = self.terms.migration.clone();
+        let receiving =
+            Receiving::new(&self.context, migration, self.proposal.streams, &vm, self.inbox.mailbox())?;
+        receiving.begin(self.generation).map_err(|source| {
+            ArriveError::Directory { path: vm.traces.directory.clone(), source }
+        })?;
+        self.watch(&vm);
+        self.vm = Some(vm);
+        self.receiving = Some(receiving);
+        Ok(())
+    }
+
+    /// The source's first control stream.
+    pub(crate) fn meet(&mut self, connection: link::Connection) -> std::io::Result<()> {
+        self.inbox.mailbox().connected(connection, Some(self.generation))?;
+        if let Some(notice) = self.inbox.wait(Instant::now()) {
+            self.notice(notice);
+        }
+        Ok(())
+    }
+
+    /// Tells the source that its VM may come.
+    pub(crate) fn accept(&mut self, acceptance: Acceptance) {
+        self.say(&Message::Accept(acceptance));
+    }
+
+    /// Nothing came of it: tells the source why, and undoes PREPARED.
+    pub(crate) fn reject(mut self, code: &str, what: &str, advice: &str) {
+        warn!(migration = %self.terms.migration, what, "the VM cannot come");
+        let finding = Finding {
+            severity: Severity::Blocker,
+            code: code.to_owned(),
+            what: what.to_owned(),
+            advice: advice.to_owned(),
+        };
+        self.say(&Message::Reject { findings: vec![finding] });
+        if self.state != DestinationState::Idle {
+            self.reason = Some(what.to_owned());
+            self.take(&DestinationEvent::Failed);
+            self.settle();
+        }
+    }
+
+    /// Takes notices until the matter is settled.
+    fn settle(mut self) -> DestinationState {
+        loop {
+            if let Some(event) = self.follow_ups.pop_front() {
+                self.take(&event);
+                continue;
+            }
+            if self.state.is_final() {
+                break;
+            }
+            let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
+            match self.inbox.wait(Instant::now() + retry) {
+                Some(notice) => self.notice(notice),
+                None => self.quiet(),
+            }
+        }
+        self.end();
+        self.state
+    }
+
+    fn notice(&mut self, notice: Notice) {
+        match notice {
+            Notice::Event(event) => self.take(&event),
+            Notice::Connected { link, writer, generation } => {
+                self.heard = Instant::now();
+                self.links.insert(link, writer);
+                match generation {
+                    Some(generation) if generation >= self.generation => {
+                        if let Some(old) = self.control.replace(link) {
+                            self.links.remove(&old);
+                        }
+                        self.generation = generation;
+                    }
+                    Some(_) => drop(self.links.remove(&link)),
+                    None => {}
+                }
+            }
+            Notice::Message { link, message } => {
+                self.heard = Instant::now();
+                self.message(link, message);
+            }
+            Notice::Blob(blob) => self.blob(&blob),
+            Notice::Lost { link, error } => {
+                self.links.remove(&link);
+                if self.control == Some(link) {
+                    self.control = None;
+                    self.heard = Instant::now();
+                    info!(migration = %self.terms.migration, error, "the control stream was lost");
+                    if self.state.in_doubt() {
+                        self.take(&DestinationEvent::Repeat);
+                    }
+                }
+            }
+            Notice::Broken { generation, error } if generation == self.generation => self.fail(&error),
+            Notice::Broken { .. } => {}
+        }
+    }
+
+    /// Nothing happened for a while.
+    fn quiet(&mut self) {
+        let timeouts = &self.context.config.timeouts;
+        let silence = self.heard.elapsed();
+        if self.state == DestinationState::Prepared {
+            // While a control stream is there, the link notices by itself whether the source is.
+            if self.control.is_none() && silence >= Duration::from_millis(timeouts.give_up_after_ms) {
+                self.reason = Some("the source was lost".to_owned());
+                self.take(&DestinationEvent::PeerLost);
+            }
+        } else if silence >= Duration::from_millis(timeouts.reclaim_after_ms) {
+            self.heard = Instant::now();
+            self.take(&DestinationEvent::ContactLostForGood);
+        } else {
+            self.take(&DestinationEvent::Repeat);
+        }
+    }
+
+    fn message(&mut self, link: u64, message: Message) {
+        match message {
+            Message::Go { epoch, incarnation, run } => {
+                self.go_heard.get_or_insert_with(Instant::now);
+                self.take(&DestinationEvent::Go { epoch, incarnation, run });
+            }
+            Message::Abort { epoch, reason } => {
+                self.reason.get_or_insert(reason);
+                self.take(&DestinationEvent::AbortReceived { epoch });
+            }
+            Message::Inquire { epoch } => self.take(&DestinationEvent::Asked { epoch }),
+            Message::Verdict { epoch, verdict } => self.take(&DestinationEvent::SourceSays { epoch, verdict }),
+            Message::Ping => self.say(&Message::Pong),
+            Message::Pong => {}
+            Message::Resume if self.control == Some(link) => self.resume(),
+            Message::Verify { block, first_chunk, hashes } => self.verify(block, first_chunk, &hashes),
+            Message::DeviceState { bytes, digest } => self.expect_state(bytes, digest),
+            other => self.fail(&format!("the source sent a message that does not belong here: {other:?}")),
+        }
+    }
+
+    fn resume(&mut self) {
+        let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
+        match receiving.begin(self.generation) {
+            Ok(()) => {
+                info!(migration = %self.terms.migration, generation = %self.generation, "resumed");
+                self.state_coming = None;
+                self.say(&Message::Resumed);
+            }
+            Err(error) => self.fail(&format!("no thread for the data streams: {error}")),
+        }
+    }
+
+    fn verify(&mut self, block: u16, first_chunk: u64, hashes: &[String]) {
+        let name = self.proposal.ram.get(usize::from(block)).map(|block| block.name.clone());
+        let (Some(vm), Some(name)) = (&mut self.vm, name) else { return self.fail("there is nothing to compare") };
+        match verification::differences(&mut vm.qmp, vm.process.pid(), &name, first_chunk, hashes) {
+            Ok(different_chunks) => self.say(&Message::Verified { different_chunks }),
+            Err(error) => self.fail(&format!("memory cannot be compared: {}", crate::chain(&error))),
+        }
+    }
+
+    fn expect_state(&mut self, bytes: u64, digest: String) {
+        if bytes > proto::limits::DEVICE_STATE_BYTES {
+            return self.fail(&format!("a device state of {bytes} bytes is too large"));
+        }
+        self.state_coming = Some(StateComing { bytes, digest, received: Vec::new() });
+    }
+
+    fn blob(&mut self, blob: &[u8]) {
+        let Some(coming) = &mut self.state_coming else { return self.fail("device state came unannounced") };
+        coming.received.extend_from_slice(blob);
+        if (coming.received.len() as u64) < coming.bytes {
+            return;
+        }
+        let Some(coming) = self.state_coming.take() else { return };
+        let digest = blake3::hash(&coming.received).to_hex().to_string();
+        if coming.received.len() as u64 != coming.bytes || digest != coming.digest {
+            return self.fail("the device state was damaged on its way");
+        }
+        self.load(&coming.received, digest);
+    }
+
+    fn load(&mut self, state: &[u8], digest: String) {
+        let began = Instant::now();
+        // From here on nothing but QEMU writes to the guest's memory.
+        if let Some(receiving) = self.receiving.take() {
+            receiving.end();
+        }
+        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
+        match vm.load(state, patience) {
+            Ok(()) => {
+                self.loaded = Some((digest, began.elapsed().as_micros() as u64));
+                let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
+                self.take(&DestinationEvent::Loaded { incarnation });
+            }
+            Err(error) => self.fail(&crate::chain(&error)),
+        }
+    }
+
+    fn fail(&mut self, reason: &str) {
+        warn!(migration = %self.terms.migration, reason, "the migration cannot go on");
+        self.reason.get_or_insert_with(|| reason.to_owned());
+        self.take(&DestinationEvent::Failed);
+    }
+
+    fn take(&mut self, event: &DestinationEvent) {
+        if let Err(error) = self.feed(event) {
+            let reason = crate::chain(&error);
+            error!(migration = %self.terms.migration, reason, "an effect failed");
+            self.reason.get_or_insert(reason);
+            // What cannot be journalled is not begun. Later states repeat what they wait for.
+            if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
+                self.take(&DestinationEvent::Failed);
+            }
+        }
+    }
+
+    // ---- effects
+
+    fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), EffectError> {
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
+        if self.state == DestinationState::Idle {
+            let state = State::Destination(state.clone());
+            let new = NewMigration { terms: &self.terms, state, was_running: true, proposal: &self.proposal };
+            return Ok(journal.begin(&new)?);
+        }
+        let durability = if durable { Durability::Synced } else { Durability::Process };
+        match journal.record_destination(id, state, durability) {
+            // An agent that is started anew discards what was only PREPARED.
+            Err(error) if matches!(state, DestinationState::Discarded) => {
+                error!(migration = %id, error = crate::chain(&error), "DISCARDED is not in the journal");
+                Ok(())
+            }
+            recorded => Ok(recorded?),
+        }
+    }
+
+    /// Says something on all connections of the source: which of them it still reads is not known.
+    fn say(&mut self, message: &Message) {
+        self.links.retain(|_, writer| writer.send(message).is_ok());
+    }
+
+    fn ask_source(&mut self) {
+        if self.asking.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let asking = Arc::clone(&self.asking);
+        let (context, terms) = (Arc::clone(&self.context), self.terms.clone());
+        let (mailbox, address) = (self.inbox.mailbox(), self.proposal.reply_to.clone());
+        let ask = move || {
+            let event = match question(&context, &terms, &address) {
+                Ok(verdict) => DestinationEvent::SourceSays { epoch: terms.epoch(), verdict },
+                Err(error) => {
+                    warn!(source = %terms.source, error, "the source does not answer");
+                    DestinationEvent::PeerLost
+                }
+            };
+            asking.store(false, Ordering::Release);
+            mailbox.put(Notice::Event(event));
+        };
+        if thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_err() {
+            self.asking.store(false, Ordering::Release);
+        }
+    }
+
+    fn ask_register(&mut self, request: RegisterRequest) {
+        let mailbox = self.inbox.mailbox();
+        let context = Arc::clone(&self.context);
+        let ask = move || {
+            let answer = owners::ask(&context, &request);
+            mailbox.put(Notice::Event(DestinationEvent::RegisterSays(answer)));
+        };
+        if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
+            warn!(%error, "cannot ask the register");
+            self.follow_ups.push_back(DestinationEvent::RegisterSays(RegisterAnswer::Unreachable));
+        }
+    }
+
+    fn cont(&mut self) {
+        let began = self.go_heard.unwrap_or_else(Instant::now);
+        let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
+        let event = match qemu::control::cont(&mut vm.qmp) {
+            Ok(()) => {
+                self.continue_us = began.elapsed().as_micros() as u64;
+                DestinationEvent::Contd
+            }
+            // QEMU itself said no before any vCPU ran: `cont` takes the disks first.
+            Err(error) if error.is_refusal() && vm.found() == Found::Paused => {
+                self.reason = Some(format!("QEMU does not continue: {error}"));
+                DestinationEvent::ContFailed
+            }
+            Err(_) if !vm.process.is_alive() => DestinationEvent::QemuDied,
+            // Whether it ran is not known: look again as a restarted agent would.
+            Err(error) => {
+                error!(error = crate::chain(&error), "`cont` was not answered");
+                DestinationEvent::Restarted(vm.found())
+            }
+        };
+        self.follow_ups.push_back(event);
+    }
+
+    fn discard(&mut self) {
+        if let Some(receiving) = self.receiving.take() {
+            receiving.end();
+        }
+        match self.vm.take() {
+            Some(vm) => vm.discard(),
+            None => super::arriving::Traces::of(&self.context, &self.terms.migration).remove(),
+        }
+    }
+
+    /// QEMU's end becomes an event.
+    pub(crate) fn watch(&self, vm: &super::Arriving) {
+        let Ok(process) = vm.process.try_clone() else { return };
+        let mailbox = self.inbox.mailbox();
+        let watch = move || {
+            if process.wait_exit(None).unwrap_or(true) {
+                mailbox.put(Notice::Event(DestinationEvent::QemuDied));
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("qemu-watch".to_owned()).spawn(watch) {
+            warn!(%error, "QEMU is not watched");
+        }
+    }
+
+    // ---- for people
+
+    fn tell_user(&mut self, report: DestinationReport) {
+        let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
+        let text = match report {
+            DestinationReport::Discarded => "the migration ended before the VM was complete; nothing is left here".into(),
+            DestinationReport::SourceKept => format!("{from} keeps the VM; nothing is left here"),
+            DestinationReport::OperatorNeeded => format!(
+                "in doubt: {from} cannot be asked whether {vm} runs there; mend the link, or see `whimbrel recover {vm}`"
+            ),
+            DestinationReport::TooLate => "too late to cancel here".to_owned(),
+            DestinationReport::Active => "the VM is here".to_owned(),
+            DestinationReport::Refused => format!("this copy could not run and has not; {from} keeps the VM"),
+            DestinationReport::Crashed => "QEMU ended after it was told to run; the VM crashed here".to_owned(),
+            DestinationReport::Bereft => format!("the host was booted with {vm} on its way here: the copy is gone"),
+            DestinationReport::ContFailed => "QEMU does not continue the guest; trying again".to_owned(),
+            DestinationReport::RegisterForeign => {
+                format!("the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`")
+            }
+        };
+        info!(migration = %self.terms.migration, text, "report");
+        let doubt = matches!(report, DestinationReport::OperatorNeeded | DestinationReport::RegisterForeign);
+        self.publisher.update(|progress| {
+            if doubt {
+                progress.phase = Phase::InDoubt;
+                progress.standing = Standing::InDoubt;
+            }
+            progress.message = Some(text.clone());
+        });
+        if let Err(error) = self.context.journal.set_message(&self.terms.migration, &text) {
+            warn!(error = crate::chain(&error), "the message is not in the journal");
+        }
+    }
+
+    /// The matter is settled: the VM is one of this host's, or nothing of it is left.
+    fn end(&mut self) {
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
+        let active = matches!(self.state, DestinationState::Active { .. });
+        let mut kept = Ok(());
+        if active && let Some(vm) = self.vm.take() {
+            let record = VmRecord::new(
+                id.vm.clone(),
+                self.proposal.description.clone(),
+                vm.process.pid(),
+                vm.process.start_time(),
+                vm.traces.qmp(),
+            );
+            kept = journal.put_vm(&record);
+        }
+        kept = kept.and_then(|()| journal.close(id));
+        if let Err(error) = kept {
+            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal");
+        }
+        self.publisher.update(|progress| {
+            progress.phase = Phase::Ended;
+            progress.standing = if active { Standing::Done } else { Standing::Failed };
+        });
+    }
+}
+
+/// A device state on its way.
+pub(crate) struct StateComing {
+    bytes: u64,
+    digest: String,
+    received: Vec<u8>,
+}
+
+/// Asks the source's journal.
+fn question(
+    context: &crate::context::Context,
+    terms: &engine::handover::Terms,
+    address: &str,
+) -> Result<Verdict, String> {
+    let purpose = Purpose::Handover { migration: terms.migration.clone() };
+    let patience = Duration::from_millis(context.config.timeouts.peer_silence_ms);
+    let mut connection =
+        peers::connect(context, &terms.source, Some(address), purpose).map_err(|error| crate::chain(&error))?;
+    connection.send(&Message::Ask { epoch: terms.epoch() }).map_err(|error| crate::chain(&error))?;
+    let deadline = Instant::now() + patience;
+    loop {
+        match connection.recv(Some(deadline)).map_err(|error| crate::chain(&error))? {
+            Incoming::Message(Message::Verdict { epoch, verdict }) if epoch == terms.epoch() => return Ok(verdict),
+            Incoming::Message(_) => {}
+            Incoming::Blob(_) => return Err("the source sent device state".to_owned()),
+        }
+    }
+}
+

@@ -1,0 +1,137 @@
+//! Receiving memory: the data streams of one generation after the other, into the waiting QEMU's RAM.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ::memory::{DataStream, DestinationRam, Discardable, Receiver, ReceiverEvent, ReceiverHandle};
+use proto::{Generation, MigrationId};
+use tracee::{AddressRange, Injector, Process};
+use tracing::{debug, info, warn};
+
+use super::arriving::{ArriveError, Arriving};
+use super::inbox::{Mailbox, Notice};
+use crate::context::Context;
+
+/// Memory on its way in.
+pub(crate) struct Receiving {
+    receiver: Arc<Mutex<Receiver>>,
+    context: Arc<Context>,
+    migration: MigrationId,
+    streams: u16,
+    mailbox: Mailbox,
+}
+
+impl Receiving {
+    /// Prepares for the first generation.
+    pub(crate) fn new(
+        context: &Arc<Context>,
+        migration: MigrationId,
+        streams: u16,
+        vm: &Arriving,
+        mailbox: Mailbox,
+    ) -> Result<Self, ArriveError> {
+        let ram = crate::ram::destination(&vm.process, &vm.blocks)?;
+        let giver = Giver::new(context, vm)?;
+        let notices = mailbox.clone();
+        let handle: Arc<Mutex<Option<ReceiverHandle>>> = Arc::default();
+        let own_handle = Arc::clone(&handle);
+        let observer = move |event| match event {
+            ReceiverEvent::RoundEnded { round } => {
+                let handle = own_handle.lock().unwrap_or_else(PoisonError::into_inner).clone();
+                if let Some(handle) = handle {
+                    giver.give_back(round, &handle);
+                }
+            }
+            ReceiverEvent::Broken { generation, stream, cause } => {
+                if cause.is_connection() {
+                    debug!(stream, %cause, "a data stream ended");
+                } else {
+                    let error = crate::chain(&cause);
+                    notices.put(Notice::Broken { generation, error });
+                }
+            }
+        };
+        let receiver = receiver(ram, streams, observer);
+        *handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(receiver.handle());
+        let receiver = Arc::new(Mutex::new(receiver));
+        Ok(Self { receiver, context: Arc::clone(context), migration, streams, mailbox })
+    }
+
+    /// Ends and joins everything of older generations and lets the streams of this one come.
+    pub(crate) fn begin(&self, generation: Generation) -> std::io::Result<()> {
+        self.lock().begin(generation);
+        let route = self.context.router.expect(self.migration.clone(), generation, self.streams);
+        let receiver = Arc::clone(&self.receiver);
+        let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
+        let (streams, mailbox) = (self.streams, self.mailbox.clone());
+        let gather = move || {
+            let deadline = Instant::now() + patience;
+            for _ in 0..streams {
+                let Some((stream, connection)) = route.next(deadline) else { return };
+                let stream_ends = DataStream::over(connection, None);
+                let attached =
+                    receiver.lock().unwrap_or_else(PoisonError::into_inner).attach(generation, stream, stream_ends);
+                if let Err(error) = attached {
+                    mailbox.put(Notice::Broken { generation, error: crate::chain(&error) });
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name("gather".to_owned()).spawn(gather).map(drop)
+    }
+
+    /// Ends all streams; afterwards nothing writes to the guest's memory any more.
+    pub(crate) fn end(self) {
+        self.lock().end_and_join();
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Receiver> {
+        self.receiver.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn receiver(ram: DestinationRam, streams: u16, observer: impl Fn(ReceiverEvent) + Send + Sync + 'static) -> Receiver {
+    Receiver::new(ram, streams, observer)
+}
+
+/// Gives memory back that was zeroed: anonymous memory only QEMU itself can give back, by an injected call. Long rounds
+/// only: the guest would wait for it in a last one.
+struct Giver {
+    process: Process,
+    injector: Arc<Injector>,
+    addresses: Vec<u64>,
+}
+
+impl Giver {
+    fn new(context: &Context, vm: &Arriving) -> Result<Self, ArriveError> {
+        Ok(Self {
+            process: vm.process.try_clone()?,
+            injector: Arc::clone(&context.injector),
+            addresses: vm.blocks.iter().map(|block| block.host_address).collect(),
+        })
+    }
+
+    fn give_back(&self, round: u32, handle: &ReceiverHandle) {
+        // The first rounds are long; whether a later one is the last is not known here.
+        if round > 2 {
+            return;
+        }
+        handle.discard_with(|discardable| {
+            let ranges: Vec<_> = discardable.iter().filter_map(|part| self.address(part)).collect();
+            if ranges.is_empty() {
+                return;
+            }
+            match self.injector.discard(&self.process, &ranges) {
+                Ok(()) => info!(round, ranges = ranges.len(), "memory that the guest gave back was given back here too"),
+                // It reads as zeros in any case.
+                Err(error) => warn!(round, error = crate::chain(&error), "zeroed memory stays allocated"),
+            }
+        });
+    }
+
+    fn address(&self, part: &Discardable) -> Option<AddressRange> {
+        let base = self.addresses.get(usize::from(part.block))?;
+        Some(AddressRange::new(base + part.bytes.start, base + part.bytes.end))
+    }
+}

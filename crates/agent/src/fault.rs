@@ -1,0 +1,72 @@
+//! Fault points: places where a test may hurt the agent, its peer, a QEMU or the link.
+//!
+//! With `[faults] socket` in the configuration the agent tells a test harness each fault point that it reaches and
+//! waits for the answer; meanwhile the harness does the damage (it may kill this very agent). Without it, which is how
+//! agents run, reaching a fault point does nothing.
+//!
+//! The points are generated from the engine's transition table, see [`engine::handover`]: before the effects of each
+//! transition, between them, and after them. A new transition brings its fault points along.
+
+use std::{
+    io::{BufRead, BufReader, Write},
+    os::unix::net::UnixStream,
+    path::PathBuf,
+};
+
+use tracing::warn;
+
+/// Where fault points are told to, if anywhere.
+#[derive(Clone, Debug, Default)]
+pub struct Faults {
+    socket: Option<PathBuf>,
+}
+
+impl Faults {
+    /// Tells fault points to the harness behind the socket, or to nobody.
+    pub fn new(socket: Option<PathBuf>) -> Self {
+        Self { socket }
+    }
+
+    /// Called at a fault point. Returns when the harness lets go, at once if there is none.
+    pub fn reach(&self, point: impl FnOnce() -> String) {
+        let Some(socket) = &self.socket else { return };
+        let point = point();
+        let told = UnixStream::connect(socket).and_then(|mut stream| {
+            writeln!(stream, "{point}")?;
+            let mut answer = String::new();
+            BufReader::new(stream).read_line(&mut answer)
+        });
+        if let Err(error) = told {
+            warn!(%point, %error, "the test harness behind [faults] socket does not answer");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::net::UnixListener, thread};
+
+    use super::*;
+
+    #[test]
+    fn waits_until_the_harness_lets_go() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("faults.sock");
+        let harness = UnixListener::bind(&path).unwrap();
+        let told = thread::spawn(move || {
+            let (stream, _) = harness.accept().unwrap();
+            let mut reader = BufReader::new(stream);
+            let mut point = String::new();
+            reader.read_line(&mut point).unwrap();
+            reader.get_mut().write_all(b"go\n").unwrap();
+            point
+        });
+        Faults::new(Some(path)).reach(|| "source/stopped/ready/0".to_owned());
+        assert_eq!(told.join().unwrap(), "source/stopped/ready/0\n");
+    }
+
+    #[test]
+    fn costs_nothing_without_a_harness() {
+        Faults::default().reach(|| unreachable!("the name is not even made"));
+    }
+}

@@ -1,0 +1,53 @@
+//! The register of owners, as the drivers use it.
+
+use engine::handover::register::RegisterAnswer;
+use proto::message::{Ownership, RegisterRequest};
+use proto::{Epoch, HostId, VmName};
+
+use crate::context::Context;
+
+/// Asks the register that the configuration names. Blocks until it has answered or its time-outs have passed.
+pub(crate) fn ask(context: &Context, request: &RegisterRequest) -> RegisterAnswer {
+    context.register.as_ref().map_or(RegisterAnswer::Unreachable, |register| register.ask(request))
+}
+
+/// Why a VM cannot be moved with this register.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OwnerError {
+    /// The register does not answer.
+    #[error("the register at {0} does not answer; start the witness, or see that it can be reached")]
+    Unreachable(HostId),
+    /// Another host owns the VM.
+    #[error("by the register {owner} owns {vm} since epoch {epoch}; if that is wrong, see `whimbrel recover {vm}` there")]
+    Other {
+        /// The VM.
+        vm: VmName,
+        /// Who owns it.
+        owner: HostId,
+        /// Since which epoch.
+        epoch: Epoch,
+    },
+}
+
+/// The epoch in which this host holds a VM by the register; a VM that the register does not know is entered. None where
+/// no register is configured.
+pub(crate) fn held_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>, OwnerError> {
+    let (Some(register), Some(witness)) = (&context.register, &context.config.register) else { return Ok(None) };
+    let host = &context.config.host;
+    let unreachable = || OwnerError::Unreachable(witness.clone());
+    let mut answer = register.read(vm);
+    if answer == RegisterAnswer::Stands(None) {
+        let first = Ownership { epoch: Epoch(0), owner: host.clone(), offer: None };
+        answer = register.compare_and_set(vm, None, first);
+        if answer == RegisterAnswer::Unknown {
+            answer = register.read(vm);
+        }
+    }
+    match answer {
+        RegisterAnswer::Stands(Some(record)) if record.owner == *host => Ok(Some(record.epoch)),
+        RegisterAnswer::Stands(Some(record)) => {
+            Err(OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch })
+        }
+        RegisterAnswer::Stands(None) | RegisterAnswer::Unreachable | RegisterAnswer::Unknown => Err(unreachable()),
+    }
+}

@@ -1,0 +1,284 @@
+//! Pre-flight: what stands in the way of a migration, found before anything is touched.
+//!
+//! The source looks at its VM and sends what it found as facts; the destination compares them with its own host. The
+//! rules themselves are `qemu::preflight`'s; here the facts are gathered.
+
+mod binaries;
+
+use std::time::{Duration, Instant};
+
+use engine::handover::Terms;
+use link::Incoming;
+use proto::message::{Finding, Message, Proposal, Severity};
+use proto::{Generation, HostId, MigrationId, Purpose};
+use qemu::command::{self, HostRules, RamPlan};
+use qemu::describe::VmDescription;
+use qemu::find::{self, Selector};
+use qemu::preflight::gather::{self, NeededFile};
+use qemu::preflight::{self as rules, SourceFacts};
+use qemu::process::Launch;
+use serde::{Deserialize, Serialize};
+use tracee::{Feature, Kernel};
+
+use crate::api::{KernelFeature, RamChoice};
+use crate::context::Context;
+use crate::destination::Traces;
+use crate::peers::{self, PeerError};
+use crate::source::{SourceVm, VmError};
+
+/// What migrations need of the kernel.
+const FEATURES: [Feature; 5] = [
+    Feature::Userfaultfd,
+    Feature::WriteProtectAsync,
+    Feature::WriteProtectUnpopulated,
+    Feature::WriteProtectSharedMemory,
+    Feature::PagemapScan,
+];
+
+/// What migrations need of the kernel, for people: its release, and each feature.
+pub(crate) fn kernel() -> (String, Vec<KernelFeature>) {
+    let (release, missing) = match Kernel::probe() {
+        Ok(kernel) => (kernel.release().to_owned(), Vec::new()),
+        Err(missing) => (missing.release.clone(), missing.missing),
+    };
+    let feature = |feature: Feature| KernelFeature {
+        name: feature.to_string(),
+        present: !missing.contains(&feature),
+        advice: "Linux 6.7 or later has it; VMs can still arrive here".to_owned(),
+    };
+    (release, FEATURES.map(feature).to_vec())
+}
+
+/// What the source has to say of its VM.
+pub(crate) struct Surveyed {
+    pub(crate) facts: serde_json::Value,
+    pub(crate) description: serde_json::Value,
+    pub(crate) qemu_version: String,
+    pub(crate) findings: Vec<Finding>,
+}
+
+/// Why a VM could not be looked at.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SurveyError {
+    /// It does not answer.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// Its process was not found.
+    #[error("QEMU's process was not found")]
+    Find(#[from] find::FindError),
+    /// Its memory was not found, or its monitor failed.
+    #[error("QEMU did not tell what it is")]
+    Gather(#[from] qemu::ram::RamError),
+    /// What was found cannot be put into JSON.
+    #[error("what was found cannot be sent")]
+    Json(#[from] serde_json::Error),
+}
+
+/// What the source sends about its host and its VM, beside the description.
+#[derive(Serialize, Deserialize)]
+struct Facts {
+    source: serde_json::Value,
+    files: Vec<NeededFile>,
+}
+
+/// Looks at a VM that is to leave.
+pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, SurveyError> {
+    let process = find::find(&Selector::Pid(vm.process.pid()))?;
+    let facts = gather::source(vm.monitor()?, &process)?;
+    let mut findings = description_findings(&facts.vm, allowed);
+    findings.extend(kernel_finding());
+    let files = gather::needed_files(&facts.vm);
+    let qemu_version = facts.vm.program.version.clone();
+    let mut source = serde_json::to_value(&facts)?;
+    // The description travels by itself.
+    let description = source.as_object_mut().and_then(|facts| facts.remove("vm")).unwrap_or_default();
+    let facts = serde_json::to_value(Facts { source, files })?;
+    Ok(Surveyed { facts, description, qemu_version, findings })
+}
+
+/// What cannot be described exactly cannot be built again.
+pub(crate) fn description_findings(description: &VmDescription, allowed: &[String]) -> Vec<Finding> {
+    let blocker = |problem: &qemu::describe::Problem| Finding {
+        severity: Severity::Blocker,
+        code: problem.code.clone(),
+        what: problem.what.clone(),
+        advice: problem.what_to_do.clone(),
+    };
+    let mut findings: Vec<_> = description.problems.iter().map(blocker).collect();
+    // The destination builds the command line; what it would refuse on any host is known here already.
+    let rules = HostRules { allow_options: allowed.to_vec(), ..HostRules::new("qemu", "/run/whimbrel/vms/x") };
+    if let Err(error) = command::build(description, &rules) {
+        for problem in &error.problems {
+            let found = blocker(problem);
+            if !findings.contains(&found) {
+                findings.push(found);
+            }
+        }
+    }
+    findings
+}
+
+fn kernel_finding() -> Option<Finding> {
+    Kernel::probe().err().map(|missing| Finding {
+        severity: Severity::Blocker,
+        code: "kernel".to_owned(),
+        what: missing.to_string(),
+        advice: "run Linux 6.7 or later on the source, with CONFIG_USERFAULTFD".to_owned(),
+    })
+}
+
+/// A proposal that can be taken.
+pub(crate) struct Considered {
+    pub(crate) terms: Terms,
+    pub(crate) proposal: Proposal,
+    pub(crate) launch: Launch,
+    pub(crate) traces: Traces,
+    pub(crate) findings: Vec<Finding>,
+    pub(crate) ram_kind: String,
+}
+
+/// Compares a proposal with this host. The findings hold a blocker where it is an error.
+pub(crate) fn destination(
+    context: &Context,
+    from: &HostId,
+    id: &MigrationId,
+    proposal: Proposal,
+) -> Result<Considered, Vec<Finding>> {
+    let unreadable = |what: &str, error: &dyn std::error::Error| {
+        vec![Finding {
+            severity: Severity::Blocker,
+            code: "proposal".to_owned(),
+            what: format!("{what}: {}", crate::chain(error)),
+            advice: "use the same version of whimbrel on both hosts".to_owned(),
+        }]
+    };
+    let (theirs, files) = theirs(&proposal).map_err(|error| unreadable("the facts cannot be read", &error))?;
+    let traces = Traces::plan(&context.config.run_dir, id);
+    let (plan, ram_kind) = ram_plan(proposal.ram_kind.as_deref(), &theirs);
+    let config = &context.config.qemu;
+    let here = HostRules {
+        data_dirs: config.data_dirs.clone(),
+        tap: context.config.taps.clone(),
+        disk_dirs: context.config.disk_dirs.iter().map(|(there, here)| (there.clone(), here.clone())).collect(),
+        ram: plan,
+        allow_options: config.allow_options.iter().chain(&proposal.allow_options).cloned().collect(),
+        ..HostRules::new(binaries::choose(&config.binaries, &theirs.vm.program.version), &traces.directory)
+    };
+    let built = command::build(&theirs.vm, &here);
+    let problems = built.as_ref().err().map(|error| error.problems.clone()).unwrap_or_default();
+    let mut probe = binaries::Probe::start(context, &here).map_err(|error| {
+        vec![Finding {
+            severity: Severity::Blocker,
+            code: "qemu-start".to_owned(),
+            what: format!("{} does not start: {}", here.qemu_binary.display(), crate::chain(&error)),
+            advice: "name a QEMU that works under [qemu] binaries on the destination".to_owned(),
+        }]
+    })?;
+    let ours = gather::destination(&mut probe.qmp, &theirs.vm, &files, &here, &shared_dirs(context), problems)
+        .map_err(|error| unreadable("this host's QEMU does not answer", &error))?;
+    drop(probe);
+    let mut findings: Vec<_> = rules::check(&theirs, &ours).into_iter().map(finding).collect();
+    findings.extend(register_finding(context, from, &proposal));
+    let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
+    let (Ok(built), false) = (built, blocked) else { return Err(findings) };
+    let launch = Launch {
+        argv: built.argv,
+        env: Vec::new(),
+        cwd: None,
+        log: built.log,
+        qmp: built.qmp,
+        scope: Some(format!("whimbrel-vm-{}", id.vm)),
+    };
+    let terms = Terms {
+        migration: id.clone(),
+        source: from.clone(),
+        destination: context.config.host.clone(),
+        register: proposal.register_epoch,
+    };
+    Ok(Considered { terms, proposal, launch, traces, findings, ram_kind })
+}
+
+/// The source's facts, with the description in its place.
+fn theirs(proposal: &Proposal) -> Result<(SourceFacts, Vec<NeededFile>), serde_json::Error> {
+    let Facts { mut source, files } = serde_json::from_value(proposal.facts.clone())?;
+    if let Some(facts) = source.as_object_mut() {
+        facts.insert("vm".to_owned(), proposal.description.clone());
+    }
+    Ok((serde_json::from_value(source)?, files))
+}
+
+/// Directories of which the configuration says that both hosts see the same in them.
+fn shared_dirs(context: &Context) -> Vec<String> {
+    context.config.disk_dirs.keys().map(|dir| dir.to_string_lossy().into_owned()).collect()
+}
+
+/// Both sides must look at the same register, or at none, and it lives on neither.
+fn register_finding(context: &Context, from: &HostId, proposal: &Proposal) -> Option<Finding> {
+    let here = &context.config.register;
+    let what = match (here, proposal.register_epoch) {
+        (Some(_), None) if !proposal.check_only => "this host has a register of owners, the source has none",
+        (None, Some(_)) => "the source has a register of owners, this host has none",
+        (Some(witness), _) if witness == from => "the register of owners is on the source",
+        _ => return None,
+    };
+    Some(Finding {
+        severity: Severity::Blocker,
+        code: "register".to_owned(),
+        what: what.to_owned(),
+        advice: "name the same witness, a third host, under [register] on both".to_owned(),
+    })
+}
+
+/// What the VM's memory is made of here.
+fn ram_plan(wanted: Option<&str>, theirs: &SourceFacts) -> (RamPlan, String) {
+    let pages = theirs.ram_blocks.iter().map(|block| block.page_size_bytes);
+    let hugepage_bytes = pages.max().filter(|bytes| *bytes > proto::limits::PAGE_BYTES);
+    match wanted {
+        Some("anonymous") => (RamPlan::Anonymous, "anonymous".to_owned()),
+        _ => match hugepage_bytes {
+            Some(bytes) => (RamPlan::Memfd { hugepage_bytes }, format!("memfd, pages of {} KiB", bytes >> 10)),
+            None => (RamPlan::Memfd { hugepage_bytes }, "memfd".to_owned()),
+        },
+    }
+}
+
+/// The word for a user's choice; none to let the destination choose.
+pub(crate) fn wanted_ram(choice: RamChoice) -> Option<String> {
+    match choice {
+        RamChoice::Auto => None,
+        RamChoice::Memfd => Some("memfd".to_owned()),
+        RamChoice::Anonymous => Some("anonymous".to_owned()),
+    }
+}
+
+/// Asks the other side what it thinks of a proposal: its findings, and the kind of RAM the VM would get.
+pub(crate) fn ask(
+    context: &Context,
+    to: &HostId,
+    migration: MigrationId,
+    proposal: Proposal,
+) -> Result<(Vec<Finding>, Option<String>), PeerError> {
+    let purpose = Purpose::Control { migration, generation: Generation(1) };
+    let mut connection = peers::connect(context, to, None, purpose)?;
+    let lost = |source| PeerError::Lost { host: to.clone(), source };
+    connection.send(&Message::Propose(Box::new(proposal))).map_err(lost)?;
+    let deadline = Instant::now() + Duration::from_millis(context.config.timeouts.qemu_start_ms);
+    match connection.recv(Some(deadline)).map_err(lost)? {
+        Incoming::Message(Message::Accept(acceptance)) => Ok((acceptance.findings, Some(acceptance.ram_kind))),
+        Incoming::Message(Message::Reject { findings }) => Ok((findings, None)),
+        _ => Err(PeerError::NoSense(to.clone())),
+    }
+}
+
+fn finding(found: rules::Finding) -> Finding {
+    Finding {
+        severity: match found.severity {
+            rules::Severity::Blocker => Severity::Blocker,
+            rules::Severity::Warning => Severity::Warning,
+            rules::Severity::Info => Severity::Info,
+        },
+        code: found.code,
+        what: found.what,
+        advice: found.what_to_do,
+    }
+}

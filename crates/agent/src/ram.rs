@@ -1,0 +1,52 @@
+//! A QEMU's RAM blocks as the data plane wants them.
+
+use std::os::fd::OwnedFd;
+
+use ::memory::ram::{RamError, RamRegion, open_destination, open_source};
+use ::memory::{DestinationRam, LogError, SourceRam, TrackedRam};
+use qemu::ram::{RamBlock, RamKind};
+use tracee::Process;
+
+/// What a block is made of, for people.
+pub(crate) fn kind(block: &RamBlock) -> String {
+    let pages = match block.page_size_bytes {
+        4096 => String::new(),
+        bytes => format!(", pages of {} KiB", bytes >> 10),
+    };
+    let kind = match &block.kind {
+        RamKind::Anonymous => "anonymous",
+        RamKind::SharedFile(file) if file.path.to_string_lossy().starts_with("/memfd:") => "memfd",
+        RamKind::SharedFile(_) => "shared file",
+        RamKind::PrivateFile(_) => "private file",
+    };
+    format!("{kind}{pages}")
+}
+
+fn regions(blocks: &[RamBlock]) -> Vec<RamRegion> {
+    let region = |block: &RamBlock| RamRegion {
+        name: block.name.clone(),
+        bytes: block.used_bytes,
+        page_bytes: block.page_size_bytes,
+        address: block.host_address,
+    };
+    blocks.iter().map(region).collect()
+}
+
+/// Readers of the blocks, in their order.
+pub(crate) fn source(process: &Process, blocks: &[RamBlock]) -> Result<SourceRam, RamError> {
+    open_source(process, &regions(blocks))
+}
+
+/// Writers of the blocks, in their order.
+pub(crate) fn destination(process: &Process, blocks: &[RamBlock]) -> Result<DestinationRam, RamError> {
+    open_destination(process, &regions(blocks))
+}
+
+/// From here on every write to the blocks is seen.
+pub(crate) fn track(
+    process: &Process,
+    userfaultfd: OwnedFd,
+    blocks: &[RamBlock],
+) -> Result<TrackedRam, LogError> {
+    TrackedRam::start(process, userfaultfd, &regions(blocks))
+}

@@ -1,0 +1,195 @@
+//! The source's driver: one thread that takes a VM from here to another host.
+//!
+//! A migration is a list of phases, each a function: check, prepare, pre-copy, stop, last pages, device state. They
+//! end in READY or in a [`Failure`]; both are events for the engine, which decides everything from there on
+//! ([`handover`]). Whatever happens outside (a message, a lost link, a user's word, QEMU's end) arrives in one
+//! [`inbox`], so that no phase can miss it.
+
+mod handover;
+mod inbox;
+mod memory;
+mod phases;
+mod telemetry;
+mod vm;
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use engine::handover::Terms;
+use engine::handover::source::{SourceEvent, SourceState};
+use proto::Generation;
+use proto::message::Proposal;
+
+pub(crate) use inbox::{Inbox, Mailbox, Notice};
+
+use crate::api::{MigrateRequest, OnLimit};
+use crate::config::Limits as ConfigLimits;
+use crate::context::Context;
+use crate::progress::{Phase, Publisher};
+use crate::report::{Objective, Outcome, Report};
+use telemetry::Telemetry;
+pub(crate) use vm::{SourceVm, VmError};
+
+/// What a migration aims at; parts of it can be changed while it runs.
+#[derive(Clone, Debug)]
+pub(crate) struct Aims {
+    /// Downtime to aim at, in milliseconds.
+    pub(crate) max_downtime_ms: u64,
+    /// Most rounds of pre-copy.
+    pub(crate) max_rounds: u32,
+    /// What to do when the rounds are used up.
+    pub(crate) on_limit: OnLimit,
+    /// Number of data streams.
+    pub(crate) streams: u16,
+    /// Cap on the sending rate, in bytes per second; none if there is none.
+    pub(crate) bandwidth_bytes_per_s: Option<u64>,
+    /// Compare all of memory after the stop.
+    pub(crate) verify: bool,
+}
+
+impl Aims {
+    /// What a request says, and the configuration where it says nothing.
+    pub(crate) fn new(request: &MigrateRequest, limits: &ConfigLimits) -> Self {
+        let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
+        Self {
+            max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
+            max_rounds: request.max_rounds.unwrap_or(limits.max_rounds),
+            on_limit: request.on_limit.unwrap_or(limits.on_limit),
+            streams: request.streams.unwrap_or(limits.streams),
+            bandwidth_bytes_per_s: (bandwidth > 0).then_some(bandwidth),
+            verify: request.verify,
+        }
+    }
+
+    pub(crate) fn objective(&self) -> Objective {
+        Objective {
+            max_downtime_ms: self.max_downtime_ms,
+            max_rounds: self.max_rounds,
+            on_limit: match self.on_limit {
+                OnLimit::Stop => "stop".to_owned(),
+                OnLimit::Abort => "abort".to_owned(),
+            },
+            streams: self.streams,
+            bandwidth_bytes_per_s: self.bandwidth_bytes_per_s,
+        }
+    }
+}
+
+/// What others may touch while a migration runs.
+#[derive(Debug)]
+pub(crate) struct Controls {
+    /// What it aims at.
+    pub(crate) aims: Mutex<Aims>,
+    /// Cap on the sending rate, shared by all streams of all generations.
+    pub(crate) rate: Arc<link::RateLimit>,
+    /// The report as far as it is written.
+    pub(crate) report: Mutex<Report>,
+}
+
+impl Controls {
+    pub(crate) fn aims(&self) -> Aims {
+        self.aims.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Changes what the migration aims at, and says what it aims at now.
+    pub(crate) fn change(&self, change: impl FnOnce(&mut Aims)) -> Aims {
+        let mut aims = self.aims.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut aims);
+        aims.clone()
+    }
+
+    pub(crate) fn report<T>(&self, change: impl FnOnce(&mut Report) -> T) -> T {
+        change(&mut self.report.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// The source's side of one migration.
+pub(crate) struct Driver {
+    context: Arc<Context>,
+    terms: Terms,
+    state: SourceState,
+    /// Absent when its QEMU is gone.
+    vm: Option<SourceVm>,
+    inbox: Inbox,
+    controls: Arc<Controls>,
+    telemetry: Telemetry,
+    generation: Generation,
+    /// How many connections to the destination were made for messages.
+    links: u64,
+    /// The one for messages: the control stream of the present generation, later one for questions.
+    control: Option<phases::Control>,
+    /// The last one, on which ABORT is on its way.
+    parting: Option<phases::Control>,
+    /// The guest's memory, once its writes are tracked and no phase has it in hand.
+    tracked: Option<memory::Tracked>,
+    /// Who waits for an answer to the question that is being dealt with.
+    asker: Option<inbox::Reply>,
+    /// Events that effects led to, to be taken before anything from the inbox.
+    follow_ups: VecDeque<SourceEvent>,
+    /// What the journal did not take and has to take before the end.
+    unjournalled: Option<SourceState>,
+    proposal: Option<Proposal>,
+    clock: phases::StopClock,
+    contact: handover::Contact,
+    outcome: Option<Outcome>,
+    /// CPU time of the agent when the migration began, in microseconds.
+    cpu_at_start_us: u64,
+}
+
+impl Driver {
+    /// The source's side of a migration, new ([`SourceState::Idle`]) or as the journal has it. `vm` is absent if its
+    /// QEMU is gone.
+    pub(crate) fn new(
+        context: Arc<Context>,
+        terms: Terms,
+        state: SourceState,
+        vm: Option<SourceVm>,
+        inbox: Inbox,
+        controls: Arc<Controls>,
+        publisher: Publisher,
+    ) -> Self {
+        let contact = handover::Contact::new(&context.config.timeouts);
+        Self {
+            context,
+            terms,
+            state,
+            vm,
+            inbox,
+            controls,
+            telemetry: Telemetry::new(publisher),
+            generation: Generation(1),
+            links: 0,
+            control: None,
+            parting: None,
+            tracked: None,
+            asker: None,
+            follow_ups: VecDeque::new(),
+            unjournalled: None,
+            proposal: None,
+            clock: phases::StopClock::default(),
+            contact,
+            outcome: None,
+            cpu_at_start_us: cpu_us(),
+        }
+    }
+
+    fn phase(&self, phase: Phase) {
+        self.telemetry.update(|progress| progress.phase = phase);
+    }
+
+    fn note(&self, what: &str, detail: impl Into<String>) {
+        let at_us = self.telemetry.elapsed_us();
+        self.controls.report(|report| report.event(at_us, what, detail));
+    }
+
+    /// CPU time that the agent has used since the migration began, in microseconds. Migrations that run at the same
+    /// time are in it too.
+    fn cpu_us(&self) -> u64 {
+        cpu_us().saturating_sub(self.cpu_at_start_us)
+    }
+}
+
+fn cpu_us() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
+    time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1000
+}

@@ -1,0 +1,532 @@
+//! The source's half of the handover: the engine's effects, and the loop that takes events until the matter is settled.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::register::{RegisterAnswer, Use};
+use engine::handover::source::{SourceEffect, SourceEvent, SourceReport, SourceState, source};
+use engine::handover::{Found, Illegal, Role, Step};
+use link::Incoming;
+use proto::message::{Message, Proposal, RegisterRequest};
+use proto::Purpose;
+use tracing::{error, info, warn};
+
+use super::Driver;
+use super::inbox::Notice;
+use super::phases::Control;
+use super::vm::{SourceVm, VmError};
+use crate::config::Timeouts;
+use crate::fault::Faults;
+use crate::journal::{Durability, JournalError, NewMigration, State};
+use crate::machine::Machine;
+use crate::progress::{Phase, Standing};
+use crate::report::{Downtime, Outcome};
+use crate::{owners, peers};
+
+/// Why an effect could not be done.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EffectError {
+    /// The journal did not take the new state.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// QEMU did not do what it was told.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// A migration without its proposal cannot begin.
+    #[error("the migration has no proposal")]
+    NoProposal,
+}
+
+/// When the destination was last heard of.
+#[derive(Debug)]
+pub(crate) struct Contact {
+    heard: Instant,
+    patience: Duration,
+    retry: Duration,
+}
+
+impl Contact {
+    pub(crate) fn new(timeouts: &Timeouts) -> Self {
+        Self {
+            heard: Instant::now(),
+            patience: Duration::from_millis(timeouts.reclaim_after_ms),
+            retry: Duration::from_millis(timeouts.retry_ms),
+        }
+    }
+
+    /// Says once in every span of patience that it has passed.
+    fn lost_for_good(&mut self) -> bool {
+        let lost = self.heard.elapsed() >= self.patience;
+        if lost {
+            self.heard = Instant::now();
+        }
+        lost
+    }
+}
+
+impl Machine for Driver {
+    type State = SourceState;
+    type Event = SourceEvent;
+    type Effect = SourceEffect;
+    type Error = EffectError;
+
+    const ROLE: Role = Role::Source;
+
+    fn names(state: &SourceState, event: &SourceEvent) -> (&'static str, &'static str) {
+        (state.name(), event.name())
+    }
+
+    fn decide(&self, event: &SourceEvent) -> Result<Step<SourceState, SourceEffect>, Illegal> {
+        source(&self.terms, &self.state, event)
+    }
+
+    fn effect_name(effect: &SourceEffect) -> &'static str {
+        effect.name()
+    }
+
+    fn is_journal(effect: &SourceEffect) -> bool {
+        matches!(effect, SourceEffect::Journal { .. })
+    }
+
+    fn state(&self) -> &SourceState {
+        &self.state
+    }
+
+    fn enter(&mut self, state: SourceState) {
+        self.state = state;
+    }
+
+    fn faults(&self) -> &Faults {
+        &self.context.faults
+    }
+
+    fn perform(&mut self, effect: &SourceEffect) -> Result<(), EffectError> {
+        match effect {
+            SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
+            SourceEffect::StopVm => self.with_vm(SourceVm::stop)?,
+            SourceEffect::PauseQemu => self.with_vm(SourceVm::hold)?,
+            SourceEffect::ResumeQemu => self.with_vm(SourceVm::release)?,
+            SourceEffect::ContinueVm => {
+                let event = match self.with_vm(SourceVm::cont) {
+                    Ok(()) => SourceEvent::Continued,
+                    Err(_) if !self.vm.as_ref().is_some_and(SourceVm::is_alive) => SourceEvent::QemuDied,
+                    Err(error) => {
+                        error!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU does not continue");
+                        SourceEvent::ContinueFailed
+                    }
+                };
+                self.follow_ups.push_back(event);
+            }
+            SourceEffect::QuitQemu => {
+                if let Some(vm) = self.vm.take() {
+                    vm.quit();
+                }
+            }
+            SourceEffect::UndoAll => {
+                self.tracked = None;
+                self.inbox.interrupts(None);
+            }
+            SourceEffect::SendGo { incarnation, run } => {
+                let (epoch, incarnation) = (self.terms.epoch(), incarnation.clone());
+                self.tell(&Message::Go { epoch, incarnation, run: *run });
+            }
+            SourceEffect::SendAbort => self.send_abort(),
+            SourceEffect::Answer(verdict) => {
+                let message = Message::Verdict { epoch: self.terms.epoch(), verdict: verdict.clone() };
+                match self.asker.take() {
+                    // Whoever asked may be gone; it will ask again.
+                    Some(asker) => drop(asker.try_send(message)),
+                    None => self.tell(&message),
+                }
+            }
+            SourceEffect::AskDestination => self.tell(&Message::Inquire { epoch: self.terms.epoch() }),
+            SourceEffect::Register { why, request } => self.ask_register(*why, request.clone()),
+            SourceEffect::Report(report) => self.tell_user(*report),
+        }
+        Ok(())
+    }
+}
+
+impl Driver {
+    /// PREPARED: journalled, before anybody else hears of it.
+    pub(crate) fn begin(&mut self, proposal: Proposal) -> Result<(), EffectError> {
+        self.proposal = Some(proposal);
+        let run = self.vm.as_mut().is_some_and(SourceVm::is_running);
+        self.feed(&SourceEvent::Begin { run })
+    }
+
+    /// A migration that has begun, to its end.
+    pub(crate) fn run(mut self) -> SourceState {
+        let event = match self.to_ready() {
+            Ok(ready) => SourceEvent::Ready { epoch: self.terms.epoch(), incarnation: ready.incarnation },
+            Err(failure) => {
+                info!(migration = %self.terms.migration, reason = failure.reason, "the migration ends");
+                self.because(&failure.reason);
+                failure.event
+            }
+        };
+        self.take(&event);
+        self.settle()
+    }
+
+    /// A migration that an agent before this one left behind.
+    pub(crate) fn run_on(mut self, found: Found) -> SourceState {
+        self.take(&SourceEvent::Restarted(found));
+        self.settle()
+    }
+
+    /// Takes events until the handover is over.
+    fn settle(mut self) -> SourceState {
+        self.contact.heard = Instant::now();
+        loop {
+            if let Some(event) = self.follow_ups.pop_front() {
+                self.take(&event);
+                continue;
+            }
+            if self.state.is_final() || self.state == SourceState::Idle {
+                break;
+            }
+            self.phase(self.waiting_phase());
+            match self.inbox.wait(Instant::now() + self.contact.retry) {
+                Some(Notice::Message(message)) => self.message(message),
+                Some(Notice::Asked { epoch, reply }) => {
+                    self.contact.heard = Instant::now();
+                    self.asker = Some(reply);
+                    self.take(&SourceEvent::Asked { epoch });
+                    self.asker = None;
+                }
+                Some(Notice::Event(event)) => self.take(&event),
+                Some(Notice::Lost { link, .. }) => {
+                    if self.control.as_ref().is_some_and(|control| control.link == link) {
+                        self.control = None;
+                    }
+                }
+                None if self.contact.lost_for_good() => self.take(&SourceEvent::ContactLostForGood),
+                None => self.take(&SourceEvent::Repeat),
+            }
+        }
+        self.end();
+        self.state
+    }
+
+    fn waiting_phase(&self) -> Phase {
+        match self.state {
+            SourceState::Aborting | SourceState::Returning => Phase::Undoing,
+            SourceState::Bereft { .. } | SourceState::Reclaiming { .. } => Phase::InDoubt,
+            _ => Phase::Handover,
+        }
+    }
+
+    /// Takes an event; if an effect fails, what the state waits for is tried again later.
+    fn take(&mut self, event: &SourceEvent) {
+        let Err(error) = self.feed(event) else { return };
+        let reason = crate::chain(&error);
+        error!(migration = %self.terms.migration, reason, "an effect failed");
+        self.because(&reason);
+        // Not COMMITTED, because that could not be journalled, or never tried: the guest goes on here.
+        if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
+            && *event != SourceEvent::Failed
+        {
+            self.take(&SourceEvent::Failed);
+        }
+    }
+
+    fn message(&mut self, message: Message) {
+        self.contact.heard = Instant::now();
+        match message {
+            Message::Running { epoch, continue_us } => {
+                if epoch == self.terms.epoch() {
+                    self.running(continue_us);
+                }
+                self.take(&SourceEvent::Running { epoch });
+            }
+            Message::Refused { epoch, reason } => {
+                self.because(&format!("the destination could not run the guest: {reason}"));
+                self.take(&SourceEvent::Refused { epoch });
+            }
+            Message::Crashed { epoch, reason } => {
+                self.because(&reason);
+                self.take(&SourceEvent::Crashed { epoch });
+            }
+            Message::Ready { epoch, incarnation, .. } => self.take(&SourceEvent::Ready { epoch, incarnation }),
+            Message::Ask { epoch } => self.take(&SourceEvent::Asked { epoch }),
+            Message::Ping => self.tell(&Message::Pong),
+            other => warn!(?other, "a message that does not belong into a handover"),
+        }
+    }
+
+    /// RUNNING came: what the guest's standstill was made of.
+    fn running(&mut self, continue_us: u64) {
+        if self.clock.stopped_at.is_none() || self.clock.measured.total_us > 0 {
+            return;
+        }
+        self.clock.measured.total_us = self.since_stop_us();
+        self.clock.measured.continue_us = continue_us;
+        let downtime = Downtime::from_measured(self.clock.measured);
+        self.controls.report(|report| report.downtime = Some(downtime));
+        self.telemetry.update(|progress| progress.downtime_us = Some(downtime.total_us));
+        self.note("running", "");
+    }
+
+    // ---- effects
+
+    fn with_vm(
+        &mut self,
+        act: impl FnOnce(&mut SourceVm) -> Result<(), VmError>,
+    ) -> Result<(), VmError> {
+        self.vm.as_mut().map_or(Err(VmError::Gone), act)
+    }
+
+    fn journal(&mut self, state: &SourceState, durable: bool) -> Result<(), EffectError> {
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
+        if self.state == SourceState::Idle {
+            let proposal = self.proposal.as_ref().ok_or(EffectError::NoProposal)?;
+            let was_running = matches!(state, SourceState::Prepared { run: true });
+            let state = State::Source(state.clone());
+            return Ok(journal.begin(&NewMigration { terms: &self.terms, state, was_running, proposal })?);
+        }
+        let durability = if durable { Durability::Synced } else { Durability::Process };
+        match journal.record_source(id, state, durability) {
+            // The journal has no COMMITTED, so that a restart aborts too: going on without the entry risks nothing but
+            // a host that fails before the entry can be made. A guest that stands still for a full disk is worse.
+            Err(error) if matches!(state, SourceState::Aborting | SourceState::Aborted) => {
+                error!(migration = %id, error = crate::chain(&error), "ABORTED is not in the journal yet");
+                self.unjournalled = Some(state.clone());
+                Ok(())
+            }
+            recorded => Ok(recorded?),
+        }
+    }
+
+    /// Says something to the destination, over the control stream or, when that is gone, over a connection of its own.
+    /// If there is no way, the state's repetition will find one.
+    fn tell(&mut self, message: &Message) {
+        if self.control.is_none() {
+            match self.connect(Purpose::Handover { migration: self.terms.migration.clone() }) {
+                Ok(control) => self.control = Some(control),
+                Err(error) => {
+                    warn!(to = %self.terms.destination, error = crate::chain(&error), "cannot reach the destination");
+                    return;
+                }
+            }
+        }
+        let Some(control) = &mut self.control else { return };
+        if let Err(error) = control.writer.send(message) {
+            warn!(to = %self.terms.destination, error = crate::chain(&error), "cannot send to the destination");
+            self.control = None;
+        }
+    }
+
+    /// Opens a connection to the destination; a thread reads from it into the inbox.
+    pub(crate) fn connect(&mut self, purpose: Purpose) -> Result<Control, peers::PeerError> {
+        let connection = peers::connect(&self.context, &self.terms.destination, None, purpose)?;
+        let handle = connection.handle();
+        self.telemetry.count(handle.clone());
+        let (mut reader, writer) = connection.split();
+        let mailbox = self.inbox.mailbox();
+        self.links += 1;
+        let link = self.links;
+        let read = move || loop {
+            let notice = match reader.recv(None) {
+                Ok(Incoming::Message(message)) => Notice::Message(message),
+                Ok(Incoming::Blob(_)) => Notice::Lost { link, error: "the destination sent device state".to_owned() },
+                Err(error) => Notice::Lost { link, error: crate::chain(&error) },
+            };
+            let last = matches!(notice, Notice::Lost { .. });
+            if !mailbox.put(notice) || last {
+                return;
+            }
+        };
+        thread::Builder::new().name("control".to_owned()).spawn(read).map_err(peers::PeerError::Thread)?;
+        Ok(Control { writer, handle, link })
+    }
+
+    /// Tells the destination that this epoch is aborted. A thread goes on trying for a while if it cannot be reached:
+    /// it would find out by itself, but later.
+    fn send_abort(&mut self) {
+        let reason = self.telemetry.now().message.unwrap_or_default();
+        let message = Message::Abort { epoch: self.terms.epoch(), reason };
+        if let Some(mut control) = self.control.take()
+            && control.writer.send(&message).and_then(|()| control.writer.finish()).is_ok()
+        {
+            // The reading thread ends when the destination has closed its side.
+            self.parting = Some(control);
+            return;
+        }
+        let (context, terms) = (std::sync::Arc::clone(&self.context), self.terms.clone());
+        let patience = Duration::from_millis(context.config.timeouts.give_up_after_ms);
+        let retry = self.contact.retry;
+        let send = move || {
+            let until = Instant::now() + patience;
+            let purpose = Purpose::Handover { migration: terms.migration.clone() };
+            while Instant::now() < until {
+                let sent = peers::connect(&context, &terms.destination, None, purpose.clone())
+                    .is_ok_and(|mut connection| connection.send(&message).is_ok());
+                if sent {
+                    return;
+                }
+                thread::sleep(retry);
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("abort".to_owned()).spawn(send) {
+            warn!(%error, "cannot tell the destination now that the migration is aborted; it will ask");
+        }
+    }
+
+    fn ask_register(&mut self, why: Use, request: RegisterRequest) {
+        let mailbox = self.inbox.mailbox();
+        let context = std::sync::Arc::clone(&self.context);
+        let ask = move || {
+            let answer = owners::ask(&context, &request);
+            // Nobody waits for what becomes of an offer.
+            if why != Use::Offer {
+                mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
+            warn!(%error, "cannot ask the register");
+            self.follow_ups.push_back(SourceEvent::RegisterSays(RegisterAnswer::Unreachable));
+        }
+    }
+
+    // ---- for people
+
+    /// The first reason is the one that people need to know; what follows from it is noise.
+    fn because(&mut self, reason: &str) {
+        self.telemetry.update(|progress| {
+            progress.message.get_or_insert_with(|| reason.to_owned());
+        });
+        if let Err(error) = self.context.journal.set_message(&self.terms.migration, reason) {
+            warn!(error = crate::chain(&error), "the reason is not in the journal");
+        }
+    }
+
+    fn tell_user(&mut self, report: SourceReport) {
+        let vm = &self.terms.migration.vm;
+        let to = &self.terms.destination;
+        let text = match report {
+            SourceReport::Cancelled => "cancelled; the VM is here".to_owned(),
+            SourceReport::Failed => "failed; the VM is here".to_owned(),
+            SourceReport::PeerGaveUp => format!("{to} gave up or was lost; the VM is here"),
+            SourceReport::Interrupted => "the agent was restarted meanwhile; the VM is here".to_owned(),
+            SourceReport::VmCrashed => "QEMU ended by itself".to_owned(),
+            SourceReport::Bereft => {
+                format!("this side's QEMU is gone and {to} may have the only copy: asking it. Do not start {vm} here")
+            }
+            SourceReport::Returned => format!("{to} could not run it; the VM is here again"),
+            SourceReport::Done => format!("the VM is at {to}"),
+            SourceReport::TooLate => "too late to cancel: the point of no return has been passed".to_owned(),
+            SourceReport::OperatorNeeded => format!(
+                "{to} cannot be reached after the point of no return, and there is no register; mend the link, or see \
+                 `whimbrel recover {vm}`"
+            ),
+            SourceReport::DestinationOwns => format!("{to} owns the VM by the register; waiting for it"),
+            SourceReport::RegisterForeign => {
+                format!("the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`")
+            }
+            SourceReport::DestinationCrashed => format!(
+                "the copy at {to} is gone and may have run; this side's stopped copy is kept, see `whimbrel recover {vm}`"
+            ),
+            SourceReport::ContinueFailed => "QEMU does not continue the guest; trying again".to_owned(),
+            SourceReport::Contradiction => {
+                format!("{to} says that it runs {vm}, which is this host's: two may be running, look at once")
+            }
+            SourceReport::CopyLost => format!("this side's stopped copy is gone; only that at {to} is left"),
+        };
+        info!(migration = %self.terms.migration, text, "report");
+        self.note("report", &*text);
+        self.outcome = match report {
+            SourceReport::Cancelled => Some(Outcome::Cancelled),
+            SourceReport::Returned => Some(Outcome::Returned),
+            SourceReport::Done => Some(Outcome::Moved),
+            SourceReport::Failed
+            | SourceReport::PeerGaveUp
+            | SourceReport::Interrupted
+            | SourceReport::VmCrashed => Some(Outcome::Aborted),
+            _ => self.outcome,
+        };
+        let waiting = matches!(
+            report,
+            SourceReport::Bereft
+                | SourceReport::OperatorNeeded
+                | SourceReport::RegisterForeign
+                | SourceReport::DestinationCrashed
+                | SourceReport::Contradiction
+        );
+        self.telemetry.update(|progress| {
+            if waiting {
+                progress.phase = Phase::InDoubt;
+                progress.standing = Standing::InDoubt;
+                progress.message = Some(text.clone());
+            } else {
+                progress.message.get_or_insert(text.clone());
+            }
+        });
+    }
+
+    /// The matter is settled: last entries, report, and what waits to be told.
+    fn end(&mut self) {
+        self.tracked = None;
+        self.part();
+        if let Some(state) = self.unjournalled.take() {
+            self.journal_at_last(&state);
+        }
+        let standing = match self.state {
+            SourceState::Done { .. } => Standing::Done,
+            _ => Standing::Failed,
+        };
+        if let Some(vm) = &mut self.vm {
+            let state = vm.run_state();
+            self.controls.report(|report| report.run_state_after = state);
+        }
+        let outcome = self.outcome.unwrap_or(if standing == Standing::Done { Outcome::Moved } else { Outcome::Aborted });
+        let reason = self.telemetry.now().message;
+        let (sent, received) = self.telemetry.counted();
+        let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.cpu_us());
+        let report = self.controls.report(|report| {
+            report.sent_bytes = sent;
+            report.received_bytes = received;
+            report.source.agent_cpu_us = Some(cpu_us);
+            report.end(outcome, reason.filter(|_| outcome != Outcome::Moved), total_us);
+            report.clone()
+        });
+        let journal = &self.context.journal;
+        let id = &self.terms.migration;
+        let mut kept = journal.put_report(&report);
+        if standing == Standing::Done {
+            kept = kept.and_then(|()| journal.remove_vm(&id.vm).map(drop));
+        }
+        if self.state != SourceState::Idle {
+            kept = kept.and_then(|()| journal.close(id));
+        }
+        if let Err(error) = kept {
+            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal");
+        }
+        self.telemetry.update(|progress| {
+            progress.phase = Phase::Ended;
+            progress.standing = standing;
+        });
+    }
+
+    /// Waits until the destination has read ABORT, or a moment.
+    fn part(&mut self) {
+        let Some(parting) = self.parting.take() else { return };
+        let until = Instant::now() + self.contact.retry;
+        while let Some(notice) = self.inbox.wait(until) {
+            if matches!(notice, Notice::Lost { link, .. } if link == parting.link) {
+                return;
+            }
+        }
+    }
+
+    /// Until it is in the journal, this agent must not forget it.
+    fn journal_at_last(&self, state: &SourceState) {
+        while let Err(error) =
+            self.context.journal.record_source(&self.terms.migration, state, Durability::Synced)
+        {
+            error!(migration = %self.terms.migration, error = crate::chain(&error), "ABORTED is not in the journal yet");
+            thread::sleep(self.contact.retry);
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! Everything that happens to a migration from outside, in one row.
+
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ::memory::SenderHandle;
+use engine::handover::source::SourceEvent;
+use proto::{Epoch, Message};
+
+/// Most notices that wait to be read. Whoever has more to say waits too.
+const WAITING: usize = 1024;
+
+/// Where the answer to a question goes.
+pub(crate) type Reply = SyncSender<Message>;
+
+/// Something that happened.
+#[derive(Debug)]
+pub(crate) enum Notice {
+    /// An event that needs no explanation: a user's word, QEMU's end, the register's answer.
+    Event(SourceEvent),
+    /// The destination asks on a connection of its own.
+    Asked {
+        /// About which epoch.
+        epoch: Epoch,
+        /// Where the answer goes.
+        reply: Reply,
+    },
+    /// A message on the control stream.
+    Message(Message),
+    /// A connection to the destination ended.
+    Lost {
+        /// Which one, by the driver's own count.
+        link: u64,
+        /// Why.
+        error: String,
+    },
+}
+
+/// The end at which notices are put in. Putting one in interrupts a round that is being sent.
+#[derive(Clone, Debug)]
+pub(crate) struct Mailbox {
+    notices: SyncSender<Notice>,
+    round: Arc<Mutex<Option<SenderHandle>>>,
+}
+
+impl Mailbox {
+    /// Puts a notice in. Says whether somebody is there to read it.
+    pub(crate) fn put(&self, notice: Notice) -> bool {
+        let there = self.notices.send(notice).is_ok();
+        if let Some(round) = self.round.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+            round.cancel();
+        }
+        there
+    }
+}
+
+/// The end at which notices are taken out.
+#[derive(Debug)]
+pub(crate) struct Inbox {
+    notices: Receiver<Notice>,
+    mailbox: Mailbox,
+}
+
+impl Inbox {
+    pub(crate) fn new() -> Self {
+        let (sender, notices) = mpsc::sync_channel(WAITING);
+        Self { notices, mailbox: Mailbox { notices: sender, round: Arc::default() } }
+    }
+
+    pub(crate) fn mailbox(&self) -> Mailbox {
+        self.mailbox.clone()
+    }
+
+    /// From now on a notice interrupts this sender's rounds. What came in before is found by [`Inbox::waiting`], which
+    /// therefore has to be asked after this.
+    pub(crate) fn interrupts(&self, round: Option<SenderHandle>) {
+        *self.mailbox.round.lock().unwrap_or_else(PoisonError::into_inner) = round;
+    }
+
+    /// A notice that is there already.
+    pub(crate) fn waiting(&self) -> Option<Notice> {
+        self.notices.try_recv().ok()
+    }
+
+    /// Waits for a notice until the deadline.
+    pub(crate) fn wait(&self, deadline: Instant) -> Option<Notice> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match self.notices.recv_timeout(left.max(Duration::from_micros(1))) {
+            Ok(notice) => Some(notice),
+            // The inbox holds a mailbox itself, so that the row is never abandoned.
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
+        }
+    }
+}

@@ -1,0 +1,558 @@
+//! The phases of a migration up to READY, each a function.
+//!
+//! ```text
+//! prepare     PREPARED journalled; the destination has accepted; streams are open; writes are tracked
+//! pre-copy    rounds: clear, drain, read; over new connections after a cut
+//! stop        the guest stands still
+//! last pages  what is left, the device state saved meanwhile, one scan more
+//! verify      where asked for
+//! load        the destination loads the device state: READY
+//! ```
+//!
+//! A phase that cannot go on returns a [`Failure`]: what the engine is to be told, and why, for people.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ::memory::{DataStream, Interrupted, Owed, Sender, Sent};
+use engine::handover::source::SourceEvent;
+use engine::precopy::{Decision, Policy, RoundObservation};
+use link::Writer;
+use proto::message::{Finding, Message, Severity};
+use proto::{Incarnation, Purpose};
+use tracing::{info, warn};
+
+use super::inbox::Notice;
+use super::vm::SourceVm;
+use super::{Driver, memory};
+use crate::machine::Machine;
+use crate::peers;
+use crate::progress::Phase;
+use crate::report::{Measured, Round};
+
+/// Why a phase ended the migration.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    /// What the engine is told.
+    pub(crate) event: SourceEvent,
+    /// What people are told.
+    pub(crate) reason: String,
+}
+
+impl Failure {
+    pub(crate) fn new(event: SourceEvent, reason: impl Into<String>) -> Self {
+        Self { event, reason: reason.into() }
+    }
+
+    /// Something on this side made going on impossible. Takes an error with all its causes.
+    pub(crate) fn local(doing: &str, error: &dyn std::error::Error) -> Self {
+        Self::new(SourceEvent::Failed, format!("{doing}: {}", crate::chain(error)))
+    }
+
+    fn peer(doing: &str, error: &dyn std::error::Error) -> Self {
+        Self::new(SourceEvent::PeerLost, format!("{doing}: {}", crate::chain(error)))
+    }
+}
+
+/// The writing half of a control stream; a thread of its own reads the other half into the inbox.
+#[derive(Debug)]
+pub(crate) struct Control {
+    pub(crate) writer: Writer,
+    pub(crate) handle: link::Handle,
+    /// Which connection, by the driver's own count.
+    pub(crate) link: u64,
+}
+
+impl Drop for Control {
+    fn drop(&mut self) {
+        self.handle.shutdown();
+    }
+}
+
+/// What the source's clock measures around the stop.
+#[derive(Debug, Default)]
+pub(crate) struct StopClock {
+    pub(crate) stopped_at: Option<Instant>,
+    pub(crate) measured: Measured,
+}
+
+/// READY, as it came.
+#[derive(Debug)]
+pub(crate) struct Ready {
+    pub(crate) incarnation: Incarnation,
+}
+
+impl Driver {
+    /// All phases, one after the other.
+    pub(crate) fn to_ready(&mut self) -> Result<Ready, Failure> {
+        self.prepare()?;
+        let mut tracked = self.track()?;
+        let ready = self.move_to_ready(&mut tracked);
+        // A guest that goes on here does so first; the kernel's bookkeeping is undone after that.
+        self.tracked = Some(tracked);
+        ready
+    }
+
+    fn move_to_ready(&mut self, tracked: &mut memory::Tracked) -> Result<Ready, Failure> {
+        let sender = self.open_streams(tracked)?;
+        let (sender, owed) = self.pre_copy(sender, tracked)?;
+        self.stop()?;
+        let state = self.last_pages(sender, owed, tracked)?;
+        if self.controls.aims().verify {
+            self.verify()?;
+        }
+        self.load(&state)
+    }
+
+    fn prepare(&mut self) -> Result<(), Failure> {
+        self.phase(Phase::Preparing);
+        let control = self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
+        self.control = Some(control);
+        let proposal = self.proposal.clone().ok_or_else(|| Failure::new(SourceEvent::Failed, "nothing to propose"))?;
+        self.say(&Message::Propose(Box::new(proposal)))?;
+        let patience = Duration::from_millis(self.context.config.timeouts.qemu_start_ms) * 2;
+        match self.hear(Instant::now() + patience)? {
+            Message::Accept(acceptance) => {
+                self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
+                self.controls.report(|report| {
+                    report.destination.ram_kind = Some(acceptance.ram_kind);
+                    report.findings.extend(acceptance.findings);
+                });
+                Ok(())
+            }
+            Message::Reject { findings } => {
+                let reason = refusal(&findings);
+                self.controls.report(|report| report.findings.extend(findings));
+                Err(Failure::new(SourceEvent::PeerLost, reason))
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// From here on writes of the guest are seen.
+    fn track(&mut self) -> Result<memory::Tracked, Failure> {
+        let context = Arc::clone(&self.context);
+        memory::Tracked::start(&context, self.vm()?).map_err(|error| Failure::local("cannot track the guest's writes", &error))
+    }
+
+    fn open_streams(&mut self, tracked: &memory::Tracked) -> Result<Sender, Failure> {
+        let streams =
+            self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
+        self.start_sender(tracked, streams)
+    }
+
+    fn start_sender(&mut self, tracked: &memory::Tracked, streams: Vec<DataStream>) -> Result<Sender, Failure> {
+        let sender = Sender::start(tracked.ram(), streams)
+            .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
+        self.inbox.interrupts(Some(sender.handle()));
+        self.telemetry.follow(Some(sender.handle()));
+        Ok(sender)
+    }
+
+    /// Rounds until the policy says stop.
+    fn pre_copy(&mut self, sender: Sender, tracked: &mut memory::Tracked) -> Result<(Sender, Owed), Failure> {
+        self.phase(Phase::PreCopy);
+        let mut policy = memory::policy(&self.controls.aims(), self.context.fixed_cost());
+        let mut owed = tracked.everything();
+        let mut sender = sender;
+        let mut sent_before = None;
+        loop {
+            let scanned_at = Instant::now();
+            let cleared = owed
+                .clear_marks(tracked.log())
+                .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
+            let scan = cleared.scan();
+            let drain_began = Instant::now();
+            let vm = self.vm()?;
+            let readable = cleared
+                .drain(|| vm.drain())
+                .map_err(|failed| Failure::local("cannot drain block I/O", &failed))?;
+            let drain_us = drain_began.elapsed().as_micros() as u64;
+
+            if let Some(sent) = sent_before.take() {
+                let observed = memory::observe(&sent, scan, readable.pages(), scanned_at);
+                policy.aim(memory::aim(&self.controls.aims()));
+                let decision = policy.decide(&observed);
+                self.decided(&observed, &decision);
+                match decision {
+                    Decision::NextRound { .. } => {}
+                    Decision::StopAndCopy { .. } => return Ok((sender, readable.give_up())),
+                    Decision::GiveUp { reason } => return Err(Failure::new(SourceEvent::Failed, reason.to_string())),
+                }
+            }
+            self.take_notices()?;
+
+            let pages = readable.pages();
+            match sender.send_round(readable) {
+                Ok(Sent { sender: next, owed: left, stats }) => {
+                    self.controls.report(|report| {
+                        report.rounds.push(Round {
+                            round: stats.round,
+                            dirty_pages: pages,
+                            scan_us: scan.duration_us,
+                            drain_us,
+                            ..memory::round_report(&stats)
+                        });
+                    });
+                    sent_before = Some(memory::SentRound { stats, scanned_at });
+                    (sender, owed) = (next, left);
+                }
+                Err(interrupted) => {
+                    let Interrupted { owed: left, cause, .. } = *interrupted;
+                    info!(%cause, "round interrupted");
+                    self.inbox.interrupts(None);
+                    self.take_notices_or(&cause)?;
+                    sender = self.reconnect(tracked, &cause)?;
+                    owed = left;
+                }
+            }
+        }
+    }
+
+    fn decided(&self, observed: &RoundObservation, decision: &Decision) {
+        let (word, expected_us) = match decision {
+            Decision::NextRound { expected_downtime_ns } => ("another-round", Some(expected_downtime_ns / 1000)),
+            Decision::StopAndCopy { expected_downtime_ns } => ("stop", Some(expected_downtime_ns / 1000)),
+            Decision::GiveUp { .. } => ("abort", None),
+        };
+        self.controls.report(|report| {
+            if let Some(round) = report.rounds.last_mut() {
+                word.clone_into(&mut round.decision);
+                round.expected_downtime_us = expected_us;
+                round.dirty_rate_bytes_per_s = observed.dirty_rate_bytes_per_s();
+            }
+        });
+        self.telemetry.update(|progress| {
+            progress.expected_downtime_us = expected_us;
+            progress.dirty_rate_bytes_per_s = observed.dirty_rate_bytes_per_s();
+        });
+    }
+
+    fn stop(&mut self) -> Result<(), Failure> {
+        self.phase(Phase::LastRound);
+        let run = self.vm.as_mut().is_some_and(SourceVm::is_running);
+        self.clock.stopped_at = Some(Instant::now());
+        self.feed(&SourceEvent::Stop { run })
+            .map_err(|error| Failure::local("cannot stop the guest", &error))?;
+        self.clock.measured.stop_us = self.since_stop_us();
+        self.note("stopped", "");
+        Ok(())
+    }
+
+    /// Sends what is left. Meanwhile QEMU saves its device state; because saving may write guest memory, one scan more
+    /// comes after it.
+    fn last_pages(
+        &mut self,
+        sender: Sender,
+        owed: Owed,
+        tracked: &mut memory::Tracked,
+    ) -> Result<Vec<u8>, Failure> {
+        let began = Instant::now();
+        let vm = self.vm()?;
+        let cleared = owed
+            .clear_marks(tracked.log())
+            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
+        let (pages, scan) = (cleared.pages(), cleared.scan());
+        let readable = cleared.stopped_before();
+        let (sent, saved) = std::thread::scope(|scope| {
+            let saving = scope.spawn(|| vm.save_devices());
+            (sender.send_round(readable), saving.join())
+        });
+        let sent = sent.map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
+        let state = saved
+            .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
+            .map_err(|error| Failure::local("cannot save the device state", &error))?;
+        self.last_round(&sent, pages, scan.duration_us);
+
+        let cleared = sent
+            .owed
+            .clear_marks(tracked.log())
+            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
+        let (pages, scan) = (cleared.pages(), cleared.scan());
+        let sent = sent
+            .sender
+            .send_round(cleared.stopped_before())
+            .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
+        self.last_round(&sent, pages, scan.duration_us);
+        self.inbox.interrupts(None);
+        self.telemetry.follow(None);
+        self.take_notices()?;
+        self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
+        Ok(state)
+    }
+
+    fn last_round(&self, sent: &Sent, pages: u64, scan_us: u64) {
+        self.controls.report(|report| {
+            report.rounds.push(Round {
+                stopped: true,
+                dirty_pages: pages,
+                scan_us,
+                ..memory::round_report(&sent.stats)
+            });
+        });
+    }
+
+    /// The guest stands still: waiting for the link would make it wait too, so the migration ends.
+    fn lost_while_stopped(&mut self, cause: &::memory::SendError) -> Failure {
+        self.inbox.interrupts(None);
+        match self.take_notices_or(cause) {
+            Err(failure) => failure,
+            Ok(()) => Failure::new(
+                SourceEvent::PeerLost,
+                format!("the link was lost while the guest was stopped: {}", crate::chain(cause)),
+            ),
+        }
+    }
+
+    fn verify(&mut self) -> Result<(), Failure> {
+        self.phase(Phase::Verifying);
+        let began = Instant::now();
+        let vm = self.vm()?;
+        let hashes = vm.hashes().map_err(|error| Failure::local("cannot read the guest's memory", &error))?;
+        let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
+        let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
+        let mut different = 0;
+        for message in &hashes.messages {
+            self.say(message)?;
+            match self.hear(Instant::now() + patience)? {
+                Message::Verified { different_chunks } => different += different_chunks.len() as u64,
+                other => return Err(unexpected(&other)),
+            }
+        }
+        let duration_us = began.elapsed().as_micros() as u64;
+        self.clock.measured.verify_us = duration_us;
+        self.controls.report(|report| {
+            report.verification = Some(crate::report::Verification {
+                compared_bytes,
+                chunks,
+                different_chunks: different,
+                duration_us,
+            });
+        });
+        if different > 0 {
+            let reason = format!(
+                "{different} of {chunks} chunks of memory differ between the two sides; this is an error of Whimbrel, \
+                 please report it. The VM goes on here"
+            );
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        Ok(())
+    }
+
+    fn load(&mut self, state: &[u8]) -> Result<Ready, Failure> {
+        self.phase(Phase::DeviceState);
+        let began = Instant::now();
+        let digest = blake3::hash(state).to_hex().to_string();
+        self.say(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
+        for piece in state.chunks(proto::limits::BLOB_BYTES) {
+            let control = self.control.as_mut().ok_or_else(no_control)?;
+            control
+                .writer
+                .send_blob(piece)
+                .map_err(|error| Failure::peer("cannot send the device state", &error))?;
+        }
+        let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
+        match self.hear(Instant::now() + patience)? {
+            Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
+                if epoch != self.terms.epoch() || loaded != digest {
+                    return Err(Failure::new(
+                        SourceEvent::Failed,
+                        "the destination has loaded another device state than the one that was sent",
+                    ));
+                }
+                self.clock.measured.load_us = load_us;
+                self.clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
+                self.note("ready", "");
+                Ok(Ready { incarnation })
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn vm(&mut self) -> Result<&mut SourceVm, Failure> {
+        self.vm.as_mut().ok_or_else(|| Failure::new(SourceEvent::QemuDied, "QEMU is gone"))
+    }
+
+    pub(crate) fn since_stop_us(&self) -> u64 {
+        self.clock.stopped_at.map_or(0, |at| at.elapsed().as_micros() as u64)
+    }
+
+    // ---- connections
+
+    fn connect_control(&mut self) -> Result<Control, peers::PeerError> {
+        let migration = self.terms.migration.clone();
+        self.connect(Purpose::Control { migration, generation: self.generation })
+    }
+
+    fn connect_streams(&self) -> Result<Vec<DataStream>, peers::PeerError> {
+        (0..self.controls.aims().streams)
+            .map(|stream| {
+                let purpose = Purpose::Data {
+                    migration: self.terms.migration.clone(),
+                    generation: self.generation,
+                    stream,
+                };
+                let connection = peers::connect(&self.context, &self.terms.destination, None, purpose)?;
+                self.telemetry.count(connection.handle());
+                Ok(DataStream::over(connection, Some(Arc::clone(&self.controls.rate))))
+            })
+            .collect()
+    }
+
+    /// Makes a new set of connections after a cut, for as long as the configuration has patience. The guest runs on.
+    fn reconnect(&mut self, tracked: &memory::Tracked, cause: &::memory::SendError) -> Result<Sender, Failure> {
+        self.phase(Phase::Reconnecting);
+        self.note("link-lost", crate::chain(cause));
+        let timeouts = &self.context.config.timeouts;
+        let give_up = Instant::now() + Duration::from_millis(timeouts.give_up_after_ms);
+        let pause = Duration::from_millis(timeouts.retry_ms);
+        self.control = None;
+        loop {
+            self.generation = self.generation.next();
+            let tried = self
+                .context
+                .journal
+                .set_generation(&self.terms.migration, self.generation)
+                .map_err(|error| Failure::local("cannot note the new connections", &error))
+                .and_then(|()| self.resume_streams());
+            match tried {
+                Ok(streams) => {
+                    self.note("reconnected", format!("generation {}", self.generation));
+                    self.controls.report(|report| report.reconnections += 1);
+                    self.telemetry.update(|progress| progress.reconnections += 1);
+                    self.phase(Phase::PreCopy);
+                    return self.start_sender(tracked, streams);
+                }
+                Err(failure) if failure.event != SourceEvent::PeerLost || Instant::now() >= give_up => {
+                    return Err(failure);
+                }
+                Err(failure) => warn!(reason = failure.reason, "not reconnected yet"),
+            }
+            self.control = None;
+            self.pause(pause)?;
+        }
+    }
+
+    fn resume_streams(&mut self) -> Result<Vec<DataStream>, Failure> {
+        let control = self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
+        self.control = Some(control);
+        self.say(&Message::Resume)?;
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        match self.hear(Instant::now() + patience)? {
+            Message::Resumed => {}
+            other => return Err(unexpected(&other)),
+        }
+        self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))
+    }
+
+    // ---- the control stream and the inbox
+
+    fn say(&mut self, message: &Message) -> Result<(), Failure> {
+        let control = self.control.as_mut().ok_or_else(no_control)?;
+        control.writer.send(message).map_err(|error| Failure::peer("cannot send to the destination", &error))
+    }
+
+    /// Waits for the destination's next message.
+    fn hear(&mut self, deadline: Instant) -> Result<Message, Failure> {
+        loop {
+            let Some(notice) = self.inbox.wait(deadline) else {
+                return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
+            };
+            if let Some(message) = self.noticed(notice)? {
+                return Ok(message);
+            }
+        }
+    }
+
+    /// Lets some time pass, but not what happens in it.
+    fn pause(&mut self, pause: Duration) -> Result<(), Failure> {
+        let until = Instant::now() + pause;
+        while let Some(notice) = self.inbox.wait(until) {
+            if let Notice::Lost { .. } = notice {
+                continue;
+            }
+            if let Some(message) = self.noticed(notice)? {
+                return Err(unexpected(&message));
+            }
+        }
+        Ok(())
+    }
+
+    fn take_notices(&mut self) -> Result<(), Failure> {
+        while let Some(notice) = self.inbox.waiting() {
+            if let Some(message) = self.noticed(notice)? {
+                return Err(unexpected(&message));
+            }
+        }
+        Ok(())
+    }
+
+    /// After a broken round: notices that end the migration come before the cut, which may be only their echo.
+    fn take_notices_or(&mut self, cause: &::memory::SendError) -> Result<(), Failure> {
+        let connection = cause.is_connection() || matches!(cause, ::memory::SendError::Cancelled);
+        while let Some(notice) = self.inbox.waiting() {
+            if let Notice::Lost { .. } = notice {
+                continue;
+            }
+            if let Some(message) = self.noticed(notice)? {
+                return Err(unexpected(&message));
+            }
+        }
+        if connection { Ok(()) } else { Err(Failure::local("cannot send the guest's memory", cause)) }
+    }
+
+    /// Deals with a notice during the phases: a message is given back, the rest ends the migration or is answered.
+    fn noticed(&mut self, notice: Notice) -> Result<Option<Message>, Failure> {
+        match notice {
+            Notice::Message(Message::Ping) => {
+                self.say(&Message::Pong)?;
+                Ok(None)
+            }
+            Notice::Message(Message::Pong) => Ok(None),
+            Notice::Message(Message::Refused { epoch, reason }) => {
+                Err(Failure::new(SourceEvent::Refused { epoch }, format!("the destination gave up: {reason}")))
+            }
+            Notice::Message(message) => Ok(Some(message)),
+            Notice::Lost { link, error } if self.control.as_ref().is_some_and(|control| control.link == link) => {
+                Err(Failure::new(SourceEvent::PeerLost, format!("the control stream was lost: {error}")))
+            }
+            Notice::Lost { .. } => Ok(None),
+            Notice::Asked { epoch, reply } => {
+                self.asker = Some(reply);
+                Err(Failure::new(SourceEvent::Asked { epoch }, "the destination has lost its part and asks"))
+            }
+            Notice::Event(event) => {
+                let reason = match &event {
+                    SourceEvent::Cancel => "cancelled by a user",
+                    SourceEvent::QemuDied => "QEMU ended by itself",
+                    _ => "ended from outside",
+                };
+                Err(Failure::new(event, reason))
+            }
+        }
+    }
+}
+
+fn no_control() -> Failure {
+    Failure::new(SourceEvent::PeerLost, "the control stream is gone")
+}
+
+fn unexpected(message: &Message) -> Failure {
+    let kind = serde_json::to_value(message).ok().and_then(|value| value["type"].as_str().map(str::to_owned));
+    let kind = kind.unwrap_or_default();
+    Failure::new(SourceEvent::Failed, format!("the destination sent `{kind}` where it does not belong"))
+}
+
+/// The blockers among findings, as one line.
+pub(crate) fn refusal(findings: &[Finding]) -> String {
+    let blockers: Vec<_> = findings
+        .iter()
+        .filter(|finding| finding.severity == Severity::Blocker)
+        .map(|finding| format!("{}: {}", finding.what, finding.advice))
+        .collect();
+    if blockers.is_empty() {
+        "the destination refused without a reason".to_owned()
+    } else {
+        format!("the destination refuses: {}", blockers.join("; "))
+    }
+}

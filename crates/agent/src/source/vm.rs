@@ -1,0 +1,302 @@
+//! A VM on its way out: its process, its monitor, its memory.
+
+use std::fs;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::Found;
+use engine::handover::source::SourceEvent;
+use proto::message::RamBlock as ProposedBlock;
+use qemu::device_state::{self, StateError};
+use qemu::qmp::{Qmp, QmpError};
+use qemu::ram::{RamBlock, RamError};
+use qemu::tree::DeviceTree;
+use tracee::{Process, ProcessError, Signal};
+use tracing::{info, warn};
+
+use super::inbox::{Mailbox, Notice};
+use crate::journal::VmRecord;
+use crate::verification::{self, CompareError, Hashes};
+
+/// How long a signal may take to have its effect.
+const SIGNAL_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Why a VM does not do what it is told.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum VmError {
+    /// Its QEMU has ended.
+    #[error("QEMU is gone")]
+    Gone,
+    /// Its process cannot be looked at.
+    #[error("QEMU's process cannot be used")]
+    Process(#[from] ProcessError),
+    /// Its monitor does not do what it is told.
+    #[error("QEMU's monitor at {path} failed", path = path.display())]
+    Qmp {
+        /// The monitor's socket.
+        path: PathBuf,
+        /// Why.
+        source: QmpError,
+    },
+    /// Its memory was not found.
+    #[error("the guest's memory was not found")]
+    Ram(#[from] RamError),
+    /// Its device state was not saved.
+    #[error("the state of the devices was not saved")]
+    State(#[from] StateError),
+    /// It was changed while it was moved (design, trap 12).
+    #[error("{0} changed during the migration; it was plugged or unplugged, try again")]
+    Changed(String),
+    /// A signal had no effect.
+    #[error("QEMU (pid {pid}) does not {what} after {signal}")]
+    Signal {
+        /// Its process.
+        pid: u32,
+        /// What it should do.
+        what: &'static str,
+        /// The signal.
+        signal: &'static str,
+    },
+}
+
+/// A VM on its way out.
+pub(crate) struct SourceVm {
+    pub(crate) process: Process,
+    pub(crate) qmp: Option<Qmp>,
+    pub(crate) qmp_path: PathBuf,
+    pub(crate) machine_type: String,
+    /// RAM blocks at the start of the migration.
+    pub(crate) blocks: Vec<RamBlock>,
+    /// Devices at the start of the migration, to be compared at the stop.
+    devices: DeviceTree,
+    /// What QEMU made for itself, to be removed after it.
+    leavings: Leavings,
+    qmp_patience: Duration,
+}
+
+impl SourceVm {
+    /// Takes hold of a VM that is to be moved.
+    pub(crate) fn attach(record: &VmRecord, qmp_patience: Duration) -> Result<Self, VmError> {
+        let mut vm = Self::find(record, qmp_patience)?;
+        let pid = vm.process.pid();
+        vm.blocks = qemu::ram::ram_blocks(vm.monitor()?, pid)?;
+        vm.machine_type = vm.ask(device_state::machine_type)?;
+        vm.devices = vm.ask(qemu::tree::device_tree)?;
+        Ok(vm)
+    }
+
+    /// Takes hold of a VM that an earlier agent was moving, without asking it anything: it may be held by SIGSTOP.
+    pub(crate) fn find(record: &VmRecord, qmp_patience: Duration) -> Result<Self, VmError> {
+        let process = Process::open_exact(record.pid, record.start_time_ticks)?;
+        let leavings = Leavings::of(&process);
+        Ok(Self {
+            process,
+            leavings,
+            qmp: None,
+            qmp_path: record.qmp.clone(),
+            machine_type: String::new(),
+            blocks: Vec::new(),
+            devices: DeviceTree::default(),
+            qmp_patience,
+        })
+    }
+
+    /// The monitor, connected when it is first needed.
+    pub(crate) fn monitor(&mut self) -> Result<&mut Qmp, VmError> {
+        if self.qmp.is_none() {
+            let mut qmp = Qmp::connect(&self.qmp_path, self.qmp_patience).map_err(|source| self.failed(source))?;
+            qmp.set_timeout(self.qmp_patience);
+            self.qmp = Some(qmp);
+        }
+        self.qmp.as_mut().ok_or(VmError::Gone)
+    }
+
+    fn failed(&self, source: QmpError) -> VmError {
+        VmError::Qmp { path: self.qmp_path.clone(), source }
+    }
+
+    fn ask<T>(&mut self, question: impl FnOnce(&mut Qmp) -> Result<T, QmpError>) -> Result<T, VmError> {
+        let answer = question(self.monitor()?);
+        answer.map_err(|source| self.failed(source))
+    }
+
+    pub(crate) fn is_alive(&self) -> bool {
+        self.process.is_alive()
+    }
+
+    /// QEMU's run state; none if it does not tell.
+    pub(crate) fn run_state(&mut self) -> Option<String> {
+        self.ask(qemu::control::status).ok().map(|status| status.status)
+    }
+
+    pub(crate) fn is_running(&mut self) -> bool {
+        self.ask(qemu::control::status).is_ok_and(|status| status.running)
+    }
+
+    /// What a restarted agent finds. A process held by SIGSTOP is not asked.
+    pub(crate) fn found(&mut self) -> Found {
+        if !self.is_alive() {
+            Found::Gone
+        } else if self.is_held() {
+            Found::Paused
+        } else if self.is_running() {
+            Found::Running
+        } else {
+            Found::Paused
+        }
+    }
+
+    /// Lets block I/O in flight complete.
+    pub(crate) fn drain(&mut self) -> Result<(), VmError> {
+        self.ask(qemu::control::drain)
+    }
+
+    /// Stops the guest. One that was paused by its user stays as it is.
+    pub(crate) fn stop(&mut self) -> Result<(), VmError> {
+        if self.ask(qemu::control::status)?.running { self.ask(qemu::control::stop) } else { Ok(()) }
+    }
+
+    pub(crate) fn cont(&mut self) -> Result<(), VmError> {
+        self.ask(qemu::control::cont)
+    }
+
+    /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads; then looks whether
+    /// anything was plugged or unplugged since the start.
+    pub(crate) fn save_devices(&mut self) -> Result<Vec<u8>, VmError> {
+        let raw = device_state::capture(self.monitor()?)?;
+        let stream = device_state::complete(&raw, &self.machine_type)?;
+        let pid = self.process.pid();
+        let blocks = qemu::ram::ram_blocks(self.monitor()?, pid)?;
+        if blocks != self.blocks {
+            return Err(VmError::Changed("the guest's memory".to_owned()));
+        }
+        let devices = self.ask(qemu::tree::device_tree)?;
+        if devices != self.devices {
+            return Err(VmError::Changed("the guest's devices".to_owned()));
+        }
+        Ok(stream)
+    }
+
+    /// Hashes all of the stopped guest's memory.
+    pub(crate) fn hashes(&mut self) -> Result<Hashes, CompareError> {
+        let names: Vec<_> = self.blocks.iter().map(|block| block.name.clone()).collect();
+        let names: Vec<_> = names.iter().map(String::as_str).collect();
+        let pid = self.process.pid();
+        let qmp = self.monitor().map_err(|_| CompareError::NotThere("all".to_owned()))?;
+        verification::hashes(qmp, pid, &names)
+    }
+
+    /// Holds QEMU by SIGSTOP: from COMMITTED on nobody else's `cont` shall reach the guest (design, trap 18).
+    pub(crate) fn hold(&mut self) -> Result<(), VmError> {
+        self.process.signal(Signal::STOP)?;
+        self.wait_until(Self::is_held, "stop", "SIGSTOP")
+    }
+
+    /// Lets QEMU itself, not yet the guest, go on.
+    pub(crate) fn release(&mut self) -> Result<(), VmError> {
+        self.process.signal(Signal::CONT)?;
+        self.wait_until(|vm| !vm.is_held(), "go on", "SIGCONT")
+    }
+
+    fn is_held(&self) -> bool {
+        self.process.status().is_ok_and(|status| status.state == 'T')
+    }
+
+    fn wait_until(
+        &self,
+        holds: impl Fn(&Self) -> bool,
+        what: &'static str,
+        signal: &'static str,
+    ) -> Result<(), VmError> {
+        let deadline = Instant::now() + SIGNAL_PATIENCE;
+        while !holds(self) {
+            self.process.check_alive()?;
+            if Instant::now() > deadline {
+                return Err(VmError::Signal { pid: self.process.pid(), what, signal });
+            }
+            thread::sleep(Duration::from_micros(50));
+        }
+        Ok(())
+    }
+
+    /// Ends QEMU and removes what it made for itself. Its block devices are inactive and its guest runs elsewhere:
+    /// there is nothing that it could still have to do.
+    pub(crate) fn quit(self) {
+        let pid = self.process.pid();
+        match self.process.signal(Signal::KILL).and_then(|()| self.process.wait_exit(Some(SIGNAL_PATIENCE))) {
+            Ok(true) => info!(pid, "the source's QEMU has ended"),
+            Ok(false) => warn!(pid, "the source's QEMU does not end after SIGKILL"),
+            Err(error) => info!(pid, %error, "the source's QEMU had ended"),
+        }
+        self.leavings.remove();
+    }
+
+    /// The RAM blocks as a proposal lists them.
+    pub(crate) fn proposed_blocks(&self) -> Vec<ProposedBlock> {
+        let proposed = |block: &RamBlock| ProposedBlock {
+            name: block.name.clone(),
+            bytes: block.used_bytes,
+            page_bytes: block.page_size_bytes,
+        };
+        self.blocks.iter().map(proposed).collect()
+    }
+
+    /// What the largest block is made of, for people.
+    pub(crate) fn ram_kind(&self) -> String {
+        let largest = self.blocks.iter().max_by_key(|block| block.used_bytes);
+        largest.map(crate::ram::kind).unwrap_or_default()
+    }
+
+    /// QEMU's end becomes an event.
+    pub(crate) fn watch(&self, mailbox: Mailbox) {
+        let Ok(process) = self.process.try_clone() else { return };
+        let watch = move || {
+            if process.wait_exit(None).unwrap_or(true) {
+                mailbox.put(Notice::Event(SourceEvent::QemuDied));
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("qemu-watch".to_owned()).spawn(watch) {
+            warn!(%error, "QEMU is not watched");
+        }
+    }
+}
+
+/// Sockets that a QEMU listens on, and the directory that the agent made for it. They outlive a process that is killed.
+#[derive(Debug, Default)]
+struct Leavings {
+    sockets: Vec<PathBuf>,
+}
+
+impl Leavings {
+    fn of(process: &Process) -> Self {
+        let (Ok(descriptors), Ok(table)) = (process.descriptors(), fs::read_to_string(process.path("net/unix"))) else {
+            return Self::default();
+        };
+        let inodes: Vec<_> = descriptors
+            .iter()
+            .filter_map(|(_, target)| target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']').map(str::to_owned))
+            .collect();
+        let working_dir = fs::read_link(process.path("cwd")).unwrap_or_else(|_| PathBuf::from("/"));
+        // Num RefCount Protocol Flags Type St Inode Path; a flag of 0x10000 says that it listens.
+        let listening = table.lines().skip(1).filter_map(|line| {
+            let fields: Vec<_> = line.split_whitespace().collect();
+            let [_, _, _, flags, _, _, inode, path] = fields[..] else { return None };
+            let listens = u32::from_str_radix(flags, 16).ok()? & 0x10000 != 0;
+            (listens && !path.starts_with('@') && inodes.iter().any(|own| own == inode))
+                .then(|| working_dir.join(path))
+        });
+        Self { sockets: listening.collect() }
+    }
+
+    fn remove(&self) {
+        for socket in &self.sockets {
+            match fs::remove_file(socket) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    warn!(socket = %socket.display(), %error, "left behind");
+                }
+                _ => {}
+            }
+        }
+    }
+}

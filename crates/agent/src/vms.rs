@@ -1,0 +1,238 @@
+//! VMs that the agent has taken charge of: adopting a QEMU that runs, starting one from a file, and telling about them.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use proto::message::{Finding, Severity};
+use proto::{HostId, VmName};
+use qemu::describe::VmDescription;
+use qemu::find::{self, QemuProcess, Selector};
+use qemu::qmp::Qmp;
+use qemu::vmfile::VmFile;
+use tracee::Process;
+use tracing::{info, warn};
+
+use crate::api::{Kind, Problem};
+use crate::api::{AdoptRequest, RunRequest, VmDetail, VmSummary};
+use crate::context::Context;
+use crate::journal::{MigrationRecord, State, VmRecord};
+use crate::preflight;
+use crate::report::rfc3339;
+
+/// How long a monitor may take to greet when a VM is only looked at.
+const GLANCE: Duration = Duration::from_secs(2);
+
+/// What to do when a VM's QEMU cannot be talked to.
+pub(crate) fn advice(vm: &VmName) -> String {
+    format!("if another program holds its QMP socket, close that; if it is gone, `whimbrel vm forget {vm}`")
+}
+
+/// Takes charge of a QEMU that runs. Changes nothing in it.
+pub(crate) fn adopt(context: &Context, request: &AdoptRequest) -> Result<(VmRecord, Vec<Finding>), Problem> {
+    let selector = selector(request)?;
+    let process = find::find(&selector).map_err(|error| {
+        Problem::caused_by(Kind::NotFound, &error, "`ps -C qemu-system-x86_64` lists what runs; give --pid or --qmp")
+    })?;
+    let mut qmp = connect(&process, &selector)?;
+    take(context, request.name.clone(), &process, &mut qmp, &request.allow_options)
+}
+
+fn selector(request: &AdoptRequest) -> Result<Selector, Problem> {
+    let given = [
+        request.pid.map(Selector::Pid),
+        request.qmp.clone().map(Selector::Socket),
+        request.qemu_name.clone().map(Selector::Name),
+    ];
+    let mut given = given.into_iter().flatten();
+    match (given.next(), given.next()) {
+        (Some(selector), None) => Ok(selector),
+        _ => Err(Problem::new(
+            Kind::BadRequest,
+            "which QEMU is not clear",
+            "give exactly one of its process id, its QMP socket, or its name",
+        )),
+    }
+}
+
+/// The socket that was asked for, or the first that is free.
+fn connect(process: &QemuProcess, selector: &Selector) -> Result<Qmp, Problem> {
+    if let Selector::Socket(path) = selector {
+        return Qmp::connect(path, GLANCE)
+            .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, "close what holds the socket"));
+    }
+    find::connect(process, GLANCE).map_err(|error| Problem::caused_by(Kind::Unavailable, &error, ""))
+}
+
+fn take(
+    context: &Context,
+    name: Option<VmName>,
+    process: &QemuProcess,
+    qmp: &mut Qmp,
+    allowed: &[String],
+) -> Result<(VmRecord, Vec<Finding>), Problem> {
+    let name = match (name, &process.name) {
+        (Some(name), _) => name,
+        (None, Some(name)) => VmName::new(name.clone()).map_err(|error| {
+            Problem::caused_by(Kind::BadRequest, &error, "give it another name here with --name")
+        })?,
+        (None, None) => {
+            let error = format!("the QEMU of process {} has no name", process.pid);
+            return Err(Problem::new(Kind::BadRequest, error, "give it one with --name"));
+        }
+    };
+    let journal = &context.journal;
+    let known = journal.vms().map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    if let Some(same) = known.iter().find(|known| same_process(known, process)) {
+        if same.vm == name {
+            return Ok((same.clone(), Vec::new()));
+        }
+        let error = format!("process {} is adopted already, as {}", process.pid, same.vm);
+        return Err(Problem::new(Kind::Conflict, error, format!("`whimbrel vm forget {}` first", same.vm)));
+    }
+    if let Some(other) = known.iter().find(|known| known.vm == name)
+        && Process::open_exact(other.pid, other.start_time_ticks).is_ok()
+    {
+        let error = format!("another VM named {name} is here already (process {})", other.pid);
+        return Err(Problem::new(Kind::Conflict, error, "give this one another name with --name"));
+    }
+    let described = qemu::describe::describe(qmp, &process.origin())
+        .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, advice(&name)))?;
+    let mut findings = preflight::description_findings(&described, allowed);
+    // Adopting risks nothing: what would stand in the way of a migration is only said.
+    findings.iter_mut().for_each(|finding| finding.severity = finding.severity.min(Severity::Warning));
+    findings.extend(restart_finding(process));
+    let description = serde_json::to_value(&described)
+        .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    let record = VmRecord::new(name, description, process.pid, process.start_time_ticks, qmp.path().to_owned());
+    journal.put_vm(&record).map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    info!(vm = %record.vm, pid = record.pid, "adopted");
+    Ok((record, findings))
+}
+
+fn same_process(record: &VmRecord, process: &QemuProcess) -> bool {
+    (record.pid, record.start_time_ticks) == (process.pid, process.start_time_ticks)
+}
+
+/// Something would start the VM again after it has moved away (design, trap 18).
+pub(crate) fn restart_finding(process: &QemuProcess) -> Option<Finding> {
+    find::restart_warning(process).map(|what| Finding {
+        severity: Severity::Warning,
+        code: "restarts".to_owned(),
+        what,
+        advice: "see that nothing starts it here after it has moved: set Restart=no, or disable the unit".to_owned(),
+    })
+}
+
+/// Starts a QEMU from a VM file and takes charge of it. Nothing is left of it after an error.
+pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, Vec<Finding>), Problem> {
+    let file = VmFile::parse(&request.text, &request.path)
+        .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "see docs/operations.md for what a VM file holds"))?;
+    let name = VmName::new(file.name.clone())
+        .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "change `name` in the file"))?;
+    let known = context.journal.vm(&name);
+    let known = known.map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    if known.is_some_and(|known| Process::open_exact(known.pid, known.start_time_ticks).is_ok()) {
+        let error = format!("{name} runs already");
+        return Err(Problem::new(Kind::Conflict, error, format!("see `whimbrel vm show {name}`")));
+    }
+    let directory = context.config.run_dir.join("vms").join(name.as_str());
+    let failed = |error: &dyn std::error::Error, advice: &str| Problem::caused_by(Kind::Refused, error, advice);
+    std::fs::create_dir_all(&directory).map_err(|error| failed(&error, "check `run_dir` in the configuration"))?;
+    let mut launch = file.launch(&directory);
+    if launch.cwd.is_none() {
+        launch.cwd = request.path.parent().map(Path::to_owned);
+    }
+    if request.paused {
+        launch.argv.push("-S".into());
+    }
+    let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
+    let started = qemu::process::start(&launch, Instant::now() + patience);
+    let (started, mut qmp) = started.map_err(|error| failed(&error, "mend `args` in the file"))?;
+    let taken = find::find(&Selector::Pid(started.pid))
+        .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))
+        .and_then(|process| take(context, Some(name), &process, &mut qmp, &context.config.qemu.allow_options));
+    if taken.is_err()
+        && let Ok(process) = Process::open_exact(started.pid, started.start_time_ticks)
+        && let Err(error) = process.signal(tracee::Signal::KILL)
+    {
+        warn!(pid = started.pid, %error, "left behind");
+    }
+    taken
+}
+
+/// What a list says of a VM.
+pub(crate) fn summary(context: &Context, record: &VmRecord, open: Option<&MigrationRecord>) -> VmSummary {
+    let alive = Process::open_exact(record.pid, record.start_time_ticks).is_ok();
+    let mut summary = VmSummary {
+        vm: record.vm.clone(),
+        pid: alive.then_some(record.pid),
+        state: "gone".to_owned(),
+        ram_bytes: 0,
+        qemu_version: String::new(),
+        migration: open.map(|open| open.terms.migration.clone()),
+    };
+    if let Ok(described) = serde_json::from_value::<VmDescription>(record.description.clone()) {
+        summary.ram_bytes = described.memory.base_bytes + described.memory.plugged_bytes;
+        summary.qemu_version = described.program.version;
+    }
+    if let Some(open) = open {
+        // Its monitor is the migration's now, and its QEMU may be held.
+        moving(open).clone_into(&mut summary.state);
+    } else if alive {
+        let patience = GLANCE.min(Duration::from_millis(context.config.timeouts.qmp_ms));
+        let state = Qmp::connect(&record.qmp, patience).and_then(|mut qmp| {
+            let version = qmp.version();
+            summary.qemu_version = format!("{}.{}.{}", version.major, version.minor, version.micro);
+            qemu::control::status(&mut qmp)
+        });
+        summary.state = state.map_or_else(|_| "unreachable".to_owned(), |state| state.status);
+    }
+    summary
+}
+
+/// How a VM stands that is between two hosts.
+pub(crate) fn moving(record: &MigrationRecord) -> &'static str {
+    match &record.state {
+        State::Source(_) if record.state.standing() == crate::progress::Standing::InDoubt => "in-doubt",
+        State::Source(_) => "leaving",
+        State::Destination(state) if state.in_doubt() => "in-doubt",
+        State::Destination(_) => "arriving",
+    }
+}
+
+/// All that is known of a VM. Its description is made anew where its monitor can be had.
+pub(crate) fn detail(
+    context: &Context,
+    record: &VmRecord,
+    summary: VmSummary,
+    needs_hosts: Vec<HostId>,
+) -> VmDetail {
+    let mut detail = VmDetail {
+        qmp: Some(record.qmp.clone()),
+        adopted: rfc3339(record.adopted_unix_ms),
+        ram_kind: String::new(),
+        description: record.description.clone(),
+        needs_hosts,
+        findings: Vec::new(),
+        summary,
+    };
+    if detail.summary.migration.is_some() || detail.summary.pid.is_none() {
+        return detail;
+    }
+    let described = (|| {
+        let process = find::find(&Selector::Pid(record.pid)).ok()?;
+        let mut qmp = Qmp::connect(&record.qmp, GLANCE).ok()?;
+        let described = qemu::describe::describe(&mut qmp, &process.origin()).ok()?;
+        let blocks = qemu::ram::ram_blocks(&mut qmp, record.pid).ok()?;
+        Some((process, described, blocks))
+    })();
+    if let Some((process, described, blocks)) = described {
+        detail.findings = preflight::description_findings(&described, &context.config.qemu.allow_options);
+        detail.findings.extend(restart_finding(&process));
+        detail.ram_kind = blocks.iter().max_by_key(|block| block.used_bytes).map(crate::ram::kind).unwrap_or_default();
+        if let Ok(value) = serde_json::to_value(&described) {
+            detail.description = value;
+        }
+    }
+    detail
+}

@@ -206,6 +206,31 @@ fn holes_stay_holes_and_become_holes() {
     assert_eq!(used(&it.source), 4 * MIB, "moving must not fill holes");
 }
 
+/// A clean page of a shared file that is given back and read again leaves no mark at all: protected as before, and zero.
+/// Nothing else writes here, which would hide it.
+#[test]
+fn pages_given_back_and_read_again_are_zero_there_too() {
+    for kind in ["memfd", "anonymous"] {
+        let mut source = Victim::start(kind, 48 * MIB);
+        source.order(&format!("write 0 {} 5", 30 * MIB));
+        let (mut it, owed) = Move::begin(source, Victim::start("memfd", 48 * MIB), false);
+        it.source.order("calm");
+        let sender = it.connect();
+        let (sender, owed) = it.live_round(sender, owed);
+        // Every page is clean from here on.
+        let (sender, owed) = it.live_round(sender, owed);
+        it.source.order(&format!("drop {} {}", MIB + 8192, 3 * MIB));
+        it.source.order(&format!("read {} {}", 2 * MIB, MIB));
+        it.log.memory_was_given_back();
+        let (sender, owed) = it.live_round(sender, owed);
+        it.source.order(&format!("drop {} {}", 23 * MIB, 3 * MIB));
+        it.source.order(&format!("read {} {}", 25 * MIB, 3 * MIB));
+        it.log.memory_was_given_back();
+        it.last_round(sender, owed);
+        it.assert_equal();
+    }
+}
+
 /// Anonymous memory there is zeroed, and given back by the process itself between rounds.
 #[test]
 fn anonymous_memory_is_given_back_between_rounds() {

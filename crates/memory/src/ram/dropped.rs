@@ -1,15 +1,19 @@
 //! Pages of shared files that were given back without leaving a mark.
 //!
-//! When a hole is punched into a shared file (balloon), the kernel takes the page out of the page table, but where the
+//! When a hole is punched into a shared file (balloon), the kernel takes the pages out of the page table, but where a
 //! page was protected it leaves a marker behind that keeps the protection. To the scan such a page is neither written
-//! nor gone, so the second pass (trap 3) does not find it, as it does for anonymous memory and huge pages. Its contents
+//! nor gone, so its second pass (trap 3) does not find it, as it does for anonymous memory and huge pages. Its contents
 //! have changed all the same, to zeros, and the destination still has the old ones (trap 5).
 //!
-//! So after each scan the file is asked, but only about pages that have no memory in the page table **and** that the
-//! destination may have: those of the file that were never touched, or are holes there already, cost nothing. What is
-//! asked about and is no hole was swapped out or is not mapped at the moment.
+//! **After each scan** the file is asked, but only about pages that have no memory in the page table and that the
+//! destination may have: those that were never touched, or are holes there already, cost nothing. What is asked about
+//! and is no hole was swapped out or is not mapped at the moment. Whether a page is in the page table is read from
+//! `/proc/PID/pagemap`, 8 bytes for a page: about 3 ms for a GiB.
 //!
-//! Whether a page is in the page table is read from `/proc/PID/pagemap`, 8 bytes for a page: about 3 ms for a GiB.
+//! **When told that memory was given back** (the balloon has moved), every page that the destination may have is
+//! looked at. A page that was given back and then read by the guest before the scan is there again, protected as
+//! before, and nothing but its zeros tells. A guest cannot rely on the contents of such a page; a comparison of both
+//! sides sees it. Looking costs as much as reading the memory once, about 0.2 s for a GiB.
 
 use std::fs::File;
 use std::io;
@@ -21,6 +25,7 @@ use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use tracee::{Process, RamFile};
 
+use super::zero::is_zero;
 use super::{RamError, RamRegion};
 use crate::dirty::DirtyBitmap;
 
@@ -61,28 +66,52 @@ impl DropWatch {
         Ok(Self { table, file, offset, address: region.address, known, entries })
     }
 
-    /// Adds pages that have become holes to `dirty`, which holds what the scan before found; returns how many. To be
-    /// called after each scan.
+    /// Adds pages that were given back to `dirty`, which holds what the scan before found; returns how many. To be
+    /// called after each scan. With `all`, also finds those that are there again.
     ///
-    /// A page that becomes a hole after it was looked at is found the next time, and there always is a next time until
+    /// A page that is given back after it was looked at is found the next time, and there always is a next time until
     /// the guest has stopped.
-    pub(crate) fn take(&mut self, dirty: &mut DirtyBitmap) -> io::Result<u64> {
-        let mut absent = Vec::new();
-        self.find_absent(&mut absent)?;
-        let mut holes = Vec::new();
-        let mut data_until = 0;
-        for run in absent {
-            self.find_holes(run, &mut data_until, &mut holes)?;
+    pub(crate) fn take(&mut self, dirty: &mut DirtyBitmap, all: bool) -> Result<u64, RamError> {
+        let mut gone = Vec::new();
+        if all {
+            self.find_zeros(&mut gone)?;
+        } else {
+            let mut absent = Vec::new();
+            self.find_absent(&mut absent).map_err(RamError::Present)?;
+            let mut data_until = 0;
+            for run in absent {
+                self.find_holes(run, &mut data_until, &mut gone).map_err(RamError::Present)?;
+            }
         }
         // What was found written is going to be sent, as whatever it is then.
         self.known.insert(dirty);
-        let mut found = 0;
-        for run in holes {
-            found += run.end - run.start;
+        let before = dirty.count();
+        for run in gone {
             self.known.clear(run.clone());
             dirty.set(run);
         }
-        Ok(found)
+        Ok(dirty.count() - before)
+    }
+
+    /// Known pages that are holes or all zero.
+    fn find_zeros(&self, gone: &mut Vec<Range<u64>>) -> Result<(), RamError> {
+        let mut bytes = vec![0; (SHORT_PAGES * PAGE_BYTES) as usize];
+        for run in self.known.runs() {
+            let mut at = run.start;
+            while at < run.end {
+                let data = self.seek(SeekFrom::Data, at, run.end).map_err(RamError::Present)?;
+                if at < data {
+                    gone.push(at..data);
+                }
+                let end = run.end.min(data + SHORT_PAGES);
+                let bytes = &mut bytes[..((end - data) * PAGE_BYTES) as usize];
+                self.file.read_at(self.offset + data * PAGE_BYTES, bytes)?;
+                let pages = (data..end).zip(bytes.chunks_exact(PAGE_BYTES as usize));
+                gone.extend(pages.filter(|(_, page)| is_zero(page)).map(|(page, _)| page..page + 1));
+                at = end;
+            }
+        }
+        Ok(())
     }
 
     /// Known pages that are not in the page table, as runs, ascending.

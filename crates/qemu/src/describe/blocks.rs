@@ -95,7 +95,14 @@ pub(super) fn refresh(
     working_dir: &Path,
     problems: &mut Vec<Problem>,
 ) -> Names {
-    let mut work = Work { live, working_dir, problems, names: Names::default(), declared: BTreeSet::new() };
+    let mut work = Work {
+        live,
+        working_dir,
+        problems,
+        names: Names::default(),
+        declared: BTreeSet::new(),
+        devices: Vec::new(),
+    };
     work.names.rename(live);
     let mut of_drives = BTreeSet::new();
     let mut used = BTreeSet::new();
@@ -116,6 +123,7 @@ pub(super) fn refresh(
             _ => kept.push(option),
         }
     }
+    kept.append(&mut work.devices);
     // Nodes that came later: first everything that has a name, then what devices use directly.
     let roots = live.backends.iter().filter(|b| b.name.is_empty()).filter_map(|b| b.root.as_ref());
     let named = live.nodes.keys().filter(|name| !name.starts_with('#'));
@@ -149,6 +157,8 @@ struct Work<'a> {
     problems: &'a mut Vec<Problem>,
     names: Names,
     declared: BTreeSet<String>,
+    /// Devices that QEMU made for drives by itself.
+    devices: Vec<Given>,
 }
 
 impl<'a> Work<'a> {
@@ -227,6 +237,17 @@ impl<'a> Work<'a> {
 
     fn drive(&mut self, mut option: Given, backend: &Backend) -> Given {
         let mut value = option.parsed();
+        if value.get("if").as_deref() == Some("virtio") {
+            // QEMU makes a device for it, in the first free slot: said in so many words, so that the
+            // slot can be said as well.
+            for key in ["index", "bus", "unit", "addr"] {
+                value.remove(key);
+            }
+            value.set("if", "none");
+            value.set("id", &backend.name);
+            let drive = backend.name.replace(',', ",,");
+            self.devices.push(Given::new("device", format!("virtio-blk-pci,drive={drive}")));
+        }
         let Some(root) = backend.root.as_ref().and_then(|root| self.live.nodes.get(root)) else {
             // Ejected.
             for key in ["file", "format", "driver", "read-only", "readonly"] {

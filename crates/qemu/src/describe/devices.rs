@@ -91,7 +91,11 @@ pub(super) fn refresh<'a>(
                 "give devices an id (-device …,id=NAME) when the guest is started next",
             ));
         }
-        let found = alike.into_iter().find(|device| !taken.contains(&device.path.as_str()));
+        let mut free = alike.into_iter().filter(|device| !taken.contains(&device.path.as_str()));
+        // Of several without an id, the one with that drive; else in the order of their making.
+        let drive = value.get("drive");
+        let has_drive = |device: &&LiveDevice| drive.is_some() && names.drive_of(device, live) == drive;
+        let found = free.clone().find(has_drive).or_else(|| free.next());
         let Some(device) = found else { continue };
         taken.push(&device.path);
         fix_place(&mut value, device);

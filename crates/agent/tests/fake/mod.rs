@@ -1,0 +1,350 @@
+//! A control that has no VMs: the API and the command line are tested against it.
+//!
+//! What a migration does depends on where it goes: to `beta` it succeeds, to `tiny` pre-flight says no, to `broken` it
+//! fails on the way, to `limbo` it ends in doubt, and to `far` it goes on until it is cancelled or [`Fake::finish`]ed.
+
+#![allow(dead_code, reason = "each test program uses a part of it")]
+#![allow(clippy::unwrap_used, reason = "only tests use it")]
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use crate::agent::api::{
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Control, Epoch, Finding, HostId,
+    KernelFeature, Kind, Limits, MigrateRequest, MigrationId, MigrationStatus, Problem, RecoverAction,
+    RecoverReport, RecoverRequest, Role, RunRequest, Severity, VmDetail, VmName, VmSummary,
+};
+use crate::agent::progress::{Phase, Progress, Publisher, Standing, Watcher};
+use crate::agent::report::{Downtime, Measured, Objective, Outcome, Report, Round};
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct Fake {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    vms: BTreeMap<String, VmSummary>,
+    migrations: BTreeMap<MigrationId, Migration>,
+    asked: Vec<String>,
+}
+
+struct Migration {
+    to: HostId,
+    progress: Publisher,
+    limits: Limits,
+}
+
+pub(crate) fn vm(name: &str) -> VmName {
+    VmName::new(name).unwrap()
+}
+
+pub(crate) fn host(name: &str) -> HostId {
+    HostId::new(name).unwrap()
+}
+
+fn summary(name: &str) -> VmSummary {
+    VmSummary {
+        vm: vm(name),
+        pid: Some(4711),
+        state: "running".into(),
+        ram_bytes: 512 << 20,
+        qemu_version: "10.0.2".into(),
+        migration: None,
+    }
+}
+
+fn finding(severity: Severity, code: &str, what: &str, advice: &str) -> Finding {
+    Finding { severity, code: code.into(), what: what.into(), advice: advice.into() }
+}
+
+fn unknown_vm(name: &VmName) -> Problem {
+    Problem::new(
+        Kind::NotFound,
+        format!("no VM {name} is known here"),
+        "`whimbrel vm list` shows those that are",
+    )
+}
+
+impl Fake {
+    /// Knows the VMs `web` and `db`.
+    pub(crate) fn new() -> Arc<Self> {
+        let fake = Self::default();
+        for name in ["web", "db"] {
+            fake.state.lock().unwrap().vms.insert(name.to_owned(), summary(name));
+        }
+        Arc::new(fake)
+    }
+
+    /// What was asked, in order.
+    pub(crate) fn asked(&self) -> Vec<String> {
+        self.state.lock().unwrap().asked.clone()
+    }
+
+    /// Lets a migration to `far` end.
+    pub(crate) fn finish(&self, name: &str) {
+        for (id, migration) in &self.state.lock().unwrap().migrations {
+            if id.vm.as_str() == name {
+                migration.progress.update(|p| (p.phase, p.standing) = (Phase::Ended, Standing::Done));
+            }
+        }
+    }
+
+    fn note(&self, what: impl Into<String>) {
+        self.state.lock().unwrap().asked.push(what.into());
+    }
+
+    fn checked(&self, request: &MigrateRequest) -> Result<CheckReport, Problem> {
+        if !self.state.lock().unwrap().vms.contains_key(request.vm.as_str()) {
+            return Err(unknown_vm(&request.vm));
+        }
+        let mut report = CheckReport {
+            vm: request.vm.clone(),
+            from: host("alpha"),
+            to: request.to.clone(),
+            possible: true,
+            ram_kind: Some("memfd".into()),
+            source_findings: vec![finding(Severity::Info, "ram", "512 MiB in 1 block", "")],
+            destination_findings: Vec::new(),
+        };
+        match request.to.as_str() {
+            "beta" | "broken" | "limbo" | "far" => {}
+            "tiny" => {
+                let advice = "free some, or choose another host";
+                report.destination_findings =
+                    vec![finding(Severity::Blocker, "no-memory", "tiny has 10 MiB left", advice)];
+                report.possible = false;
+            }
+            other => {
+                let advice = "add it under [hosts] of the agent's configuration";
+                return Err(Problem::new(Kind::NotFound, format!("no host {other} is known"), advice));
+            }
+        }
+        Ok(report)
+    }
+
+    fn status(id: &MigrationId, migration: &Migration) -> MigrationStatus {
+        let progress = migration.progress.now();
+        MigrationStatus {
+            id: id.clone(),
+            role: Role::Source,
+            from: host("alpha"),
+            to: migration.to.clone(),
+            state: match progress.standing {
+                Standing::Underway => "prepared",
+                Standing::Done => "done",
+                Standing::Failed => "aborted",
+                Standing::InDoubt => "committed",
+            }
+            .into(),
+            standing: progress.standing,
+            message: progress.message.clone(),
+            advice: None,
+            created: "2026-01-01T00:00:00.000Z".into(),
+            updated: "2026-01-01T00:00:01.000Z".into(),
+            progress: Some(progress),
+        }
+    }
+
+    fn with<T>(&self, id: &MigrationId, work: impl FnOnce(&mut Migration) -> T) -> Result<T, Problem> {
+        match self.state.lock().unwrap().migrations.get_mut(id) {
+            Some(migration) => Ok(work(migration)),
+            None => Err(Problem::new(Kind::NotFound, format!("no migration {id} is known here"), "")),
+        }
+    }
+}
+
+impl Control for Fake {
+    fn agent(&self) -> AgentInfo {
+        AgentInfo {
+            version: "0.0.0-fake".into(),
+            host: host("alpha"),
+            role: "host".into(),
+            listen: "127.0.0.1:7740".into(),
+            peers: vec![host("beta")],
+            register: None,
+            kernel: "6.18.0".into(),
+            kernel_features: vec![KernelFeature {
+                name: "PAGEMAP_SCAN".into(),
+                present: true,
+                advice: String::new(),
+            }],
+            pid: 1,
+        }
+    }
+
+    fn vms(&self) -> Result<Vec<VmSummary>, Problem> {
+        Ok(self.state.lock().unwrap().vms.values().cloned().collect())
+    }
+
+    fn vm(&self, name: &VmName) -> Result<VmDetail, Problem> {
+        assert_ne!(name.as_str(), "panic", "as the test wanted it");
+        let summary =
+            self.state.lock().unwrap().vms.get(name.as_str()).cloned().ok_or_else(|| unknown_vm(name))?;
+        Ok(VmDetail {
+            summary,
+            qmp: Some("/run/web.qmp".into()),
+            adopted: "2026-01-01T00:00:00.000Z".into(),
+            ram_kind: "anonymous".into(),
+            description: serde_json::json!({"machine": "pc-i440fx-7.2"}),
+            needs_hosts: vec![host("alpha")],
+            findings: Vec::new(),
+        })
+    }
+
+    fn adopt(&self, request: AdoptRequest) -> Result<Adopted, Problem> {
+        self.note(format!("adopt {}", serde_json::to_string(&request).unwrap()));
+        if request.pid == Some(1) {
+            return Err(Problem::new(Kind::Refused, "process 1 is no QEMU", "give the process id of a QEMU"));
+        }
+        let name = request.name.unwrap_or_else(|| vm("adopted"));
+        let vm = summary(name.as_str());
+        self.state.lock().unwrap().vms.insert(name.as_str().to_owned(), vm.clone());
+        let restarts = finding(Severity::Warning, "restarts", "web.service restarts it", "set Restart=no");
+        Ok(Adopted { vm, findings: vec![restarts] })
+    }
+
+    fn run(&self, request: RunRequest) -> Result<Adopted, Problem> {
+        self.note(format!("run {}", serde_json::to_string(&request).unwrap()));
+        if request.text.contains("bad") {
+            let text = format!("{}, line 1: unknown field `bad`", request.path.display());
+            return Err(Problem::new(Kind::BadRequest, text, "see docs/vm.example.toml"));
+        }
+        Ok(Adopted { vm: summary("fresh"), findings: Vec::new() })
+    }
+
+    fn forget(&self, name: &VmName) -> Result<(), Problem> {
+        self.state.lock().unwrap().vms.remove(name.as_str()).map(drop).ok_or_else(|| unknown_vm(name))
+    }
+
+    fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem> {
+        self.note(format!("check {}", serde_json::to_string(&request).unwrap()));
+        self.checked(&request)
+    }
+
+    fn migrate(&self, request: MigrateRequest) -> Result<MigrationStatus, Problem> {
+        self.note(format!("migrate {}", serde_json::to_string(&request).unwrap()));
+        let checked = self.checked(&request)?;
+        if !checked.possible {
+            let problem = Problem::new(Kind::Refused, "pre-flight says no", "see what was found");
+            return Err(problem.with_findings(checked.destination_findings));
+        }
+        let progress = Publisher::new();
+        progress.update(|p| {
+            *p = Progress {
+                phase: Phase::PreCopy,
+                round: 2,
+                ram_bytes: 512 << 20,
+                round_bytes: 64 << 20,
+                remaining_bytes: 16 << 20,
+                sent_bytes: 560 << 20,
+                rate_bytes_per_s: 1 << 30,
+                dirty_rate_bytes_per_s: 100 << 20,
+                expected_downtime_us: Some(12_000),
+                elapsed_us: 800_000,
+                ..Progress::default()
+            }
+        });
+        let end = match request.to.as_str() {
+            "beta" => Some((Standing::Done, Phase::Ended, None)),
+            "broken" => Some((Standing::Failed, Phase::Ended, Some("the destination's disk is full"))),
+            "limbo" => Some((Standing::InDoubt, Phase::InDoubt, Some("beta does not answer"))),
+            _ => None,
+        };
+        if let Some((standing, phase, message)) = end {
+            progress.update(|p| {
+                (p.standing, p.phase, p.message) = (standing, phase, message.map(str::to_owned));
+                p.downtime_us = (standing == Standing::Done).then_some(9_400);
+            });
+        }
+        let mut state = self.state.lock().unwrap();
+        let epoch = state.migrations.keys().filter(|id| id.vm == request.vm).map(|id| id.epoch).max();
+        let id = MigrationId { vm: request.vm, epoch: epoch.unwrap_or(Epoch(6)).next() };
+        let migration = Migration { to: request.to, progress, limits: Limits::default() };
+        let status = Self::status(&id, &migration);
+        state.migrations.insert(id, migration);
+        Ok(status)
+    }
+
+    fn migrations(&self) -> Result<Vec<MigrationStatus>, Problem> {
+        let state = self.state.lock().unwrap();
+        Ok(state.migrations.iter().rev().map(|(id, migration)| Self::status(id, migration)).collect())
+    }
+
+    fn migration(&self, id: &MigrationId) -> Result<MigrationStatus, Problem> {
+        self.with(id, |migration| Self::status(id, migration))
+    }
+
+    fn watch(&self, id: &MigrationId) -> Result<Watcher, Problem> {
+        self.with(id, |migration| migration.progress.watch())
+    }
+
+    fn report(&self, id: &MigrationId) -> Result<Report, Problem> {
+        let (to, progress) = self.with(id, |migration| (migration.to.clone(), migration.progress.now()))?;
+        let objective = Objective {
+            max_downtime_ms: 30,
+            max_rounds: 30,
+            on_limit: "abort".into(),
+            streams: 4,
+            bandwidth_bytes_per_s: None,
+        };
+        let mut report = Report::begin(id.clone(), host("alpha"), to, objective);
+        report.rounds = vec![Round { round: 1, dirty_pages: 131_072, ..Round::default() }];
+        match progress.standing {
+            Standing::Underway => {}
+            Standing::Done => {
+                let measured = Measured { total_us: 9_400, stop_us: 400, ..Measured::default() };
+                report.downtime = Some(Downtime::from_measured(measured));
+                report.end(Outcome::Moved, None, 1_200_000);
+            }
+            Standing::Failed => report.end(Outcome::Aborted, progress.message, 900_000),
+            Standing::InDoubt => report.outcome = Outcome::InDoubt,
+        }
+        Ok(report)
+    }
+
+    fn cancel(&self, id: &MigrationId) -> Result<CancelOutcome, Problem> {
+        self.note(format!("cancel {id}"));
+        self.with(id, |migration| match migration.progress.now().standing {
+            Standing::Underway => {
+                migration.progress.update(|p| {
+                    (p.phase, p.standing) = (Phase::Ended, Standing::Failed);
+                    p.message = Some("cancelled".into());
+                });
+                CancelOutcome::Cancelled
+            }
+            standing @ Standing::InDoubt => CancelOutcome::TooLate { standing, state: "committed".into() },
+            standing => CancelOutcome::AlreadyOver { standing },
+        })
+    }
+
+    fn recover(&self, id: &MigrationId, request: RecoverRequest) -> Result<RecoverReport, Problem> {
+        self.note(format!("recover {id} {}", serde_json::to_string(&request).unwrap()));
+        self.with(id, |migration| {
+            let done = request.action != RecoverAction::Ask && request.i_know_the_risk;
+            if done {
+                migration.progress.update(|p| (p.phase, p.standing) = (Phase::Ended, Standing::Failed));
+            }
+            let risked = match request.action {
+                RecoverAction::Ask => Vec::new(),
+                _ => vec!["if beta runs it too, both write to the same disks".to_owned()],
+            };
+            RecoverReport {
+                status: Self::status(id, migration),
+                known: vec!["the migration was committed to beta".into(), "beta does not answer".into()],
+                risked,
+                done,
+                message: if done { "the guest runs here again" } else { "still in doubt" }.into(),
+            }
+        })
+    }
+
+    fn set_limits(&self, id: &MigrationId, limits: Limits) -> Result<Limits, Problem> {
+        self.with(id, |migration| {
+            migration.limits.bandwidth_bytes_per_s =
+                limits.bandwidth_bytes_per_s.or(migration.limits.bandwidth_bytes_per_s);
+            migration.limits.clone()
+        })
+    }
+}

@@ -18,6 +18,7 @@
 
 mod abi;
 mod arch;
+mod given_back;
 mod inject;
 mod kernel;
 pub mod maps;

@@ -106,29 +106,32 @@ pub fn mapping_at(process: &Process, address: u64) -> Result<Option<Mapping>, Pr
     Ok(mappings(process)?.into_iter().find(|mapping| mapping.range.contains(address)))
 }
 
-/// The mappings that `range` touches, each cut to it, with the size of their pages in bytes.
-pub(crate) fn page_sizes(
+/// The mappings that `range` touches, with the size of their pages in bytes.
+pub(crate) fn mappings_in(
     process: &Process,
     range: AddressRange,
-) -> Result<Vec<(AddressRange, u64)>, ProcessError> {
+) -> Result<Vec<(Mapping, u64)>, ProcessError> {
     let mut found = Vec::new();
     let maps = File::open(process.path("maps")).map_err(|source| process.explain("read", source))?;
     let mut detailed = None;
     for mapping in mappings(process)? {
-        let Some(part) = mapping.range.intersection(&range) else { continue };
-        let page_size = if let Ok((_, _, page_size)) = abi::procmap_query(&maps, part.start) {
+        if mapping.range.intersection(&range).is_none() {
+            continue;
+        }
+        let start = mapping.range.start;
+        let page_size = if let Ok((_, _, page_size)) = abi::procmap_query(&maps, start) {
             page_size
         } else {
             // Before Linux 6.11 only smaps knows.
             if detailed.is_none() {
                 detailed = Some(detailed_mappings(process)?);
             }
-            let all = detailed.iter().flatten();
-            all.filter(|one| one.range.contains(part.start))
-                .find_map(|one| one.details.as_ref().map(|details| details.page_size))
-                .unwrap_or(crate::PAGE_SIZE)
+            let mut all = detailed.iter().flatten();
+            all.find(|one| one.range.contains(start))
+                .and_then(|one| one.details.as_ref())
+                .map_or(crate::PAGE_SIZE, |details| details.page_size)
         };
-        found.push((part, page_size));
+        found.push((mapping, page_size));
     }
     process.check_alive()?;
     Ok(found)
@@ -246,7 +249,7 @@ mod tests {
         let stack = detailed.iter().find(|one| one.name.as_deref() == Some(Path::new("[stack]")));
         assert_eq!(stack.unwrap().details.as_ref().unwrap().page_size, 4096);
         let here = std::ptr::from_ref(&me) as u64;
-        let sizes = page_sizes(&me, AddressRange::with_len(here, 1)).unwrap();
-        assert_eq!(sizes, [(AddressRange::with_len(here, 1), 4096)]);
+        let found = mappings_in(&me, AddressRange::with_len(here, 1)).unwrap();
+        assert!(matches!(&found[..], [(mapping, 4096)] if mapping.range.contains(here)));
     }
 }

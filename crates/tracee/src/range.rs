@@ -80,6 +80,35 @@ pub fn merge_from(ranges: &mut Vec<AddressRange>, from: usize) {
     ranges.truncate(kept);
 }
 
+/// What is in `from` but not in `without`; all three sorted and joined.
+pub(crate) fn subtract(from: &[AddressRange], without: &[AddressRange]) -> Vec<AddressRange> {
+    let mut left = Vec::new();
+    let mut without = without.iter().copied().peekable();
+    for &range in from {
+        let mut start = range.start;
+        while let Some(&cut) = without.peek().filter(|cut| cut.start < range.end) {
+            if start < cut.start {
+                left.push(AddressRange::new(start, cut.start));
+            }
+            start = start.max(cut.end);
+            if cut.end > range.end {
+                // It also cuts into the next range.
+                break;
+            }
+            without.next();
+        }
+        if start < range.end {
+            left.push(AddressRange::new(start, range.end));
+        }
+    }
+    left
+}
+
+/// What is in both; all three sorted and joined.
+pub(crate) fn intersect(one: &[AddressRange], other: &[AddressRange]) -> Vec<AddressRange> {
+    subtract(one, &subtract(one, other))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -102,6 +131,22 @@ mod tests {
             for two in ranges[1..].windows(2) {
                 prop_assert!(two[0].end < two[1].start);
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn sets_of_ranges_are_sets(
+            a in prop::collection::btree_set(0u64..40, 0..30),
+            b in prop::collection::btree_set(0u64..40, 0..30),
+        ) {
+            let ranges = |set: &BTreeSet<u64>| {
+                let mut ranges: Vec<_> = set.iter().map(|&at| AddressRange::with_len(at, 1)).collect();
+                merge_from(&mut ranges, 0);
+                ranges
+            };
+            prop_assert_eq!(subtract(&ranges(&a), &ranges(&b)), ranges(&(&a - &b)));
+            prop_assert_eq!(intersect(&ranges(&a), &ranges(&b)), ranges(&(&a & &b)));
         }
     }
 

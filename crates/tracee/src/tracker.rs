@@ -7,9 +7,10 @@
 //! would be lost otherwise.
 //!
 //! Two passes are needed for each scan. The first finds pages marked as written. The second finds
-//! pages that have no entry in the page table at all: after a whole range was protected every
-//! page has one, if only a marker, so one without was dropped since (hole punch, balloon,
-//! reclaim), and its mark with it. Such a page counts as written.
+//! pages that are not present. After a whole range was protected every page has an entry in the
+//! page table, if only a marker; so one without was dropped since (balloon, reclaim), and its mark
+//! with it, and counts as written. And those that were given back but kept a mark of being clean
+//! are found among the others that are not present: see `given_back`.
 //!
 //! The order for a reader is: scan, let DMA that was in flight land, then read. What is read
 //! after the scan is at least as new as the scan; what is written after it is in the next one.
@@ -25,10 +26,11 @@ use std::os::fd::OwnedFd;
 use linux_raw_sys::general as raw;
 
 use crate::abi::{self, ScanQuery};
+use crate::given_back::GivenBack;
 use crate::maps;
 use crate::pagemap::Pagemap;
-use crate::range::{AddressRange, merge_from};
-use crate::{Process, ProcessError};
+use crate::range::{AddressRange, intersect, merge_from};
+use crate::{Process, ProcessError, RamFileError};
 
 /// Why writes cannot be tracked.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +38,9 @@ pub enum TrackError {
     /// The process could not be looked at.
     #[error("cannot track writes")]
     Process(#[from] ProcessError),
+    /// The file behind shared memory could not be asked for holes.
+    #[error("cannot track writes")]
+    RamFile(#[from] RamFileError),
     /// Nothing is mapped in the range, or only in a part of it.
     #[error("{range} is not (wholly) mapped")]
     NotMapped {
@@ -95,62 +100,45 @@ pub struct WriteTracker {
 #[derive(Debug)]
 struct Registered {
     uffd: OwnedFd,
-    /// With the size of their pages, in bytes.
-    ranges: Vec<(AddressRange, u64)>,
+    areas: Vec<Area>,
 }
 
-impl Drop for Registered {
-    fn drop(&mut self) {
-        // Errors are of no use here: when the process has ended there is nothing to undo, and
-        // closing the descriptor undoes the rest.
-        let _ = self.unregister();
-    }
-}
-
-impl Registered {
-    fn unregister(&mut self) -> Result<(), TrackError> {
-        let mut result = Ok(());
-        for (range, _) in self.ranges.drain(..) {
-            let done = abi::uffd_unregister(&self.uffd, range.start, range.len());
-            if let Err(source) = done
-                && result.is_ok()
-            {
-                result = Err(TrackError::Io { action: "stop tracking", range, source });
-            }
-        }
-        result
-    }
+/// A range, or the part of one that lies in one mapping.
+#[derive(Debug)]
+struct Area {
+    range: AddressRange,
+    /// Size of its pages in bytes.
+    page_size: u64,
+    given_back: GivenBack,
 }
 
 impl WriteTracker {
     /// Takes a fresh userfaultfd of `process` (see [`crate::Injector::take_userfaultfd`]) into use
     /// and tracks `ranges` with it. From here on the first scan returns every page that was
-    /// written since; that everything has to be sent once is the caller's affair.
+    /// written since; that everything has to be sent once is the caller's affair, and has to come
+    /// after this (also the question which pages are holes).
     ///
     /// # Errors
     /// Leaves nothing behind.
     pub fn start(process: &Process, uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, TrackError> {
         let pagemap = Pagemap::open(process)?;
-        let mut sized = Vec::new();
-        for &range in ranges {
-            sized.push((range, page_size(process, range)?));
-        }
-        let whole = AddressRange::default();
+        let range = ranges.first().copied().unwrap_or_default();
         abi::uffd_api(&uffd, abi::TRACKING_FEATURES).map_err(|source| TrackError::Io {
             action: "use a userfaultfd for",
-            range: whole,
+            range,
             source,
         })?;
-        let mut registered = Registered { uffd, ranges: Vec::new() };
-        for (range, page_size) in sized {
-            registered.add(range, page_size)?;
+        let registered = Registered { uffd, areas: Vec::new() };
+        let mut tracker = Self { registered, pagemap, process: process.try_clone()? };
+        for &range in ranges {
+            tracker.add(range)?;
         }
-        Ok(Self { registered, pagemap, process: process.try_clone()? })
+        Ok(tracker)
     }
 
-    /// The ranges that are tracked.
+    /// The ranges that are tracked, cut at the mappings that they lie in.
     pub fn ranges(&self) -> impl Iterator<Item = AddressRange> + '_ {
-        self.registered.ranges.iter().map(|&(range, _)| range)
+        self.registered.areas.iter().map(|area| area.range)
     }
 
     /// Tracks one more range, from now on.
@@ -158,12 +146,33 @@ impl WriteTracker {
     /// # Errors
     /// Leaves this range as it was and the others tracked.
     pub fn add(&mut self, range: AddressRange) -> Result<(), TrackError> {
-        let page_size = page_size(&self.process, range)?;
-        self.registered.add(range, page_size)
+        let areas = areas(&self.process, range)?;
+        let before = self.registered.areas.len();
+        let result = areas.into_iter().try_for_each(|area| {
+            self.registered.add(area)?;
+            let area = self.registered.areas.len() - 1;
+            self.learn_given_back(area)
+        });
+        if result.is_err() {
+            let _ = self.registered.unregister_from(before);
+        }
+        result
     }
 
-    /// Appends to `dirty` the parts of `range` that were written (or dropped) since the last call,
-    /// and protects them again. Sorted, joined, within `range`; a huge page counts as a whole.
+    /// Remembers which pages of an area that has just been protected are holes.
+    fn learn_given_back(&mut self, area: usize) -> Result<(), TrackError> {
+        let Area { range, given_back, .. } = &mut self.registered.areas[area];
+        let mut absent = Vec::new();
+        let query = ScanQuery { flags: 0, ..NOT_PRESENT };
+        let scanned = self.pagemap.scan(*range, query, |part, _| absent.push(part));
+        scanned.map_err(|source| TrackError::Io { action: "scan", range: *range, source })?;
+        merge_from(&mut absent, 0);
+        Ok(given_back.update(*range, &[], &absent, &mut Vec::new())?)
+    }
+
+    /// Appends to `dirty` the parts of `range` that were written (or given back) since the last
+    /// call, and protects them again. Sorted, joined, within `range`; a huge page counts as a
+    /// whole.
     ///
     /// `range` has to be within what is tracked and to begin and end at its pages: 4 KiB, or the
     /// page size of hugetlbfs.
@@ -179,48 +188,93 @@ impl WriteTracker {
             return Ok(());
         }
         self.check_tracked(range)?;
-        let written = u64::from(raw::PAGE_IS_WRITTEN);
-        let there = u64::from(raw::PAGE_IS_PRESENT | raw::PAGE_IS_SWAPPED);
-        let flags = u64::from(raw::PM_SCAN_WP_MATCHING | raw::PM_SCAN_CHECK_WPASYNC);
-        let passes = [
-            ScanQuery { flags, inverted: 0, required: written, any_of: 0, returned: written },
-            ScanQuery { flags, inverted: there, required: there, any_of: 0, returned: 0 },
-        ];
         let from = dirty.len();
-        let result = passes.iter().try_for_each(|&query| self.pagemap.scan(range, query, dirty));
+        let mut found = Vec::new();
+        let result = self.scan(range, &mut found);
+        dirty.append(&mut found);
         merge_from(dirty, from);
-        result.map_err(|source| match source.raw_os_error() {
-            Some(nix::libc::EPERM) => TrackError::Lost { range },
-            Some(nix::libc::ESRCH) => ProcessError::Gone { pid: self.process.pid() }.into(),
-            _ => TrackError::Io { action: "scan", range, source },
-        })?;
+        result?;
         // The page table of a process that has ended is empty, which looks like "nothing written".
         Ok(self.process.check_alive()?)
     }
 
+    /// Both passes. `dirty` is empty at first, and in no order at the end.
+    fn scan(&mut self, range: AddressRange, dirty: &mut Vec<AddressRange>) -> Result<(), TrackError> {
+        let mut absent = Vec::new();
+        let written = self.pagemap.scan(range, WRITTEN, |part, _| dirty.push(part));
+        let scanned = written.and_then(|()| {
+            self.pagemap.scan(range, NOT_PRESENT, |part, categories| {
+                // Without an entry, or swapped out with a mark that the first pass came too early for.
+                let is_clean = categories == IS_SWAPPED;
+                if is_clean { &mut absent } else { &mut *dirty }.push(part);
+            })
+        });
+        scanned.map_err(|source| match source.raw_os_error() {
+            Some(nix::libc::EPERM) => TrackError::Lost { range },
+            Some(nix::libc::ESRCH) => ProcessError::Gone { pid: self.process.pid() }.into(),
+            _ => TrackError::Io { action: "scan", range, source },
+        })?;
+        merge_from(&mut absent, 0);
+        merge_from(dirty, 0);
+        let written = dirty.clone();
+        for area in &mut self.registered.areas {
+            if let Some(part) = area.range.intersection(&range) {
+                area.given_back.update(part, &written, &intersect(&absent, &[part]), dirty)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Ends tracking, and says if that failed. Dropping does the same and keeps silent.
     pub fn stop(mut self) -> Result<(), TrackError> {
-        match self.registered.unregister() {
+        match self.registered.unregister_from(0) {
             Err(_) if !self.process.is_alive() => Ok(()),
             result => result,
         }
     }
 
     fn check_tracked(&self, range: AddressRange) -> Result<(), TrackError> {
-        // Ranges may touch, so what is asked for may lie in several of them.
+        // What is asked for may lie in several areas.
         let mut parts: Vec<AddressRange> = self.ranges().filter_map(|one| one.intersection(&range)).collect();
         merge_from(&mut parts, 0);
         if parts != [range] {
             return Err(TrackError::NotMapped { range });
         }
-        let touched = self.registered.ranges.iter().filter(|(one, _)| one.intersection(&range).is_some());
-        let page_size = touched.map(|&(_, page_size)| page_size).max().unwrap_or(crate::PAGE_SIZE);
+        let touched = self.registered.areas.iter().filter(|area| area.range.intersection(&range).is_some());
+        let page_size = touched.map(|area| area.page_size).max().unwrap_or(crate::PAGE_SIZE);
         if range.is_aligned(page_size) { Ok(()) } else { Err(TrackError::Unaligned { range, page_size }) }
     }
 }
 
+const IS_WRITTEN: u64 = raw::PAGE_IS_WRITTEN as u64;
+const IS_SWAPPED: u64 = raw::PAGE_IS_SWAPPED as u64;
+const IS_PRESENT: u64 = raw::PAGE_IS_PRESENT as u64;
+/// Protect what is found, in the same step; fail if something is not tracked.
+const TAKE: u64 = (raw::PM_SCAN_WP_MATCHING | raw::PM_SCAN_CHECK_WPASYNC) as u64;
+
+/// The first pass.
+const WRITTEN: ScanQuery =
+    ScanQuery { flags: TAKE, inverted: 0, required: IS_WRITTEN, any_of: 0, returned: IS_WRITTEN };
+/// The second pass.
+const NOT_PRESENT: ScanQuery = ScanQuery {
+    flags: TAKE,
+    inverted: IS_PRESENT,
+    required: IS_PRESENT,
+    any_of: 0,
+    returned: IS_WRITTEN | IS_SWAPPED,
+};
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        // Errors are of no use here: when the process has ended there is nothing to undo, and
+        // closing the descriptor undoes the rest.
+        let _ = self.unregister_from(0);
+    }
+}
+
 impl Registered {
-    fn add(&mut self, range: AddressRange, page_size: u64) -> Result<(), TrackError> {
+    fn add(&mut self, area: Area) -> Result<(), TrackError> {
+        let range = area.range;
         abi::uffd_register_wp(&self.uffd, range.start, range.len()).map_err(|source| {
             match source.raw_os_error() {
                 Some(nix::libc::EBUSY) => TrackError::Taken { range },
@@ -228,30 +282,45 @@ impl Registered {
                 _ => TrackError::Io { action: "track writes to", range, source },
             }
         })?;
-        self.ranges.push((range, page_size));
+        self.areas.push(area);
         loop {
             match abi::uffd_write_protect(&self.uffd, range.start, range.len()) {
-                Ok(()) => return Ok(()),
                 // The process is changing its map at this moment.
                 Err(error) if error.raw_os_error() == Some(nix::libc::EAGAIN) => std::thread::yield_now(),
-                Err(source) => {
-                    self.ranges.pop();
-                    let _ = abi::uffd_unregister(&self.uffd, range.start, range.len());
-                    return Err(TrackError::Io { action: "protect", range, source });
+                result => {
+                    return result.map_err(|source| TrackError::Io { action: "protect", range, source });
                 }
             }
         }
     }
+
+    /// Gives the areas from this index on back.
+    fn unregister_from(&mut self, index: usize) -> Result<(), TrackError> {
+        let mut result = Ok(());
+        for Area { range, .. } in self.areas.drain(index..) {
+            let done = abi::uffd_unregister(&self.uffd, range.start, range.len());
+            let done = done.map_err(|source| TrackError::Io { action: "stop tracking", range, source });
+            result = result.and(done);
+        }
+        result
+    }
 }
 
-/// Size of the pages in a range, which has to be mapped as a whole and to fit them.
-fn page_size(process: &Process, range: AddressRange) -> Result<u64, TrackError> {
-    let parts = maps::page_sizes(process, range)?;
-    let mut mapped: Vec<AddressRange> = parts.iter().map(|&(part, _)| part).collect();
-    merge_from(&mut mapped, 0);
-    if mapped != [range] {
-        return Err(TrackError::NotMapped { range });
+/// Cuts a range at the mappings that it lies in. It has to be mapped as a whole and to fit their
+/// pages.
+fn areas(process: &Process, range: AddressRange) -> Result<Vec<Area>, TrackError> {
+    let mut areas = Vec::new();
+    let mut reached = range.start;
+    for (mapping, page_size) in maps::mappings_in(process, range)? {
+        let Some(part) = mapping.range.intersection(&range).filter(|part| part.start == reached) else {
+            break;
+        };
+        if !part.is_aligned(page_size) {
+            return Err(TrackError::Unaligned { range, page_size });
+        }
+        let given_back = GivenBack::new(process, &mapping, page_size);
+        areas.push(Area { range: part, page_size, given_back });
+        reached = part.end;
     }
-    let page_size = parts.iter().map(|&(_, page_size)| page_size).max().unwrap_or(crate::PAGE_SIZE);
-    if range.is_aligned(page_size) { Ok(page_size) } else { Err(TrackError::Unaligned { range, page_size }) }
+    if reached == range.end && !range.is_empty() { Ok(areas) } else { Err(TrackError::NotMapped { range }) }
 }

@@ -1,0 +1,96 @@
+//! Pages that were given back without leaving a mark.
+//!
+//! A page of shared memory that was punched out of its file is zero from then on, but the page
+//! table says nothing: if the page was protected (clean), the kernel leaves a marker that says
+//! "protected" in its place, and a clean page that was merely unmapped or swapped out looks the
+//! same. The same goes for hugetlbfs and for private mappings of files. So the pages that are
+//! protected but not present are looked at after each scan:
+//!
+//! - Shared memory whose file can be opened: those that are new among them are looked up in the
+//!   file, and a hole that was not one before counts as written.
+//! - Other memory with a file, and hugetlbfs, whose files do not tell holes: all that are new
+//!   among them count as written.
+//! - Anonymous memory leaves no marker; the second pass of the scan finds such pages.
+//!
+//! What remains: a page that is punched out and **read** again by its process between two scans is
+//! there again, zero, protected, and not seen. Only memory that a guest had given away (balloon,
+//! free page reporting, virtio-mem) is punched out, and what it reads there is undefined for it
+//! until it writes.
+
+use crate::maps::{Backing, Mapping};
+use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
+use crate::{Process, RamFile, RamFileError};
+
+/// Remembers which pages of a range were given back.
+#[derive(Debug)]
+pub(crate) struct GivenBack {
+    sign: Sign,
+    /// Pages that are known to be given back; sorted and joined.
+    known: Vec<AddressRange>,
+}
+
+/// How a page that was given back is told from others that are not present.
+#[derive(Debug)]
+enum Sign {
+    /// It has no entry in the page table.
+    NoEntry,
+    /// It is a hole in this file, in which the address `start` is at `offset`.
+    Hole { file: RamFile, start: u64, offset: u64 },
+    /// It cannot be told; any page that is not present any more may be one.
+    NotPresent,
+}
+
+impl GivenBack {
+    /// For a part of a mapping with pages of so many bytes.
+    pub(crate) fn new(process: &Process, mapping: &Mapping, page_size: u64) -> Self {
+        let sign = match mapping.backing {
+            Backing::Anonymous if page_size == PAGE_SIZE => Sign::NoEntry,
+            Backing::SharedFile(_) => match RamFile::open(process, mapping) {
+                Ok(file) if file.tells_holes() => {
+                    Sign::Hole { file, start: mapping.range.start, offset: mapping.offset }
+                }
+                _ => Sign::NotPresent,
+            },
+            _ => Sign::NotPresent,
+        };
+        Self { sign, known: Vec::new() }
+    }
+
+    /// Learns which pages of `range` were written and which are protected but not present (both
+    /// sorted and joined), and appends to `dirty` those that were given back since the last time.
+    pub(crate) fn update(
+        &mut self,
+        range: AddressRange,
+        written: &[AddressRange],
+        absent: &[AddressRange],
+        dirty: &mut Vec<AddressRange>,
+    ) -> Result<(), RamFileError> {
+        // One that was written is data, even if it was unmapped again and is not present.
+        let within = subtract(&intersect(&self.known, &[range]), written);
+        let new = subtract(absent, &within);
+        let given_back = match &self.sign {
+            Sign::NoEntry => return Ok(()),
+            Sign::NotPresent => new,
+            Sign::Hole { file, start, offset } => {
+                let mut data = Vec::new();
+                for run in &new {
+                    let in_file = run.start - start + offset..run.end - start + offset;
+                    file.data_runs(in_file, &mut data)?;
+                }
+                let data: Vec<AddressRange> = data
+                    .iter()
+                    .map(|run| AddressRange::new(run.start - offset + start, run.end - offset + start))
+                    .collect();
+                subtract(&new, &data)
+            }
+        };
+        dirty.extend(&given_back);
+        // Pages that are back, or data again, are looked at anew when they go.
+        let still = intersect(&within, absent);
+        self.known = subtract(&self.known, &[range]);
+        self.known.extend(still);
+        self.known.extend(given_back);
+        merge_from(&mut self.known, 0);
+        Ok(())
+    }
+}

@@ -1,0 +1,347 @@
+//! No write is missed, whatever is done to the memory, and nothing stays behind.
+
+#![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::Command;
+use std::sync::Mutex;
+
+use common::{Victim, injector, soak};
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, RngSeed, TestRunner};
+use whimbrel_tracee::{
+    AddressRange, Injector, PAGE_SIZE, Pagemap, RamFile, RemoteMemory, TrackError, WriteTracker, maps,
+    other_mappers,
+};
+
+const MIB: u64 = 1 << 20;
+
+/// What is copied from the victim's memory as a migration would, compared with what is there.
+struct Copier {
+    victim: Victim,
+    range: AddressRange,
+    tracker: WriteTracker,
+    memory: RemoteMemory,
+    /// The file behind shared memory.
+    file: Option<RamFile>,
+    pagemap: Pagemap,
+    replica: Vec<u8>,
+}
+
+impl Copier {
+    fn start(injector: &Injector, kind: &str, len: u64) -> Self {
+        let mut victim = Victim::start(&["mode-memory"]);
+        let range = victim.map(kind, len);
+        Self::start_with(injector, victim, range)
+    }
+
+    fn start_with(injector: &Injector, victim: Victim, range: AddressRange) -> Self {
+        let uffd = injector.take_userfaultfd(&victim.process).unwrap();
+        let tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
+        let memory = RemoteMemory::new(&victim.process).unwrap();
+        let mapping = maps::mapping_at(&victim.process, range.start).unwrap().unwrap();
+        let file = matches!(mapping.backing, maps::Backing::SharedFile(_))
+            .then(|| RamFile::open(&victim.process, &mapping).unwrap());
+        let pagemap = Pagemap::open(&victim.process).unwrap();
+        let replica = vec![0xee; range.len() as usize];
+        let mut copier = Self { victim, range, tracker, memory, file, pagemap, replica };
+        copier.copy(range);
+        copier
+    }
+
+    /// Copies without touching holes: through the file, or what is populated.
+    fn copy(&mut self, range: AddressRange) {
+        let offset = |address: u64| address - self.range.start;
+        let there = &mut self.replica[offset(range.start) as usize..offset(range.end) as usize];
+        there.fill(0);
+        let mut data = Vec::new();
+        if let Some(file) = &self.file {
+            file.data_runs(offset(range.start)..offset(range.end), &mut data).unwrap();
+        } else {
+            let mut populated = Vec::new();
+            self.pagemap.populated(range, &mut populated).unwrap();
+            data.extend(populated.iter().map(|run| offset(run.start)..offset(run.end)));
+        }
+        for run in data {
+            let first = (run.start - offset(range.start)) as usize;
+            let into = &mut there[first..first + (run.end - run.start) as usize];
+            match &self.file {
+                Some(file) => file.read_at(run.start, into).unwrap(),
+                None => self.memory.read(self.range.start + run.start, into).unwrap(),
+            }
+        }
+    }
+
+    fn tell(&mut self, command: &str) {
+        self.victim.ask(command);
+    }
+
+    /// One round: the ranges that were written, copied.
+    fn round(&mut self) -> Vec<AddressRange> {
+        let mut dirty = Vec::new();
+        self.tracker.take_dirty(self.range, &mut dirty).unwrap();
+        assert!(dirty.windows(2).all(|two| two[0].end < two[1].start), "not sorted and joined: {dirty:?}");
+        assert!(dirty.iter().all(|one| self.range.intersection(one) == Some(*one)), "not within the range");
+        for &range in &dirty {
+            self.copy(range);
+        }
+        dirty
+    }
+
+    /// Pages that differ between the copy and the memory, read by a plain path.
+    fn differing(&self) -> Vec<u64> {
+        let mut now = vec![0; self.replica.len()];
+        self.memory.read(self.range.start, &mut now).unwrap();
+        let pages = now.chunks(PAGE_SIZE as usize).zip(self.replica.chunks(PAGE_SIZE as usize));
+        pages.enumerate().filter(|(_, (a, b))| a != b).map(|(page, _)| page as u64).collect()
+    }
+
+    fn assert_equal(&self) {
+        let differing = self.differing();
+        assert!(differing.is_empty(), "pages were missed: {differing:?}");
+    }
+
+    fn page_numbers(&self, ranges: &[AddressRange]) -> BTreeSet<u64> {
+        let base = self.range.start;
+        ranges.iter().flat_map(|one| (one.start - base) / PAGE_SIZE..(one.end - base) / PAGE_SIZE).collect()
+    }
+}
+
+/// Something that is done to memory of so many pages.
+#[derive(Clone, Debug)]
+enum Step {
+    Write { offset: u64, len: u64, seed: u64 },
+    Read { page: u64, pages: u64 },
+    Drop { page: u64, pages: u64 },
+    UnmapPages { page: u64, pages: u64 },
+    PageOut { page: u64, pages: u64 },
+    ForkWrite { offset: u64, seed: u64 },
+    Round,
+}
+
+fn steps(pages: u64) -> impl Strategy<Value = Vec<Step>> {
+    let some = move || {
+        (0..pages, prop_oneof![1..4u64, 1..pages]).prop_map(move |(page, n)| (page, n.min(pages - page)))
+    };
+    let len = pages * PAGE_SIZE;
+    let step = prop_oneof![
+        6 => (0..len - 1, prop_oneof![1..9u64, 1..20_000u64], any::<u32>())
+            .prop_map(move |(offset, n, seed)| Step::Write { offset, len: n.min(len - offset), seed: seed.into() }),
+        2 => some().prop_map(|(page, pages)| Step::Read { page, pages }),
+        2 => some().prop_map(|(page, pages)| Step::Drop { page, pages }),
+        1 => some().prop_map(|(page, pages)| Step::UnmapPages { page, pages }),
+        2 => some().prop_map(|(page, pages)| Step::PageOut { page, pages }),
+        1 => (0..len - 8, any::<u32>()).prop_map(|(offset, seed)| Step::ForkWrite { offset, seed: seed.into() }),
+        3 => Just(Step::Round),
+    ];
+    prop::collection::vec(step, 1..40)
+}
+
+/// Does the steps in a fresh victim and checks after every round, and at the end.
+fn check(injector: &Injector, kind: &str, unit: u64, pages: u64, steps: &[Step]) {
+    let shared = kind.contains("memfd");
+    let huge = unit > PAGE_SIZE;
+    let mut copier = Copier::start(injector, kind, pages * PAGE_SIZE);
+    // The slow and obvious oracle: pages that may have changed since the last round.
+    let mut touched: BTreeSet<u64> = BTreeSet::new();
+    let mut given_back: BTreeSet<u64> = BTreeSet::new();
+    let mut rounds = 0;
+    // Dropping and paging out work on whole pages of the mapping.
+    let whole = |page: u64, n: u64| {
+        let unit = unit / PAGE_SIZE;
+        let start = page / unit * unit;
+        (start, ((page + n).next_multiple_of(unit)).min(pages) - start)
+    };
+    for step in steps.iter().chain([&Step::Round]) {
+        match *step {
+            Step::Write { offset, len, seed } => {
+                copier.tell(&format!("write {offset} {len} {seed}"));
+                touched.extend(offset / PAGE_SIZE..=(offset + len - 1) / PAGE_SIZE);
+            }
+            // A page of a file that was given back and is read again before the next round is not
+            // seen: what remains in `given_back`.
+            Step::Read { page, pages } if shared || unit > PAGE_SIZE => {
+                let given_back = |at: u64| given_back.contains(&at);
+                if !(whole(page, pages).0..whole(page, pages).0 + whole(page, pages).1).any(given_back) {
+                    copier.tell(&format!("read {} {}", page * PAGE_SIZE, pages * PAGE_SIZE));
+                }
+            }
+            Step::Read { page, pages } => {
+                copier.tell(&format!("read {} {}", page * PAGE_SIZE, pages * PAGE_SIZE));
+            }
+            Step::Drop { page, pages } => {
+                let (page, pages) = whole(page, pages);
+                copier.tell(&format!("drop {} {}", page * PAGE_SIZE, pages * PAGE_SIZE));
+                given_back.extend(page..page + pages);
+                touched.extend(page..page + pages);
+            }
+            Step::UnmapPages { page, pages } => {
+                let (page, pages) = whole(page, pages);
+                copier.tell(&format!("unmap-pages {} {}", page * PAGE_SIZE, pages * PAGE_SIZE));
+                touched.extend(page..page + pages);
+            }
+            Step::PageOut { page, pages } if !huge => {
+                copier.tell(&format!("pageout {} {}", page * PAGE_SIZE, pages * PAGE_SIZE));
+                if shared {
+                    // A page of a file that is reclaimed leaves no entry, and counts as written.
+                    touched.extend(page..page + pages);
+                }
+            }
+            // What a child writes to shared memory is not seen: trap 2, and a test of its own.
+            Step::ForkWrite { offset, seed } if !shared => {
+                copier.tell(&format!("fork-write {offset} 8 {seed}"));
+            }
+            Step::PageOut { .. } | Step::ForkWrite { .. } => {}
+            Step::Round => {
+                let dirty = copier.round();
+                rounds += 1;
+                // Looking at memory by the plain path makes pages present that were not, so it is
+                // not done in every round.
+                if rounds % 2 == 0 {
+                    copier.assert_equal();
+                }
+                if !huge {
+                    let reported = copier.page_numbers(&dirty);
+                    let surplus: Vec<_> = reported.difference(&touched).collect();
+                    assert!(surplus.is_empty(), "reported, but not touched: {surplus:?}");
+                }
+                touched.clear();
+                given_back.clear();
+            }
+        }
+    }
+    copier.assert_equal();
+    copier.tracker.stop().unwrap();
+    assert!(!copier.victim.is_registered());
+    assert_eq!(copier.victim.userfaultfds(), 0);
+}
+
+fn property(kind: &str, unit: u64, pages: u64, cases: u32) {
+    let injector = injector();
+    let cases = if soak() { cases * 50 } else { cases };
+    let seed = if soak() { RngSeed::Random } else { RngSeed::Fixed(20_261_121) };
+    let config = Config {
+        cases,
+        rng_seed: seed,
+        rng_algorithm: RngAlgorithm::ChaCha,
+        failure_persistence: None,
+        ..Config::default()
+    };
+    TestRunner::new(config)
+        .run(&steps(pages), |steps| {
+            check(&injector, kind, unit, pages, &steps);
+            Ok(())
+        })
+        .unwrap();
+}
+
+/// Turns swap on for as long as it lives, in a file of its own; nothing where that is not permitted.
+struct Swap(Option<tempfile::NamedTempFile>);
+
+/// Tests that need swap hold this, so that one does not take it away from another.
+static SWAP: Mutex<()> = Mutex::new(());
+
+impl Swap {
+    fn on() -> Self {
+        let file = tempfile::Builder::new().prefix("whimbrel-swap-").tempfile_in("/var/tmp").unwrap();
+        fs::write(file.path(), vec![0; 64 << 20]).unwrap();
+        let run = |program: &str| {
+            Command::new(program).arg(file.path()).output().is_ok_and(|out| out.status.success())
+        };
+        let works = run("mkswap") && run("swapon");
+        if !works {
+            eprintln!("no swap here: pages are not swapped out in this test");
+        }
+        Self(works.then_some(file))
+    }
+}
+
+impl Drop for Swap {
+    fn drop(&mut self) {
+        if let Some(file) = &self.0 {
+            let off = Command::new("swapoff").arg(file.path()).status();
+            assert!(off.is_ok_and(|status| status.success()), "swap stays on: {}", file.path().display());
+        }
+    }
+}
+
+/// Raises the number of huge pages of hugetlbfs for as long as it lives.
+struct HugePages(Option<String>);
+
+static HUGE_PAGES: Mutex<()> = Mutex::new(());
+const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
+
+impl HugePages {
+    fn raise(by: u64) -> Self {
+        let free = || {
+            let text = fs::read_to_string("/proc/meminfo").unwrap();
+            let line = text.lines().find_map(|line| line.strip_prefix("HugePages_Free:")).unwrap();
+            line.trim().parse::<u64>().unwrap()
+        };
+        let before = fs::read_to_string(NR_HUGEPAGES).unwrap_or_default().trim().to_owned();
+        let wanted = before.parse::<u64>().map(|before| before + by);
+        let raised = wanted.is_ok_and(|wanted| fs::write(NR_HUGEPAGES, wanted.to_string()).is_ok());
+        let enough = raised && free() >= by;
+        if !enough {
+            eprintln!("no huge pages here: hugetlbfs is not tested");
+        }
+        Self(raised.then_some(before).filter(|_| enough))
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        if let Some(before) = &self.0 {
+            fs::write(NR_HUGEPAGES, before).unwrap();
+        }
+    }
+}
+
+#[test]
+fn no_change_of_anonymous_memory_is_missed() {
+    let _one = SWAP.lock();
+    let _swap = Swap::on();
+    property("anonymous", PAGE_SIZE, 1024, 60);
+}
+
+#[test]
+fn no_change_of_shared_memory_is_missed() {
+    let _one = SWAP.lock();
+    let _swap = Swap::on();
+    property("memfd", PAGE_SIZE, 1024, 60);
+}
+
+#[test]
+fn no_change_of_transparent_huge_pages_is_missed() {
+    property("huge", 2 * MIB, 2048, 25);
+}
+
+#[test]
+fn no_change_of_hugetlbfs_is_missed() {
+    let _one = HUGE_PAGES.lock();
+    let pages = HugePages::raise(6);
+    if pages.0.is_some() {
+        property("hugetlb-memfd", 2 * MIB, 1024, 15);
+        property("hugetlb", 2 * MIB, 1024, 15);
+    }
+}
+
+#[test]
+fn no_write_of_a_running_program_is_missed() {
+    let injector = injector();
+    for kind in ["anonymous", "memfd", "huge"] {
+        let mut copier = Copier::start(&injector, kind, 32 * MIB);
+        copier.tell("storm");
+        let mut rounds_with_writes = 0;
+        while rounds_with_writes < if soak() { 1000 } else { 10 } {
+            rounds_with_writes += u32::from(!copier.round().is_empty());
+        }
+        copier.tell("calm");
+        copier.round();
+        copier.assert_equal();
+        assert!(copier.round().is_empty());
+    }
+}

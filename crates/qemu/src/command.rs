@@ -31,6 +31,10 @@ use crate::describe::{Problem, VmDescription, WHOLE_FILES, names_a_file};
 
 /// Label of our own monitor.
 pub const MONITOR_ID: &str = "whimbrel-qmp";
+/// Our own monitor, in a guest's run directory.
+pub const QMP_FILE: &str = "whimbrel-qmp.sock";
+/// QEMU's messages, in a guest's run directory.
+pub const LOG_FILE: &str = "whimbrel-qemu.log";
 /// Longest path of a unix socket, in bytes.
 const MAX_SOCKET_PATH: usize = 107;
 
@@ -331,7 +335,7 @@ impl<'a> Build<'a> {
     fn finish(mut self) -> Result<BuiltCommand, CommandError> {
         let file = |name: &str| self.rules.run_dir.join(name);
         let (qmp, log, state_socket) =
-            (file("whimbrel-qmp.sock"), file("whimbrel-qemu.log"), file("whimbrel-state.sock"));
+            (file(QMP_FILE), file(LOG_FILE), file("whimbrel-state.sock"));
         if state_socket.as_os_str().len() > MAX_SOCKET_PATH {
             let what = format!("{} is too long for a unix socket", state_socket.display());
             self.problem("run-dir-too-long", what, "choose a run directory with a shorter path");

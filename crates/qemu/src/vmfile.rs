@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::cmdline::{self, Policy};
-use crate::command::monitor;
+use crate::command::{LOG_FILE, QMP_FILE, monitor};
 use crate::process::Launch;
 
 /// The QEMU of files that do not name one.
@@ -142,7 +142,7 @@ impl VmFile {
 
     /// How to start it, with its files in `run_dir`.
     pub fn launch(&self, run_dir: &Path) -> Launch {
-        let qmp = run_dir.join("whimbrel-qmp.sock");
+        let qmp = run_dir.join(QMP_FILE);
         let mut argv =
             vec![self.qemu.clone().into_os_string(), "-name".into(), format!("guest={}", self.name).into()];
         argv.extend(self.args.iter().map(OsString::from));
@@ -151,7 +151,7 @@ impl VmFile {
             argv,
             env: self.env.clone().into_iter().collect(),
             cwd: self.cwd.clone(),
-            log: run_dir.join("whimbrel-qemu.log"),
+            log: run_dir.join(LOG_FILE),
             qmp,
             scope: Some(format!("whimbrel-vm-{}", self.name)),
         }

@@ -120,7 +120,10 @@ pub fn missing_interfaces(vm: &VmDescription, rules: &HostRules) -> Vec<String> 
             _ => None,
         }
     });
-    wanted.filter(|name| !name.is_empty() && !Path::new("/sys/class/net").join(name).exists()).collect()
+    // Not /sys/class/net, which shows the network namespace that it was mounted in.
+    let table = std::fs::read_to_string("/proc/self/net/dev").unwrap_or_default();
+    let there: Vec<&str> = table.lines().filter_map(|line| Some(line.split_once(':')?.0.trim())).collect();
+    wanted.filter(|name| !name.is_empty() && !there.contains(&name.as_str())).collect()
 }
 
 /// The facts of a destination that has not started anything yet. `qmp` is a monitor of a QEMU of

@@ -180,7 +180,10 @@ impl Greeting {
         let deadline = self.deadline.min(Instant::now() + LINGER);
         self.shared.socket.finish();
         let mut scrap = [0; 4096];
-        while matches!(self.shared.socket.recv(&mut scrap, Some(deadline)), Ok(bytes) if bytes > 0) {}
+        // The deadline also holds for one that never stops sending.
+        while Instant::now() < deadline
+            && matches!(self.shared.socket.recv(&mut scrap, Some(deadline)), Ok(bytes) if bytes > 0)
+        {}
     }
 
     fn open(self, peer: HostId, version: u16) -> Connection {

@@ -46,7 +46,27 @@ prop_compose! {
     }
 }
 
+/// Eight bytes that are nearly a header: lengths around the limit, one reserved byte that is not zero.
+fn nearly_a_header() -> impl Strategy<Value = [u8; HEADER_BYTES]> {
+    let length = prop_oneof![
+        any::<u32>(),
+        (0..5_usize, 0..20_u32)
+            .prop_map(|(kind, over)| { (KINDS[kind].max_payload_bytes() as u32 + over).saturating_sub(10) })
+    ];
+    let reserved = prop_oneof![3 => Just([0; 3]), 1 => (0..3_usize, any::<u8>()).prop_map(|(at, byte)| {
+        let mut reserved = [0; 3];
+        reserved[at] = byte;
+        reserved
+    })];
+    (0..7_u8, reserved, length).prop_map(|(kind, [z1, z2, z3], length)| {
+        let [l0, l1, l2, l3] = length.to_le_bytes();
+        [kind, z1, z2, z3, l0, l1, l2, l3]
+    })
+}
+
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
     #[test]
     fn headers_come_back(kind in 0..5_usize, share in 0.0..=1.0) {
         let kind = KINDS[kind];
@@ -57,25 +77,19 @@ proptest! {
     }
 
     #[test]
-    fn any_eight_bytes_are_a_good_header_or_an_error(bytes: [u8; HEADER_BYTES]) {
+    fn eight_bytes_are_a_good_header_or_an_error(bytes in prop_oneof![any::<[u8; HEADER_BYTES]>(), nearly_a_header()]) {
         match Header::decode(bytes) {
             Ok(header) => {
                 prop_assert!(header.payload_bytes as usize <= header.kind.max_payload_bytes());
                 prop_assert_eq!(header.encode(), bytes);
             }
-            Err(BadHeader::Kind(kind)) => prop_assert_eq!(kind, bytes[0]),
+            Err(BadHeader::Kind(kind)) => {
+                prop_assert_eq!(kind, bytes[0]);
+                prop_assert!(KINDS.iter().all(|known| *known as u8 != kind));
+            }
             Err(BadHeader::Reserved) => prop_assert_ne!(&bytes[1..4], &[0; 3]),
             Err(BadHeader::TooLong { kind, bytes }) => prop_assert!(bytes as usize > kind.max_payload_bytes()),
         }
-    }
-
-    #[test]
-    fn headers_beyond_the_limit_are_refused(kind in 0..5_usize, over in 1_u32..) {
-        let max = KINDS[kind].max_payload_bytes() as u32;
-        let mut bytes = [KINDS[kind] as u8, 0, 0, 0, 0, 0, 0, 0];
-        bytes[4..].copy_from_slice(&max.saturating_add(over).to_le_bytes());
-        let too_long = matches!(Header::decode(bytes), Err(BadHeader::TooLong { .. }));
-        prop_assert!(too_long);
     }
 
     #[test]
@@ -172,6 +186,17 @@ proptest! {
             prop_assert!(!name.is_empty() && name.len() <= limits::NAME_BYTES && !name.contains('/'));
             prop_assert_eq!(good.as_str(), name);
         }
+    }
+}
+
+#[test]
+fn the_limit_of_each_kind_is_exact() {
+    for kind in KINDS {
+        let max = kind.max_payload_bytes();
+        let mut bytes = Header::new(kind, max).unwrap().encode();
+        assert!(Header::decode(bytes).is_ok());
+        bytes[4..].copy_from_slice(&(max as u32 + 1).to_le_bytes());
+        assert_eq!(Header::decode(bytes), Err(BadHeader::TooLong { kind, bytes: max as u32 + 1 }));
     }
 }
 

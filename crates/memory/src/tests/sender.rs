@@ -254,16 +254,21 @@ fn nothing_of_an_old_generation_is_applied_after_the_new_one_has_begun() {
 
     // The guest writes again; the new generation must carry it, and the old worker must not undo it.
     source.0[0].guest_writes(0, 2, 0);
-    let (begun, has_begun) = mpsc::channel();
-    let receiver = thread::spawn(move || {
+    let (tell_id, id) = mpsc::channel();
+    let beginning = thread::spawn(move || {
+        tell_id.send(rustix::thread::gettid().as_raw_nonzero()).unwrap();
         receiver.begin(Generation(2));
-        begun.send(()).unwrap();
         receiver
     });
-    // The old worker is still in its write, so the new generation cannot have begun.
-    assert!(has_begun.try_recv().is_err());
+    // It comes to an end (which is wrong), or it sleeps: in the join, there is nothing else to wait for.
+    let stat = format!("/proc/self/task/{}/stat", id.recv().unwrap());
+    let sleeps = || std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(") S "));
+    while !beginning.is_finished() && !sleeps() {
+        thread::yield_now();
+    }
+    assert!(!beginning.is_finished(), "the new generation began while the old worker was in its write");
     go_on.send(()).unwrap();
-    let mut receiver = receiver.join().unwrap();
+    let mut receiver = beginning.join().unwrap();
     let (near, far) = connection(WHOLE, WHOLE);
     receiver.attach(Generation(2), 0, far).unwrap();
     let sender = Sender::start(source.readers(), vec![near]).unwrap();

@@ -166,6 +166,30 @@ impl Cluster {
         guest
     }
 
+    /// Moves a VM with `--verify`, and returns the report. Nothing may differ, and all of memory must have been compared.
+    #[track_caller]
+    pub fn migrate(&self, vm: &str, from: &str, to: &str, more: &[&str]) -> Value {
+        let from = self.agent(from);
+        let mut words = vec!["migrate", vm, "--to", to, "--verify", "--on-limit", "stop"];
+        words.extend(more);
+        let said = from.cli(&words);
+        assert_eq!(said.code, 0, "{said:?}\n{}", from.log());
+        let report = from.cli(&["report", vm]).ok().json();
+        assert_eq!(report["outcome"], "moved", "{report:#}");
+        assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+        let bytes = |block: &Value| block["bytes"].as_u64().unwrap();
+        let ram: u64 = report["ram_blocks"].as_array().unwrap().iter().map(bytes).sum();
+        assert_eq!(report["verification"]["compared_bytes"], ram, "all of memory was compared: {report:#}");
+        report
+    }
+
+    /// The guest itself finds every page as it wrote it.
+    #[track_caller]
+    pub fn guest_is_whole(&self, agent: &str, vm: &str) {
+        let check = self.serial(agent, vm).check().unwrap();
+        assert!(check.ok && check.wrong == 0, "{check:?}");
+    }
+
     /// The serial line of a guest that has moved to a host.
     pub fn serial(&self, agent: &str, vm: &str) -> Serial {
         let agent = self.agent(agent);
@@ -183,7 +207,8 @@ fn wrapper(directory: &Path, qemu: &lab::Qemu) -> PathBuf {
         return qemu.program.clone();
     }
     let path = directory.join("qemu-newer");
-    let script = format!("#!/bin/sh\nexec {} {} \"$@\"\n", qemu.program.display(), qemu.arguments().join(" "));
+    let script =
+        format!("#!/bin/sh\nexec {} {} \"$@\"\n", qemu.program.display(), qemu.arguments().join(" "));
     fs::write(&path, script).unwrap();
     fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     path

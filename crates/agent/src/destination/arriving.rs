@@ -90,11 +90,11 @@ impl Traces {
 
     /// The monitor that QEMU opens for the agent.
     pub(crate) fn qmp(&self) -> PathBuf {
-        self.directory.join("agent.qmp")
+        self.directory.join(qemu::command::QMP_FILE)
     }
 
     fn log(&self) -> PathBuf {
-        self.directory.join("qemu.log")
+        self.directory.join(qemu::command::LOG_FILE)
     }
 
     /// Makes the directory, empty.

@@ -67,8 +67,8 @@ pub struct Terms {
     pub source: HostId,
     /// Where it is to run.
     pub destination: HostId,
-    /// With a register of owners: the epoch in which the source holds the VM there, as pre-flight read it. Without
-    /// one: none.
+    /// With a register of owners: the epoch in which the source holds the VM there, as pre-flight read it (it may have
+    /// grown since, see [`register`]). Without one: none.
     pub register: Option<Epoch>,
 }
 

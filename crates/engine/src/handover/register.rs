@@ -3,17 +3,21 @@
 //! The register keeps one record for each VM. [`apply`] is all of its behaviour; the witness calls it inside a
 //! transaction of its store. The other functions make the requests of the two roles and read the answers.
 //!
-//! With `b` the epoch in which the source holds the VM and `e > b` the epoch of the attempt, a record takes these
-//! values and no others, so that a request that arrives late or twice finds its comparison failed:
+//! With `e` the epoch of an attempt, a record takes these values and no others, so that a request that arrives late or
+//! twice finds its comparison failed:
 //!
 //! ```text
-//!                    destination takes
-//!   (b, source) ─────────────────────────► (e, destination)
+//!                      destination takes
+//!   (b < e, source) ─────────────────────────► (e, destination)
 //!        │                                        │
 //!        │ source reclaims, or                    │ destination gives back,
 //!        │ destination shuts the door             │ or the operator's force
 //!        └──────────────► (e, source) ◄───────────┘
 //! ```
+//!
+//! `b` is the epoch in which the source holds the VM. Pre-flight reads it, so that nobody has to read while the guest
+//! stands still; but it can grow until `e` is decided, when the destination of an older attempt, back from a reboot,
+//! shuts the door for that attempt. Who finds another `b` in the answer compares with that one next.
 //!
 //! An *offer* beside (b, source) says that the source has journalled COMMITTED. It is a GO that a destination can read
 //! when the source's host is gone.
@@ -73,8 +77,13 @@ impl RegisterAnswer {
 /// What a record means for one migration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Standing {
-    /// Nobody has taken this epoch; the source may have offered it.
-    Open(Option<Offer>),
+    /// Nobody has taken this epoch.
+    Open {
+        /// The epoch in which the source holds the VM.
+        since: Epoch,
+        /// What the source has offered.
+        offer: Option<Offer>,
+    },
     /// The destination took this epoch.
     Destination,
     /// The source has this epoch: the destination can take it no more.
@@ -96,8 +105,8 @@ pub fn standing(terms: &Terms, record: Option<&Ownership>) -> Standing {
             owner if *owner == terms.source => Standing::Source,
             _ => Standing::Foreign,
         }
-    } else if Some(record.epoch) == terms.register && record.owner == terms.source {
-        Standing::Open(record.offer.clone())
+    } else if record.owner == terms.source {
+        Standing::Open { since: record.epoch, offer: record.offer.clone() }
     } else {
         Standing::Foreign
     }
@@ -138,21 +147,20 @@ pub fn read(terms: &Terms) -> RegisterRequest {
     RegisterRequest::Read { vm: terms.migration.vm.clone() }
 }
 
-/// (b, source) → (b, source) with an offer. None without a register.
-pub fn offer(terms: &Terms, incarnation: &Incarnation, run: bool) -> Option<RegisterRequest> {
-    let base = terms.register?;
+/// (since, source) → (since, source) with an offer.
+pub fn offer(terms: &Terms, since: Epoch, incarnation: &Incarnation, run: bool) -> RegisterRequest {
     let offer = Offer { epoch: terms.epoch(), incarnation: incarnation.clone(), run };
-    Some(change(terms, (base, &terms.source), (base, &terms.source), Some(offer)))
+    change(terms, (since, &terms.source), (since, &terms.source), Some(offer))
 }
 
-/// (b, source) → (e, destination). None without a register.
-pub fn take_by_destination(terms: &Terms) -> Option<RegisterRequest> {
-    Some(change(terms, (terms.register?, &terms.source), (terms.epoch(), &terms.destination), None))
+/// (since, source) → (e, destination).
+pub fn take_by_destination(terms: &Terms, since: Epoch) -> RegisterRequest {
+    change(terms, (since, &terms.source), (terms.epoch(), &terms.destination), None)
 }
 
-/// (b, source) → (e, source). None without a register.
-pub fn take_by_source(terms: &Terms) -> Option<RegisterRequest> {
-    Some(change(terms, (terms.register?, &terms.source), (terms.epoch(), &terms.source), None))
+/// (since, source) → (e, source).
+pub fn take_by_source(terms: &Terms, since: Epoch) -> RegisterRequest {
+    change(terms, (since, &terms.source), (terms.epoch(), &terms.source), None)
 }
 
 /// (e, destination) → (e, source). The destination's to give back, and the operator's to force.

@@ -245,6 +245,7 @@ fn answers(terms: &Terms) -> Vec<RegisterAnswer> {
         owned(EPOCH, &terms.source, None),
         owned(EPOCH.next(), &terms.source, None),
         owned(EPOCH.next(), &terms.destination, None),
+        owned(Epoch(5), &terms.source, None),
         owned(base, &terms.destination, None),
         None,
     ]

@@ -231,7 +231,7 @@ fn the_register_does_not_go_back() {
     // A VM that is there is not entered again.
     let (reply, none) = apply(&enrol, first.as_ref());
     assert_eq!((reply, none), (RegisterReply::Stands { record: first.clone() }, None));
-    let take = register::take_by_destination(&terms).unwrap();
+    let take = register::take_by_destination(&terms, Epoch(3));
     let (reply, second) = apply(&take, first.as_ref());
     assert_eq!((reply, second), (RegisterReply::Set, Some(owned(EPOCH, &terms.destination))));
     let backwards = RegisterRequest::CompareAndSet {
@@ -244,6 +244,20 @@ fn the_register_does_not_go_back() {
     assert_eq!(none, None);
 }
 
+/// An older attempt's destination, back from a reboot, shuts the door for its own epoch only.
+#[test]
+fn an_older_attempt_s_end_does_not_stop_this_one() {
+    let terms = terms(Some(Epoch(3)));
+    let moved_on = Ownership { epoch: Epoch(5), owner: terms.source.clone(), offer: None };
+    let says = RegisterAnswer::Stands(Some(moved_on.clone()));
+    let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
+    let step = moved(destination(&terms, &taking, &DestinationEvent::RegisterSays(says)));
+    let [DestinationEffect::Register { request, .. }] = &step.effects[..] else { panic!("{step:?}") };
+    let (reply, record) = apply(request, Some(&moved_on));
+    assert_eq!(reply, RegisterReply::Set);
+    assert_eq!(register::standing(&terms, record.as_ref()), Standing::Destination);
+}
+
 proptest! {
     /// Requests of both sides in any order, any number of times: once the source has the epoch, the destination never
     /// has it again; and whoever does not have it does not get it by a late request.
@@ -251,10 +265,10 @@ proptest! {
     fn exactly_one_side_wins(picks in prop::collection::vec(0..4_usize, 0..24)) {
         let terms = terms(Some(Epoch(3)));
         let requests = [
-            register::take_by_destination(&terms).unwrap(),
-            register::take_by_source(&terms).unwrap(),
+            register::take_by_destination(&terms, Epoch(3)),
+            register::take_by_source(&terms, Epoch(3)),
             register::give_back(&terms),
-            register::offer(&terms, &incarnation(1), true).unwrap(),
+            register::offer(&terms, Epoch(3), &incarnation(1), true),
         ];
         let mut record = Ownership { epoch: Epoch(3), owner: terms.source.clone(), offer: None };
         let mut source_has_it = false;

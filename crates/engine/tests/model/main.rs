@@ -557,7 +557,7 @@ fn all_at_once_with_hosts() {
             ..NONE
         };
         for register in [false, true] {
-            holds_until("all at once, with hosts", budget, register, 60_000_000);
+            holds_until("all at once, with hosts", budget, register, 10_000_000);
         }
     }
 }

@@ -91,7 +91,7 @@ fn ready(terms: &Terms, incarnation: &Incarnation, event: &On) -> Taken {
             moved(here().when("undecided").asking(Use::Read, read()))
         }
         On::RegisterSays(answer) => match heard(terms, answer) {
-            Heard::Record(Standing::Open(Some(offer)))
+            Heard::Record(Standing::Open { offer: Some(offer), .. })
                 if offer.epoch == terms.epoch() && offer.incarnation == *incarnation =>
             {
                 moved(obey(terms, incarnation, offer.run).within("offered"))
@@ -105,7 +105,7 @@ fn ready(terms: &Terms, incarnation: &Incarnation, event: &On) -> Taken {
             }
             // Nothing has been taken from here: a record that says otherwise is not this incarnation's.
             Heard::Record(Standing::Destination) => None,
-            Heard::Record(Standing::Open(_)) | Heard::Unreachable | Heard::Unknown => {
+            Heard::Record(Standing::Open { .. }) | Heard::Unreachable | Heard::Unknown => {
                 moved(here().when("otherwise"))
             }
         },
@@ -137,13 +137,12 @@ fn ready(terms: &Terms, incarnation: &Incarnation, event: &On) -> Taken {
 fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Taken {
     let state = || In::Taking { incarnation: incarnation.clone(), run };
     let here = || Move::to(state());
+    let take = |since| ask(Use::Take, Some(register::take_by_destination(terms, since)));
     let read = || ask(Use::Read, Some(register::read(terms)));
     match event {
         On::RegisterSays(answer) => match heard(terms, answer) {
             Heard::Record(Standing::Destination) => moved(start(incarnation, run).within("destination-owns")),
-            Heard::Record(Standing::Open(_)) => {
-                moved(here().when("open").then(ask(Use::Take, register::take_by_destination(terms))))
-            }
+            Heard::Record(Standing::Open { since, .. }) => moved(here().when("open").then(take(since))),
             Heard::Record(Standing::Source | Standing::MovedOn) => {
                 moved(discard(Say::SourceKept).when("source-owns"))
             }
@@ -153,7 +152,7 @@ fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Ta
             Heard::Unknown => moved(here().when("unknown").then(read())),
             Heard::Unreachable => moved(here().when("unreachable")),
         },
-        On::Repeat => moved(here().then(ask(Use::Take, register::take_by_destination(terms)))),
+        On::Repeat => moved(here().then(terms.register.and_then(take))),
         On::Restarted(Found::Paused) => moved(here().when("paused").then(read())),
         // `cont` was not sent: STARTING would stand in the journal.
         On::QemuDied => moved(give_back(terms)),
@@ -188,7 +187,7 @@ fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -
             Heard::Record(Standing::Source | Standing::MovedOn) => {
                 moved(discard(Say::SourceKept).when("source-owns"))
             }
-            Heard::Record(Standing::Open(_) | Standing::Foreign) => {
+            Heard::Record(Standing::Open { .. } | Standing::Foreign) => {
                 moved(Move::to(state(true)).when("foreign").then([Do::Report(Say::RegisterForeign)]))
             }
             Heard::Unknown => {
@@ -243,8 +242,9 @@ fn refusing(terms: &Terms, event: &On) -> Taken {
             Heard::Record(Standing::Source | Standing::MovedOn) => moved(refuse().when("source-owns")),
             Heard::Record(Standing::Destination) => moved(here().when("destination-owns").then(give_back())),
             // Not taken, but a request of this host's may still be on its way: shut the door for it.
-            Heard::Record(Standing::Open(_)) => {
-                moved(here().when("open").then(ask(Use::GiveBack, register::take_by_source(terms))))
+            Heard::Record(Standing::Open { since, .. }) => {
+                let shut = register::take_by_source(terms, since);
+                moved(here().when("open").then(ask(Use::GiveBack, Some(shut))))
             }
             Heard::Record(Standing::Foreign) => {
                 moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
@@ -283,7 +283,7 @@ fn bereft(terms: &Terms, event: &On) -> Taken {
                 moved(discard(Say::SourceKept).when("source-owns"))
             }
             // Never taken, so never run.
-            Heard::Record(Standing::Open(_)) => moved(give_back(terms).when("open")),
+            Heard::Record(Standing::Open { .. }) => moved(give_back(terms).when("open")),
             Heard::Record(Standing::Foreign) => {
                 moved(here().when("foreign").then([Do::Report(Say::RegisterForeign)]))
             }
@@ -317,7 +317,8 @@ fn crashed(ran: bool, event: &On) -> Taken {
 
 /// GO, from the source, the register's offer, or an operator.
 fn obey(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
-    match register::take_by_destination(terms) {
+    let take = terms.register.map(|since| register::take_by_destination(terms, since));
+    match take {
         None => start(incarnation, run).within("no-register"),
         take => enter(In::Taking { incarnation: incarnation.clone(), run })
             .when("register")

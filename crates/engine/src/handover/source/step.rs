@@ -130,7 +130,7 @@ fn bereft(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, event: &O
 fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Taken {
     let here = || Move::to(In::Committed { incarnation: incarnation.clone(), run });
     let go = || Do::SendGo { incarnation: incarnation.clone(), run };
-    let offer = || register::offer(terms, incarnation, run);
+    let offer_again = || offer(terms, incarnation, run);
     match event {
         On::Running { .. } => moved(finish(Some(incarnation), run)),
         On::Refused { .. } => moved(take_back(terms, Some(incarnation), run, false)),
@@ -141,18 +141,28 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
         }
         On::Ready { incarnation: other, .. } if other != incarnation => ignored(Ignored::OtherIncarnation),
         On::Ready { .. } => moved(here().then([go()])),
-        On::Repeat => moved(here().then([go()]).asking(Use::Offer, offer())),
+        On::Repeat => moved(here().then([go()]).asking(Use::Offer, offer_again())),
         // Somebody else may have sent SIGCONT since, or the agent may have died before its own SIGSTOP.
         On::Restarted(Found::Running | Found::Paused) => {
-            moved(here().when("qemu-lives").then([Do::PauseQemu, go()]).asking(Use::Offer, offer()))
+            moved(here().when("qemu-lives").then([Do::PauseQemu, go()]).asking(Use::Offer, offer_again()))
         }
         On::Restarted(Found::Gone | Found::Rebooted) => moved(
-            here().when("qemu-gone").then([Do::Report(Say::CopyLost), go()]).asking(Use::Offer, offer()),
+            here()
+                .when("qemu-gone")
+                .then([Do::Report(Say::CopyLost), go()])
+                .asking(Use::Offer, offer_again()),
         ),
         On::QemuDied => moved(here().then([Do::Report(Say::CopyLost)])),
         On::RegisterSays(answer) => match read(terms, answer) {
             // The destination gave it back and its REFUSED was lost.
             Heard::Record(Standing::Source) => moved(give_return(run).within("source-owns")),
+            // Another `since` than pre-flight's.
+            Heard::Record(Standing::Open { since, offer })
+                if offer.as_ref().is_none_or(|offer| offer.epoch != terms.epoch()) =>
+            {
+                let request = register::offer(terms, since, incarnation, run);
+                moved(here().when("not-offered").then(ask(Use::Offer, Some(request))))
+            }
             // Best effort: `Repeat` offers again.
             _ => moved(here().when("otherwise")),
         },
@@ -177,11 +187,14 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
 
 fn reclaiming(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force: bool, event: &On) -> Taken {
     let state = |force| In::Reclaiming { incarnation: incarnation.cloned(), run, force };
-    let take = || ask(Use::Take, register::take_by_source(terms));
+    let take_since = |since| ask(Use::Take, Some(register::take_by_source(terms, since)));
+    let take = || terms.register.and_then(take_since);
     match event {
         On::RegisterSays(answer) => match read(terms, answer) {
             Heard::Record(Standing::Source) => moved(give_return(run).within("source-owns")),
-            Heard::Record(Standing::Open(_)) => moved(Move::to(state(force)).when("open").then(take())),
+            Heard::Record(Standing::Open { since, .. }) => {
+                moved(Move::to(state(force)).when("open").then(take_since(since)))
+            }
             Heard::Record(Standing::Destination) if force => {
                 let seize = ask(Use::GiveBack, Some(register::give_back(terms)));
                 moved(Move::to(state(force)).when("destination-owns").when("force").then(seize))
@@ -285,14 +298,14 @@ fn done(incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
 fn commit(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
     enter(In::Committed { incarnation: incarnation.clone(), run })
         .then([Do::PauseQemu, Do::SendGo { incarnation: incarnation.clone(), run }])
-        .asking(Use::Offer, register::offer(terms, incarnation, run))
+        .asking(Use::Offer, offer(terms, incarnation, run))
 }
 
 /// COMMITTED by a side that has no QEMU to hold.
 fn commit_bereft(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
     enter(In::Bereft { incarnation: Some(incarnation.clone()), run })
         .then([Do::SendGo { incarnation: incarnation.clone(), run }])
-        .asking(Use::Offer, register::offer(terms, incarnation, run))
+        .asking(Use::Offer, offer(terms, incarnation, run))
 }
 
 /// ABORTED where the guest was not stopped, or is no more.
@@ -320,16 +333,17 @@ fn insist(to: Moved, terms: &Terms, incarnation: Option<&Incarnation>, run: bool
         Some(incarnation) => to
             .when("committed")
             .then([Do::SendGo { incarnation: incarnation.clone(), run }])
-            .asking(Use::Offer, register::offer(terms, incarnation, run)),
+            .asking(Use::Offer, offer(terms, incarnation, run)),
         None => to.when("not-committed").then([Do::AskDestination]),
     }
 }
 
 /// Towards RETURNED: through the register where there is one.
 fn take_back(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force: bool) -> Moved {
-    match register::take_by_source(terms) {
+    match terms.register {
         None => give_return(run).within("no-register"),
-        take => {
+        Some(since) => {
+            let take = Some(register::take_by_source(terms, since));
             let state = In::Reclaiming { incarnation: incarnation.cloned(), run, force };
             enter(state).when("register").then(ask(Use::Take, take))
         }
@@ -369,6 +383,10 @@ fn finish(incarnation: Option<&Incarnation>, run: bool) -> Moved {
 fn enter(state: In) -> Moved {
     let durable = state.durable();
     Move::to(state.clone()).then([Do::Journal { state, durable }])
+}
+
+fn offer(terms: &Terms, incarnation: &Incarnation, run: bool) -> Option<RegisterRequest> {
+    terms.register.map(|since| register::offer(terms, since, incarnation, run))
 }
 
 fn ask(why: Use, request: Option<RegisterRequest>) -> Option<Do> {

@@ -1,2 +1,106 @@
-//! The program.
-fn main() {}
+//! Moves running virtual machines from host to host: the agent, and the commands by which people speak to it.
+//!
+//! | exit code | meaning |
+//! |---|---|
+//! | 0 | done |
+//! | 1 | failed; a VM that was to be moved is at its source, unharmed |
+//! | 2 | usage or bad input; nothing was done |
+//! | 3 | in doubt: which side has the VM cannot be told without `whimbrel recover` |
+//! | 130 | interrupted with Ctrl-C; a migration that was watched goes on |
+//!
+//! Results go to the standard output, as text or (`--json`) as one JSON document, errors included. Progress goes to the
+//! standard error.
+
+mod agent_command;
+mod cli;
+mod failure;
+mod inventory;
+mod lab_command;
+mod migration;
+mod output;
+mod rate;
+mod recovery;
+mod watching;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use cli::{Cli, Command, LabCommand, VmCommand};
+use failure::Failure;
+use output::Output;
+
+/// The hidden command under which the agent starts its injector.
+const INJECTOR: &str = "injector";
+
+fn main() -> ExitCode {
+    // Before anything else: the injector starts no thread and allocates nothing that it need not.
+    if std::env::args_os().nth(1).is_some_and(|command| command == INJECTOR) {
+        return tracee::injector_main();
+    }
+    let cli = Cli::parse();
+    let output = Output::new(cli.json);
+    match run(cli, &output) {
+        Ok(code) => code.into(),
+        Err(failure) => {
+            output.failure(&failure);
+            failure.code().into()
+        }
+    }
+}
+
+/// How the program ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Code {
+    /// Done.
+    Done,
+    /// Failed, without harm.
+    Failed,
+    /// Usage or bad input.
+    Usage,
+    /// In doubt.
+    InDoubt,
+    /// Ctrl-C.
+    Interrupted,
+}
+
+impl From<Code> for ExitCode {
+    fn from(code: Code) -> Self {
+        Self::from(match code {
+            Code::Done => 0,
+            Code::Failed => 1,
+            Code::Usage => 2,
+            Code::InDoubt => 3,
+            Code::Interrupted => 130,
+        })
+    }
+}
+
+fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
+    let client = || agent::api::Client::new(&cli.socket).map_err(Failure::from);
+    match cli.command {
+        Command::Agent(command) => agent_command::run(&command, output),
+        Command::Info => inventory::agent(&client()?, output),
+        Command::Vm { command } => match command {
+            VmCommand::List => inventory::list(&client()?, output),
+            VmCommand::Show { vm } => inventory::show(&client()?, &vm, output),
+            VmCommand::Adopt(adopt) => inventory::adopt(&client()?, adopt, output),
+            VmCommand::Run { file, paused } => inventory::run(&client()?, &file, paused, output),
+            VmCommand::Forget { vm } => inventory::forget(&client()?, &vm, output),
+        },
+        Command::Migrate(command) if command.check => migration::check(&client()?, command, output),
+        Command::Migrate(command) => migration::migrate(&client()?, command, &cli.socket, output),
+        Command::Watch { vm } => migration::watch(&client()?, &vm, &cli.socket, output),
+        Command::Migrations => migration::list(&client()?, output),
+        Command::Cancel { vm } => migration::cancel(&client()?, &vm, output),
+        Command::Limit { vm, bandwidth, max_downtime, max_rounds } => {
+            migration::limit(&client()?, &vm, bandwidth, max_downtime, max_rounds, output)
+        }
+        Command::Report { vm, epoch } => migration::report(&client()?, &vm, epoch, output),
+        Command::Recover(command) => recovery::recover(&client()?, &command, output),
+        Command::Lab { command } => match command {
+            LabCommand::Up { prefix } => lab_command::up(&prefix, output),
+            LabCommand::Down { prefix } => lab_command::down(&prefix, output),
+        },
+    }
+}

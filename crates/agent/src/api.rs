@@ -33,6 +33,7 @@ pub use client::{Client, ClientError, Lines, Which};
 pub use control::Control;
 pub use engine::handover::Role;
 pub use problem::{Kind, Problem, with_causes};
+pub use proto::ids::BadName;
 pub use proto::message::{Finding, Severity};
 pub use proto::{Epoch, HostId, MigrationId, VmName};
 pub use server::{Server, ServerError, serve};

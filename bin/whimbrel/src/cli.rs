@@ -1,0 +1,303 @@
+//! What the command line looks like.
+
+use std::path::PathBuf;
+
+use agent::api::{BadName, HostId, OnLimit, RamChoice, VmName};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::rate::Rate;
+
+fn vm_name(name: &str) -> Result<VmName, BadName> {
+    VmName::new(name)
+}
+
+fn host_id(name: &str) -> Result<HostId, BadName> {
+    HostId::new(name)
+}
+
+/// Moves running virtual machines from host to host.
+#[derive(Debug, Parser)]
+#[command(name = "whimbrel", version, about, max_term_width = 100, after_help = EXIT_CODES)]
+pub(crate) struct Cli {
+    /// Socket of the agent to speak to
+    #[arg(long, global = true, value_name = "PATH", default_value = "/run/whimbrel/agent.sock")]
+    pub socket: PathBuf,
+
+    /// Answer with one JSON document, errors included
+    #[arg(long, global = true)]
+    pub json: bool,
+
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const EXIT_CODES: &str = "\
+Exit codes: 0 done; 1 failed, a VM that was to be moved is at its source, unharmed; 2 usage or bad input; \
+3 in doubt, see `whimbrel recover`; 130 interrupted, a migration that was watched goes on.";
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run the agent of this host
+    Agent(AgentCommand),
+    /// Show what the agent and its host are
+    Info,
+    /// VMs that the agent of this host takes care of
+    Vm {
+        #[command(subcommand)]
+        command: VmCommand,
+    },
+    /// Move a running VM to another host
+    Migrate(MigrateCommand),
+    /// Watch the latest migration of a VM
+    Watch {
+        /// The VM
+        #[arg(value_parser = vm_name)]
+        vm: VmName,
+    },
+    /// List migrations from and to this host
+    Migrations,
+    /// End a migration; the VM stays where it is
+    Cancel {
+        /// The VM
+        #[arg(value_parser = vm_name)]
+        vm: VmName,
+    },
+    /// Change limits of a migration that runs
+    #[command(group = clap::ArgGroup::new("limits").required(true).multiple(true))]
+    Limit {
+        /// The VM
+        #[arg(value_parser = vm_name)]
+        vm: VmName,
+        /// Cap on the sending rate, e.g. 500M, 1.5Gbit, none
+        #[arg(long, value_name = "RATE", group = "limits")]
+        bandwidth: Option<Rate>,
+        /// Longest downtime to aim at, in milliseconds
+        #[arg(long, value_name = "MS", group = "limits")]
+        max_downtime: Option<u64>,
+        /// Most rounds of pre-copy
+        #[arg(long, value_name = "N", group = "limits")]
+        max_rounds: Option<u32>,
+    },
+    /// Show the report of a migration
+    Report {
+        /// The VM
+        #[arg(value_parser = vm_name)]
+        vm: VmName,
+        /// Which of its migrations; by default the latest
+        epoch: Option<u64>,
+    },
+    /// Settle a migration that is in doubt
+    Recover(RecoverCommand),
+    /// Hosts on this machine, as network namespaces, to try things with
+    Lab {
+        #[command(subcommand)]
+        command: LabCommand,
+    },
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct AgentCommand {
+    /// The configuration, see docs/agent.example.toml
+    #[arg(long, value_name = "FILE", default_value = agent::config::DEFAULT_PATH)]
+    pub config: PathBuf,
+    /// Only say whether the configuration can be used
+    #[arg(long)]
+    pub check_config: bool,
+    /// How log lines look. What is logged is set by the environment variable RUST_LOG, e.g. RUST_LOG=debug
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    pub log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum LogFormat {
+    /// For people
+    Text,
+    /// For programs
+    Json,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum VmCommand {
+    /// List the VMs
+    List,
+    /// Show all that is known of a VM
+    Show {
+        /// The VM
+        #[arg(value_parser = vm_name)]
+        vm: VmName,
+    },
+    /// Take care of a QEMU that runs already
+    Adopt(AdoptCommand),
+    /// Start a VM from a file and take care of it
+    Run {
+        /// The VM file (TOML)
+        file: PathBuf,
+        /// Leave the guest paused
+        #[arg(long)]
+        paused: bool,
+    },
+    /// Forget a VM; its QEMU goes on
+    Forget {
+        /// The VM
+        #[arg(value_parser = vm_name)]
+        vm: VmName,
+    },
+}
+
+#[derive(Debug, Args)]
+#[command(group = clap::ArgGroup::new("which").required(true))]
+pub(crate) struct AdoptCommand {
+    /// The QEMU that was started with this name (-name)
+    #[arg(value_name = "NAME", group = "which")]
+    pub qemu_name: Option<String>,
+    /// The QEMU with this process id
+    #[arg(long, value_name = "PID", group = "which")]
+    pub pid: Option<u32>,
+    /// The QEMU behind this QMP socket
+    #[arg(long, value_name = "PATH", group = "which")]
+    pub qmp: Option<PathBuf>,
+    /// What to call the VM; by default the name that QEMU was given
+    #[arg(long = "as", value_name = "VM", value_parser = vm_name)]
+    pub name: Option<VmName>,
+    /// Carry this option of QEMU's command line over although it is not known
+    #[arg(long = "allow-option", value_name = "OPTION", allow_hyphen_values = true)]
+    pub allow_options: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MigrateCommand {
+    /// The VM
+    #[arg(value_parser = vm_name)]
+    pub vm: VmName,
+    /// Where to: a name under [hosts] of the agent's configuration
+    #[arg(long, value_name = "HOST", value_parser = host_id)]
+    pub to: HostId,
+    /// Only look whether it can be done, on both hosts
+    #[arg(long, conflicts_with = "detach")]
+    pub check: bool,
+    /// Longest downtime to aim at, in milliseconds (30)
+    #[arg(long, value_name = "MS")]
+    pub max_downtime: Option<u64>,
+    /// Most rounds of pre-copy (30)
+    #[arg(long, value_name = "N")]
+    pub max_rounds: Option<u32>,
+    /// When the rounds are used up: stop the guest and send the rest, however long that takes, or abort (abort)
+    #[arg(long, value_name = "WHAT")]
+    pub on_limit: Option<OnLimitArg>,
+    /// Cap on the sending rate, e.g. 500M (bytes per second), 1.5Gbit, none
+    #[arg(long, value_name = "RATE")]
+    pub bandwidth: Option<Rate>,
+    /// Number of data streams (4)
+    #[arg(long, value_name = "N")]
+    pub streams: Option<u16>,
+    /// Compare all of memory after the stop; makes the downtime much longer
+    #[arg(long)]
+    pub verify: bool,
+    /// Kind of RAM at the destination
+    #[arg(long, value_name = "KIND", default_value = "auto")]
+    pub ram: RamArg,
+    /// Carry this option of QEMU's command line over although it is not known
+    #[arg(long = "allow-option", value_name = "OPTION", allow_hyphen_values = true)]
+    pub allow_options: Vec<String>,
+    /// Return as soon as it runs; `whimbrel watch` shows how far it is
+    #[arg(long)]
+    pub detach: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OnLimitArg {
+    /// Stop the guest and send the rest, however long that takes
+    Stop,
+    /// Give up; the VM stays where it is
+    Abort,
+}
+
+impl From<OnLimitArg> for OnLimit {
+    fn from(arg: OnLimitArg) -> Self {
+        match arg {
+            OnLimitArg::Stop => Self::Stop,
+            OnLimitArg::Abort => Self::Abort,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RamArg {
+    /// What the source has and the destination's host favours
+    Auto,
+    /// A shared memfd
+    Memfd,
+    /// Anonymous memory
+    Anonymous,
+}
+
+impl From<RamArg> for RamChoice {
+    fn from(arg: RamArg) -> Self {
+        match arg {
+            RamArg::Auto => Self::Auto,
+            RamArg::Memfd => Self::Memfd,
+            RamArg::Anonymous => Self::Anonymous,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+#[command(
+    long_about = "Settle a migration that is in doubt.\n\nWithout a decision the other host and the register are \
+                  asked once more, and what they say is done: that risks nothing. A decision says what only an \
+                  operator can know; it is described first, and carried out with --i-know-the-risk."
+)]
+pub(crate) struct RecoverCommand {
+    /// The VM
+    #[arg(value_parser = vm_name)]
+    pub vm: VmName,
+    /// Which of its migrations; by default the latest
+    pub epoch: Option<u64>,
+    /// Run the VM on this host: the other one does not run it and never will
+    #[arg(long, conflicts_with = "give_up")]
+    pub run_here: bool,
+    /// Give this host's copy up: the other host has the VM, or nobody shall
+    #[arg(long)]
+    pub give_up: bool,
+    /// Carry the decision out; what it risks was read and understood
+    #[arg(long)]
+    pub i_know_the_risk: bool,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum LabCommand {
+    /// Make two hosts, a witness, a router and a client, and configurations for their agents (as root)
+    Up {
+        /// Names of its namespaces begin with this
+        #[arg(long, default_value = "lab")]
+        prefix: String,
+    },
+    /// Take it down, with all that runs in it
+    Down {
+        /// As given to `up`
+        #[arg(long, default_value = "lab")]
+        prefix: String,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn one_way_to_name_a_qemu() {
+        let parse = |words: &[&str]| Cli::try_parse_from(["whimbrel", "vm", "adopt"].iter().chain(words));
+        assert!(parse(&["web"]).is_ok());
+        assert!(parse(&["--pid", "7", "--as", "web", "--allow-option", "-sandbox"]).is_ok());
+        for bad in [&[][..], &["web", "--pid", "7"], &["--pid", "7", "--qmp", "/x"], &["--pid", "x"]] {
+            assert!(parse(bad).is_err(), "{bad:?}");
+        }
+    }
+}

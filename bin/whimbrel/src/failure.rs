@@ -1,0 +1,74 @@
+//! Why a command failed, and with which exit code.
+
+use std::io;
+use std::path::PathBuf;
+
+use agent::api::{ClientError, Kind, Problem, with_causes};
+use agent::config::ConfigError;
+
+use crate::Code;
+
+/// Why a command failed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Failure {
+    /// The agent says no, or cannot be asked.
+    #[error(transparent)]
+    Client(#[from] ClientError),
+    /// The agent went away while a migration was watched.
+    #[error(
+        "the agent went away; the migration is taken up when it is started again, see `whimbrel migrations` then"
+    )]
+    Unwatched(#[source] ClientError),
+    /// The configuration cannot be used.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The agent cannot start.
+    #[error("the agent cannot start")]
+    Agent(#[from] agent::daemon::StartError),
+    /// A file cannot be read.
+    #[error("cannot read {path}", path = path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The laboratory does not work.
+    #[error("the laboratory cannot be made or taken down")]
+    Lab(#[from] lab::Error),
+    /// The system refuses something basic.
+    #[error("{what}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl Failure {
+    /// The exit code that goes with it.
+    pub(crate) fn code(&self) -> Code {
+        match self {
+            Self::Client(ClientError::Problem(problem)) => match problem.kind {
+                Kind::BadRequest | Kind::NotFound => Code::Usage,
+                Kind::Conflict | Kind::Refused | Kind::Unavailable | Kind::Internal => Code::Failed,
+            },
+            Self::Config(_) | Self::File { .. } => Code::Usage,
+            Self::Unwatched(_) => Code::InDoubt,
+            Self::Client(_) | Self::Agent(_) | Self::Lab(_) | Self::System { .. } => Code::Failed,
+        }
+    }
+
+    /// The same as the API would say it: for `--json`, and for the text.
+    pub(crate) fn problem(&self) -> Problem {
+        match self {
+            Self::Client(ClientError::Problem(problem)) => problem.clone(),
+            Self::Config(_) | Self::File { .. } => Problem::new(Kind::BadRequest, with_causes(self), ""),
+            Self::Client(ClientError::NoAgent { .. }) | Self::Unwatched(_) => {
+                Problem::new(Kind::Unavailable, with_causes(self), "")
+            }
+            _ => Problem::new(Kind::Internal, with_causes(self), ""),
+        }
+    }
+}

@@ -1,0 +1,119 @@
+//! VMs and the agent itself: what is there.
+
+use std::path::Path;
+
+use agent::api::{AdoptRequest, Adopted, AgentInfo, Client, RunRequest, VmDetail, VmName, VmSummary};
+use agent::report::bytes;
+
+use crate::Code;
+use crate::cli::AdoptCommand;
+use crate::failure::Failure;
+use crate::output::{Output, findings, table};
+
+/// `whimbrel info`.
+pub(crate) fn agent(client: &Client, output: &Output) -> Result<Code, Failure> {
+    output.show(&client.agent()?, |info: &AgentInfo| {
+        let list = |hosts: &[agent::api::HostId]| {
+            hosts.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
+        };
+        let mut text = format!(
+            "{} {} (whimbrel {}, pid {})\n  listens at  {}\n  peers       {}\n  register    {}\n  kernel      {}\n",
+            info.role,
+            info.host,
+            info.version,
+            info.pid,
+            info.listen,
+            list(&info.peers),
+            info.register.as_ref().map_or("none", agent::api::HostId::as_str),
+            info.kernel,
+        );
+        for feature in &info.kernel_features {
+            let there = if feature.present { "there".to_owned() } else { format!("MISSING: {}", feature.advice) };
+            text.push_str(&format!("    {}: {there}\n", feature.name));
+        }
+        text
+    });
+    Ok(Code::Done)
+}
+
+/// `whimbrel vm list`.
+pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
+    output.show(&client.vms()?, |vms: &Vec<VmSummary>| {
+        if vms.is_empty() {
+            return "no VMs; `whimbrel vm adopt NAME` takes care of a QEMU that runs\n".to_owned();
+        }
+        let heading = ["VM", "STATE", "PID", "MEMORY", "QEMU", "MIGRATION"];
+        table(heading, vms.iter().map(row))
+    });
+    Ok(Code::Done)
+}
+
+fn row(vm: &VmSummary) -> [String; 6] {
+    [
+        vm.vm.to_string(),
+        vm.state.clone(),
+        vm.pid.map_or_else(|| "-".to_owned(), |pid| pid.to_string()),
+        bytes(vm.ram_bytes),
+        vm.qemu_version.clone(),
+        vm.migration.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string),
+    ]
+}
+
+/// `whimbrel vm show`.
+pub(crate) fn show(client: &Client, vm: &VmName, output: &Output) -> Result<Code, Failure> {
+    output.show(&client.vm(vm)?, |detail: &VmDetail| {
+        let needs = detail.needs_hosts.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
+        let qmp = detail.qmp.as_ref().map_or_else(|| "-".to_owned(), |path| path.display().to_string());
+        let description = serde_json::to_string_pretty(&detail.description).unwrap_or_default();
+        let [name, state, pid, ram, version, migration] = row(&detail.summary);
+        format!(
+            "{name}\n  state      {state}\n  pid        {pid}\n  memory     {ram} ({})\n  QEMU       {version}\n  \
+             QMP        {qmp}\n  adopted    {}\n  migration  {migration}\n  needs      {needs}\n{}{description}\n",
+            detail.ram_kind,
+            detail.adopted,
+            findings(&detail.findings),
+        )
+    });
+    Ok(Code::Done)
+}
+
+/// `whimbrel vm adopt`.
+pub(crate) fn adopt(client: &Client, command: AdoptCommand, output: &Output) -> Result<Code, Failure> {
+    let AdoptCommand { qemu_name, pid, qmp, name, allow_options } = command;
+    // The agent may run in another directory.
+    let qmp = qmp.map(|path| std::path::absolute(&path).unwrap_or(path));
+    let adopted = client.adopt(&AdoptRequest { name, pid, qmp, qemu_name, allow_options })?;
+    output.show(&adopted, taken);
+    Ok(Code::Done)
+}
+
+/// `whimbrel vm run`.
+pub(crate) fn run(client: &Client, file: &Path, paused: bool, output: &Output) -> Result<Code, Failure> {
+    let unreadable = |source| Failure::File { path: file.to_owned(), source };
+    let text = std::fs::read_to_string(file).map_err(unreadable)?;
+    let path = std::path::absolute(file).map_err(unreadable)?;
+    output.show(&client.run(&RunRequest { path, text, paused })?, taken);
+    Ok(Code::Done)
+}
+
+fn taken(adopted: &Adopted) -> String {
+    let vm = &adopted.vm;
+    let pid = vm.pid.map_or_else(String::new, |pid| format!(", pid {pid}"));
+    format!(
+        "{}: {}, {}, QEMU {}{pid}\n{}",
+        vm.vm,
+        vm.state,
+        bytes(vm.ram_bytes),
+        vm.qemu_version,
+        findings(&adopted.findings)
+    )
+}
+
+/// `whimbrel vm forget`.
+pub(crate) fn forget(client: &Client, vm: &VmName, output: &Output) -> Result<Code, Failure> {
+    client.forget(vm)?;
+    output.show(&serde_json::json!({"vm": vm, "forgotten": true}), |_| {
+        format!("{vm} is forgotten; its QEMU goes on\n")
+    });
+    Ok(Code::Done)
+}

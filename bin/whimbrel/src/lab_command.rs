@@ -1,0 +1,74 @@
+//! `whimbrel lab`: hosts on this machine to try things with.
+
+use std::path::PathBuf;
+
+use lab::{Agents, Environment, Lab, LabConfig};
+use serde::Serialize;
+
+use crate::Code;
+use crate::failure::Failure;
+use crate::output::Output;
+
+#[derive(Serialize)]
+struct Up {
+    prefix: String,
+    program: PathBuf,
+    hosts: Vec<Host>,
+}
+
+#[derive(Serialize)]
+struct Host {
+    name: String,
+    namespace: String,
+    directory: PathBuf,
+    config: PathBuf,
+    socket: PathBuf,
+}
+
+/// Makes the laboratory and configurations for its agents, and leaves it up.
+pub(crate) fn up(prefix: &str, output: &Output) -> Result<Code, Failure> {
+    let program = std::env::current_exe()
+        .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
+    let mut lab = Lab::up(&LabConfig::new(prefix))?;
+    let agents = Agents::new(&lab, &Environment::discover(), &program).with_register();
+    agents.write()?;
+    let hosts = agents.all().iter().map(|host| Host {
+        name: host.name().to_owned(),
+        namespace: host.namespace().to_owned(),
+        directory: host.directory().to_owned(),
+        config: host.directory().join("agent.toml"),
+        socket: Agents::socket(host),
+    });
+    let up = Up { prefix: prefix.to_owned(), program: program.clone(), hosts: hosts.collect() };
+    lab.keep();
+    output.show(&up, text);
+    Ok(Code::Done)
+}
+
+fn text(up: &Up) -> String {
+    let program = up.program.display();
+    let mut text =
+        format!("The laboratory {} is up. Start its agents, each in a terminal of its own:\n", up.prefix);
+    for host in &up.hosts {
+        text.push_str(&format!(
+            "  ip netns exec {} {program} agent --config {}\n",
+            host.namespace,
+            host.config.display()
+        ));
+    }
+    text.push_str("Speak to them by their sockets:\n");
+    for host in &up.hosts {
+        text.push_str(&format!("  {program} --socket {} info\n", host.socket.display()));
+    }
+    text.push_str(&format!("Take it down: {program} lab down --prefix {}\n", up.prefix));
+    text
+}
+
+/// Takes the laboratory down.
+pub(crate) fn down(prefix: &str, output: &Output) -> Result<Code, Failure> {
+    Lab::down(&LabConfig::new(prefix))?;
+    output.show(&serde_json::json!({"prefix": prefix, "up": false}), |_| {
+        format!("The laboratory {prefix} is down.\n")
+    });
+    Ok(Code::Done)
+}

@@ -1,0 +1,205 @@
+//! Migrations: check, start, watch, list, cancel, limit, report.
+
+use std::path::Path;
+
+use agent::api::{
+    CancelOutcome, CheckReport, Client, Limits, MigrateRequest, MigrationId, MigrationStatus, VmName, Which,
+};
+use agent::progress::Standing;
+use agent::report::{Report, rate, render};
+
+use crate::Code;
+use crate::cli::MigrateCommand;
+use crate::failure::Failure;
+use crate::output::{Output, findings, table};
+use crate::rate::Rate;
+use crate::watching::{self, Ended};
+
+fn request(command: MigrateCommand) -> MigrateRequest {
+    MigrateRequest {
+        vm: command.vm,
+        to: command.to,
+        check_only: command.check,
+        max_downtime_ms: command.max_downtime,
+        max_rounds: command.max_rounds,
+        on_limit: command.on_limit.map(Into::into),
+        bandwidth_bytes_per_s: command.bandwidth.map(|Rate(rate)| rate),
+        streams: command.streams,
+        verify: command.verify,
+        ram: command.ram.into(),
+        allow_options: command.allow_options,
+    }
+}
+
+/// `whimbrel migrate --check`.
+pub(crate) fn check(client: &Client, command: MigrateCommand, output: &Output) -> Result<Code, Failure> {
+    let report = client.check(&request(command))?;
+    output.show(&report, |report: &CheckReport| {
+        let verdict = if report.possible { "can move" } else { "cannot move" };
+        let ram =
+            report.ram_kind.as_ref().map_or_else(String::new, |kind| format!(", its RAM would be {kind}"));
+        format!(
+            "{} {verdict} from {} to {}{ram}\n{}{}",
+            report.vm,
+            report.from,
+            report.to,
+            findings(&report.source_findings),
+            findings(&report.destination_findings)
+        )
+    });
+    Ok(if report.possible { Code::Done } else { Code::Failed })
+}
+
+/// `whimbrel migrate`.
+pub(crate) fn migrate(
+    client: &Client,
+    command: MigrateCommand,
+    socket: &Path,
+    output: &Output,
+) -> Result<Code, Failure> {
+    let detach = command.detach;
+    let status = client.migrate(&request(command))?;
+    if detach {
+        output.show(&status, |status: &MigrationStatus| {
+            let vm = &status.id.vm;
+            format!(
+                "{} is under way; `whimbrel watch {vm}` shows how far, `whimbrel cancel {vm}` ends it\n",
+                status.id
+            )
+        });
+        return Ok(Code::Done);
+    }
+    to_the_end(client, &status.id, socket, output)
+}
+
+/// `whimbrel watch`.
+pub(crate) fn watch(client: &Client, vm: &VmName, socket: &Path, output: &Output) -> Result<Code, Failure> {
+    let id = client.migration(vm, Which::Latest)?.id;
+    to_the_end(client, &id, socket, output)
+}
+
+/// Watches, and shows what came of it: the report, or what a side without one knows.
+fn to_the_end(client: &Client, id: &MigrationId, socket: &Path, output: &Output) -> Result<Code, Failure> {
+    let ended = watching::watch(id, socket, output)?;
+    let which = Which::Epoch(id.epoch.0);
+    let vm = &id.vm;
+    let Ended::Settled(standing) = ended else {
+        let status = client.migration(vm, which)?;
+        eprintln!("{id} goes on without being watched.");
+        eprintln!("  `whimbrel watch {vm}` watches it again, `whimbrel cancel {vm}` ends it.");
+        output.show(&status, |_| String::new());
+        return Ok(Code::Interrupted);
+    };
+    match client.report(vm, which) {
+        Ok(report) => output.show(&report, render),
+        Err(_) => output.show(&client.migration(vm, which)?, |status| table(HEADING, [row(status)])),
+    }
+    if standing == Standing::InDoubt {
+        eprintln!("{id} is in doubt: neither side guesses. `whimbrel recover {vm}` says what can be done.");
+    }
+    Ok(code(standing))
+}
+
+fn code(standing: Standing) -> Code {
+    match standing {
+        Standing::Done | Standing::Underway => Code::Done,
+        Standing::Failed => Code::Failed,
+        Standing::InDoubt => Code::InDoubt,
+    }
+}
+
+const HEADING: [&str; 6] = ["MIGRATION", "FROM", "TO", "STATE", "SINCE", "REMARK"];
+
+fn row(status: &MigrationStatus) -> [String; 6] {
+    let standing = match status.standing {
+        Standing::Underway => "under way",
+        Standing::Done => "done",
+        Standing::Failed => "failed",
+        Standing::InDoubt => "in doubt",
+    };
+    let remark = [&status.message, &status.advice].into_iter().flatten().cloned().collect::<Vec<_>>();
+    [
+        status.id.to_string(),
+        status.from.to_string(),
+        status.to.to_string(),
+        format!("{standing} ({})", status.state),
+        status.created.clone(),
+        remark.join("; "),
+    ]
+}
+
+/// `whimbrel migrations`.
+pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
+    output.show(&client.migrations()?, |migrations: &Vec<MigrationStatus>| {
+        if migrations.is_empty() {
+            "no migrations\n".to_owned()
+        } else {
+            table(HEADING, migrations.iter().map(row))
+        }
+    });
+    Ok(Code::Done)
+}
+
+/// `whimbrel cancel`.
+pub(crate) fn cancel(client: &Client, vm: &VmName, output: &Output) -> Result<Code, Failure> {
+    let outcome = client.cancel(vm, Which::Latest)?;
+    output.show(&outcome, |outcome| match outcome {
+        CancelOutcome::Cancelled => format!("{vm} stays where it is\n"),
+        CancelOutcome::TooLate { state, .. } => format!(
+            "too late: the handover is {state}, and only the other host can give {vm} back; `whimbrel recover {vm}` \
+             says what can be done if it does not end by itself\n"
+        ),
+        CancelOutcome::AlreadyOver { standing: Standing::Done } => format!("{vm} has moved already\n"),
+        CancelOutcome::AlreadyOver { .. } => format!("the migration of {vm} was over already\n"),
+    });
+    Ok(match outcome {
+        CancelOutcome::Cancelled | CancelOutcome::AlreadyOver { standing: Standing::Failed } => Code::Done,
+        CancelOutcome::TooLate { standing: Standing::InDoubt, .. }
+        | CancelOutcome::AlreadyOver { standing: Standing::InDoubt } => Code::InDoubt,
+        CancelOutcome::TooLate { .. } | CancelOutcome::AlreadyOver { .. } => Code::Failed,
+    })
+}
+
+/// `whimbrel limit`.
+pub(crate) fn limit(
+    client: &Client,
+    vm: &VmName,
+    bandwidth: Option<Rate>,
+    max_downtime_ms: Option<u64>,
+    max_rounds: Option<u32>,
+    output: &Output,
+) -> Result<Code, Failure> {
+    let bandwidth_bytes_per_s = bandwidth.map(|Rate(rate)| rate);
+    let limits = client.set_limits(
+        vm,
+        Which::Latest,
+        &Limits { bandwidth_bytes_per_s, max_downtime_ms, max_rounds },
+    )?;
+    output.show(&limits, |limits: &Limits| {
+        let cap = match limits.bandwidth_bytes_per_s {
+            None | Some(0) => "none".to_owned(),
+            Some(cap) => rate(cap),
+        };
+        let mut text = format!("bandwidth     {cap}\n");
+        if let Some(ms) = limits.max_downtime_ms {
+            text.push_str(&format!("max downtime  {ms} ms\n"));
+        }
+        if let Some(rounds) = limits.max_rounds {
+            text.push_str(&format!("max rounds    {rounds}\n"));
+        }
+        text
+    });
+    Ok(Code::Done)
+}
+
+/// `whimbrel report`.
+pub(crate) fn report(
+    client: &Client,
+    vm: &VmName,
+    epoch: Option<u64>,
+    output: &Output,
+) -> Result<Code, Failure> {
+    let report: Report = client.report(vm, epoch.map_or(Which::Latest, Which::Epoch))?;
+    output.show(&report, render);
+    Ok(Code::Done)
+}

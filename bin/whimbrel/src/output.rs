@@ -1,0 +1,105 @@
+//! Results on the standard output: text or JSON.
+
+use std::io::{self, IsTerminal, Write};
+
+use agent::api::{Finding, Severity};
+use serde::Serialize;
+
+use crate::failure::Failure;
+
+/// Where results go, and in which form.
+#[derive(Debug)]
+pub(crate) struct Output {
+    json: bool,
+}
+
+impl Output {
+    pub(crate) fn new(json: bool) -> Self {
+        Self { json }
+    }
+
+    /// Shows a result: as JSON, or as the text that `text` makes.
+    pub(crate) fn show<T: Serialize>(&self, value: &T, text: impl FnOnce(&T) -> String) {
+        if self.json {
+            self.json(value);
+        } else {
+            write(&text(value));
+        }
+    }
+
+    /// Shows why a command failed.
+    pub(crate) fn failure(&self, failure: &Failure) {
+        let problem = failure.problem();
+        if self.json {
+            self.json(&problem);
+            return;
+        }
+        eprintln!("error: {}", problem.error);
+        eprint!("{}", findings(&problem.findings));
+        if !problem.advice.is_empty() {
+            eprintln!("  {}", problem.advice);
+        }
+    }
+
+    /// Whether somebody looks at the standard error.
+    pub(crate) fn on_terminal() -> bool {
+        io::stderr().is_terminal()
+    }
+
+    /// Whether plain lines of progress are wanted where there is no terminal.
+    pub(crate) fn wants_lines(&self) -> bool {
+        !self.json
+    }
+
+    #[allow(clippy::unused_self, reason = "only an output for JSON gets here")]
+    fn json<T: Serialize>(&self, value: &T) {
+        match serde_json::to_string(value) {
+            Ok(text) => write(&format!("{text}\n")),
+            Err(error) => eprintln!("error: the answer cannot be written as JSON: {error}"),
+        }
+    }
+}
+
+/// A reader that has gone away (`whimbrel … | head`) is no error of ours.
+fn write(text: &str) {
+    let mut stdout = io::stdout().lock();
+    let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
+}
+
+/// Findings, one after the other, each with what to do about it.
+pub(crate) fn findings(findings: &[Finding]) -> String {
+    let mut text = String::new();
+    for finding in findings {
+        let word = match finding.severity {
+            Severity::Info => "info",
+            Severity::Warning => "warning",
+            Severity::Blocker => "blocker",
+        };
+        text.push_str(&format!("  {word:<8}{} [{}]\n", finding.what, finding.code));
+        if !finding.advice.is_empty() {
+            text.push_str(&format!("          {}\n", finding.advice));
+        }
+    }
+    text
+}
+
+/// Rows of cells as a table, columns as wide as they have to be.
+pub(crate) fn table<const N: usize>(
+    heading: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> String {
+    let rows: Vec<[String; N]> = std::iter::once(heading.map(str::to_owned)).chain(rows).collect();
+    let mut widths = [0; N];
+    for row in &rows {
+        for (width, cell) in widths.iter_mut().zip(row) {
+            *width = (*width).max(cell.chars().count());
+        }
+    }
+    let mut text = String::new();
+    for row in rows {
+        let cells = row.iter().zip(widths).map(|(cell, width)| format!("{cell:<width$}"));
+        text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}

@@ -1,0 +1,217 @@
+//! Watching a migration until it is over: a bar on a terminal, lines otherwise.
+
+use std::path::Path;
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+use std::time::Duration;
+
+use agent::api::{Client, ClientError, MigrationId, Which};
+use agent::progress::{Phase, Progress, Standing};
+use agent::report::{bytes, milliseconds, rate};
+use indicatif::{ProgressBar, ProgressStyle};
+
+use crate::failure::Failure;
+use crate::output::Output;
+
+/// Pause before a stream is opened again that ended although the migration goes on: its driver is being replaced.
+const AGAIN: Duration = Duration::from_millis(200);
+
+/// How watching ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    /// The migration stands so.
+    Settled(Standing),
+    /// Somebody pressed Ctrl-C. The migration goes on.
+    Interrupted,
+}
+
+enum Event {
+    Progress(Progress),
+    Failed(ClientError),
+    Interrupted,
+}
+
+/// Watches a migration until it is over or in doubt, or Ctrl-C is pressed.
+pub(crate) fn watch(id: &MigrationId, socket: &Path, output: &Output) -> Result<Ended, Failure> {
+    let (events, arriving) = mpsc::channel();
+    on_interrupt(events.clone())?;
+    let client = Client::new(socket)?;
+    let watched = id.clone();
+    thread::Builder::new()
+        .name("progress".to_owned())
+        .spawn(move || {
+            if let Err(error) = follow(&client, &watched, &events) {
+                let _ = events.send(Event::Failed(error));
+            }
+        })
+        .map_err(|source| Failure::System { what: "cannot start a thread", source })?;
+
+    let mut display = Display::new(id, output);
+    // The senders live as long as the threads do, so the loop ends by what they send.
+    for event in arriving {
+        match event {
+            Event::Progress(progress) => {
+                display.show(&progress);
+                if progress.standing != Standing::Underway {
+                    return Ok(Ended::Settled(progress.standing));
+                }
+            }
+            Event::Failed(error @ (ClientError::NoAgent { .. } | ClientError::Lost(_))) => {
+                return Err(Failure::Unwatched(error));
+            }
+            Event::Failed(error) => return Err(error.into()),
+            Event::Interrupted => return Ok(Ended::Interrupted),
+        }
+    }
+    Ok(Ended::Interrupted)
+}
+
+/// Passes on what the agent tells, until the migration is settled or nobody listens. A stream may end before: then its
+/// driver has ended, and the status tells whether another one will come.
+fn follow(client: &Client, id: &MigrationId, events: &Sender<Event>) -> Result<(), ClientError> {
+    let which = Which::Epoch(id.epoch.0);
+    loop {
+        for line in client.progress(&id.vm, which)? {
+            let progress = line?.progress;
+            let settled = progress.standing != Standing::Underway;
+            if events.send(Event::Progress(progress)).is_err() || settled {
+                return Ok(());
+            }
+        }
+        let status = client.migration(&id.vm, which)?;
+        if status.standing != Standing::Underway {
+            let known = status.progress.unwrap_or_default();
+            let message = status.message.or(known.message);
+            let last = Progress { phase: Phase::Ended, standing: status.standing, message, ..known };
+            let _ = events.send(Event::Progress(last));
+            return Ok(());
+        }
+        thread::sleep(AGAIN);
+    }
+}
+
+fn on_interrupt(events: Sender<Event>) -> Result<(), Failure> {
+    let failed = |source| Failure::System { what: "cannot wait for Ctrl-C", source };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    // Registered here, so that from now on Ctrl-C does not end the program.
+    let mut interrupts = {
+        let _context = runtime.enter();
+        tokio::signal::unix::signal(tokio::signal::unix::SignalKind::interrupt()).map_err(failed)?
+    };
+    thread::Builder::new()
+        .name("ctrl-c".to_owned())
+        .spawn(move || {
+            runtime.block_on(interrupts.recv());
+            let _ = events.send(Event::Interrupted);
+        })
+        .map(drop)
+        .map_err(failed)
+}
+
+/// Where progress is shown.
+struct Display {
+    name: String,
+    how: How,
+}
+
+enum How {
+    Bar(ProgressBar),
+    /// A line whenever phase or round have changed.
+    Lines(Option<(Phase, u32)>),
+    Nothing,
+}
+
+impl Display {
+    fn new(id: &MigrationId, output: &Output) -> Self {
+        let how = if Output::on_terminal() {
+            let bar = ProgressBar::new(0);
+            if let Ok(style) = ProgressStyle::with_template("{prefix} [{bar:24}] {wide_msg}") {
+                bar.set_style(style.progress_chars("=> "));
+            }
+            bar.set_prefix(id.to_string());
+            How::Bar(bar)
+        } else if output.wants_lines() {
+            How::Lines(None)
+        } else {
+            How::Nothing
+        };
+        Self { name: id.to_string(), how }
+    }
+
+    fn show(&mut self, progress: &Progress) {
+        match &mut self.how {
+            How::Bar(bar) => {
+                bar.set_length(progress.round_bytes.max(1));
+                bar.set_position(progress.round_bytes.saturating_sub(progress.remaining_bytes));
+                bar.set_message(line(progress));
+                bar.tick();
+            }
+            How::Lines(shown) => {
+                let now = (progress.phase, progress.round);
+                if *shown != Some(now) {
+                    *shown = Some(now);
+                    eprintln!("{}: {}", self.name, line(progress));
+                }
+            }
+            How::Nothing => {}
+        }
+    }
+}
+
+impl Drop for Display {
+    fn drop(&mut self) {
+        if let How::Bar(bar) = &self.how {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// What is to be said, in one line.
+fn line(progress: &Progress) -> String {
+    let phase = match progress.phase {
+        Phase::Preparing => "preparing".to_owned(),
+        Phase::PreCopy => format!("round {}", progress.round),
+        Phase::LastRound => format!("round {}, guest stopped", progress.round),
+        Phase::Verifying => "comparing memory, guest stopped".to_owned(),
+        Phase::DeviceState => "device state, guest stopped".to_owned(),
+        Phase::Handover => "handover".to_owned(),
+        Phase::Reconnecting => "reconnecting".to_owned(),
+        Phase::InDoubt => "in doubt".to_owned(),
+        Phase::Undoing => "taking back what was begun".to_owned(),
+        Phase::Ended => "over".to_owned(),
+    };
+    let mut parts = vec![phase];
+    if matches!(progress.phase, Phase::PreCopy | Phase::LastRound) {
+        parts.push(format!("{} left", bytes(progress.remaining_bytes)));
+        parts.push(rate(progress.rate_bytes_per_s));
+        parts.push(format!("dirtied {}", rate(progress.dirty_rate_bytes_per_s)));
+        parts.extend(
+            progress.expected_downtime_us.map(|us| format!("downtime {} expected", milliseconds(us))),
+        );
+    }
+    parts.extend(progress.downtime_us.map(|us| format!("downtime {}", milliseconds(us))));
+    parts.extend(progress.message.clone());
+    parts.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_says_what_matters_in_its_phase() {
+        let progress = Progress {
+            phase: Phase::PreCopy,
+            round: 3,
+            remaining_bytes: 16 << 20,
+            rate_bytes_per_s: 1 << 30,
+            dirty_rate_bytes_per_s: 100 << 20,
+            expected_downtime_us: Some(12_000),
+            ..Progress::default()
+        };
+        let expected = "round 3, 16.0 MiB left, 1.0 GiB/s, dirtied 100.0 MiB/s, downtime 12.0 ms expected";
+        assert_eq!(line(&progress), expected);
+        let over = Progress { phase: Phase::Ended, message: Some("disk full".into()), ..progress };
+        assert_eq!(line(&over), "over, disk full");
+    }
+}

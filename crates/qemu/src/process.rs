@@ -162,7 +162,9 @@ fn wait_for_monitor(launch: &Launch, started: &Started, deadline: Instant) -> Re
             let log = log_tail(&launch.log);
             return Err(StartError::Ended { status: status.to_string(), log });
         }
-        let patient = matches!(error, QmpError::Connect { .. } | QmpError::Closed { .. });
+        // A monitor that is still being made may greet a second time (seen with QEMU 7.2).
+        let patient =
+            matches!(error, QmpError::Connect { .. } | QmpError::Closed { .. } | QmpError::Protocol { .. });
         if !patient || Instant::now() >= deadline {
             let log = log_tail(&launch.log);
             return Err(StartError::Silent { pid: started.pid, log, source: error });

@@ -196,6 +196,22 @@ impl Lab {
         [&self.a, &self.b, &self.witness, &self.router, &self.client]
     }
 
+    /// What a person needs to know to use it by hand.
+    pub fn describe(&self) -> String {
+        let host = |host: &Host| {
+            let control = host.control_address().filter(|control| *control != host.address());
+            let control =
+                control.map(|control| format!(", towards the witness {control}")).unwrap_or_default();
+            let (name, namespace) = (host.name(), host.namespace());
+            format!("{name:8} {}{control}: ip netns exec {namespace} COMMAND", host.address())
+        };
+        let network = format!(
+            "VMs have addresses 10.92.0.1 to .253/24 and the gateway {VM_GATEWAY}; their taps belong on the bridge {VM_BRIDGE}."
+        );
+        let files = format!("Files are in {}.", self.directory.display());
+        self.hosts().map(host).into_iter().chain([network, files]).collect::<Vec<_>>().join("\n")
+    }
+
     /// The directory that both hosts see: shared storage for VMs' disks.
     pub fn shared_directory(&self) -> Result<PathBuf> {
         let path = self.directory.join("shared");

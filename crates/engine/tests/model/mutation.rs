@@ -1,6 +1,7 @@
 //! Planted errors: functions that stand in for the engine's and differ from it in one thing.
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
+use engine::handover::register::RegisterAnswer;
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Found, Illegal, Move, Step, Terms};
 use proto::message::Verdict;
@@ -286,6 +287,23 @@ pub(crate) fn destination_runs_a_refused_copy(
         ) => {
             let ready = DestinationState::Ready { incarnation: incarnation.clone() };
             destination(terms, &ready, event)
+        }
+        _ => destination(terms, state, event),
+    }
+}
+
+/// A destination that does not expect the register to have changed since pre-flight.
+pub(crate) fn destination_knows_preflight_only(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    match (state, event) {
+        (
+            DestinationState::Taking { .. },
+            DestinationEvent::RegisterSays(RegisterAnswer::Stands(Some(record))),
+        ) if record.epoch < terms.epoch() && Some(record.epoch) != terms.register => {
+            destination(terms, state, &DestinationEvent::RegisterSays(RegisterAnswer::Unreachable))
         }
         _ => destination(terms, state, event),
     }

@@ -8,14 +8,18 @@
 //!
 //! - Shared memory whose file can be opened: those that are new among them are looked up in the
 //!   file, and a hole that was not one before counts as written.
-//! - Other memory with a file, and hugetlbfs, whose files do not tell holes: all that are new
-//!   among them count as written.
+//! - Private mappings of files, and hugetlbfs, whose files do not tell holes: all that are new
+//!   among them (and not in swap) count as written.
 //! - Anonymous memory leaves no marker; the second pass of the scan finds such pages.
 //!
-//! What remains: a page that is punched out and **read** again by its process between two scans is
-//! there again, zero, protected, and not seen. Only memory that a guest had given away (balloon,
-//! free page reporting, virtio-mem) is punched out, and what it reads there is undefined for it
-//! until it writes.
+//! What remains:
+//!
+//! - A page with a file that is punched out and **read** again by its process between two scans is
+//!   there again, zero, protected, and not seen. Only memory that a guest had given away (balloon,
+//!   free page reporting, virtio-mem) is punched out, and what it reads there is undefined for it
+//!   until it writes.
+//! - A page of hugetlbfs that was unmapped but stayed in its file, and is punched out later, is
+//!   not seen. QEMU punches out huge pages without unmapping them first.
 
 use crate::maps::{Backing, Mapping};
 use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
@@ -36,24 +40,27 @@ enum Sign {
     NoEntry,
     /// It is a hole in this file, in which the address `start` is at `offset`.
     Hole { file: RamFile, start: u64, offset: u64 },
-    /// It cannot be told; any page that is not present any more may be one.
-    NotPresent,
+    /// There is a marker in the page table, but neither the page nor an entry of swap.
+    Marker,
 }
 
 impl GivenBack {
     /// For a part of a mapping with pages of so many bytes.
-    pub(crate) fn new(process: &Process, mapping: &Mapping, page_size: u64) -> Self {
+    pub(crate) fn new(process: &Process, mapping: &Mapping, page_size: u64) -> Result<Self, RamFileError> {
         let sign = match mapping.backing {
             Backing::Anonymous if page_size == PAGE_SIZE => Sign::NoEntry,
-            Backing::SharedFile(_) => match RamFile::open(process, mapping) {
-                Ok(file) if file.tells_holes() => {
-                    Sign::Hole { file, start: mapping.range.start, offset: mapping.offset }
-                }
-                _ => Sign::NotPresent,
-            },
-            _ => Sign::NotPresent,
+            Backing::SharedFile(_) if page_size == PAGE_SIZE => {
+                let file = RamFile::open(process, mapping)?;
+                Sign::Hole { file, start: mapping.range.start, offset: mapping.offset }
+            }
+            _ => Sign::Marker,
         };
-        Self { sign, known: Vec::new() }
+        Ok(Self { sign, known: Vec::new() })
+    }
+
+    /// Whether pages in swap have to be left out of what [`GivenBack::update`] is told.
+    pub(crate) fn looks_at_markers(&self) -> bool {
+        matches!(self.sign, Sign::Marker)
     }
 
     /// Learns which pages of `range` were written and which are protected but not present (both
@@ -70,7 +77,7 @@ impl GivenBack {
         let new = subtract(absent, &within);
         let given_back = match &self.sign {
             Sign::NoEntry => return Ok(()),
-            Sign::NotPresent => new,
+            Sign::Marker => new,
             Sign::Hole { file, start, offset } => {
                 let mut data = Vec::new();
                 for run in &new {

@@ -69,7 +69,7 @@ impl Pagemap {
 
     /// Appends the pages of `range` that are really in swap. Tracking puts a marker into the page
     /// table for each page that is not there, which scans cannot tell from one in swap.
-    fn swapped(&self, range: AddressRange, found: &mut Vec<AddressRange>) -> io::Result<()> {
+    pub(crate) fn swapped(&self, range: AddressRange, found: &mut Vec<AddressRange>) -> io::Result<()> {
         /// Bits 0 to 4: number of the swap device; the last one stands for markers.
         const KIND: u64 = 31;
         const MARKER: u64 = 31;

@@ -29,7 +29,7 @@ use crate::abi::{self, ScanQuery};
 use crate::given_back::GivenBack;
 use crate::maps;
 use crate::pagemap::Pagemap;
-use crate::range::{AddressRange, intersect, merge_from};
+use crate::range::{AddressRange, intersect, merge_from, subtract};
 use crate::{Process, ProcessError, RamFileError};
 
 /// Why writes cannot be tracked.
@@ -64,7 +64,7 @@ pub enum TrackError {
         range: AddressRange,
     },
     /// The kernel does not track this kind of memory.
-    #[error("the kernel cannot track writes to {range} (memory of a device, or a file on a disk)")]
+    #[error("the kernel cannot track writes to {range} (memory of a device, or that can never be written)")]
     Unsupported {
         /// The range.
         range: AddressRange,
@@ -161,13 +161,14 @@ impl WriteTracker {
 
     /// Remembers which pages of an area that has just been protected are holes.
     fn learn_given_back(&mut self, area: usize) -> Result<(), TrackError> {
-        let Area { range, given_back, .. } = &mut self.registered.areas[area];
+        let range = self.registered.areas[area].range;
         let mut absent = Vec::new();
         let query = ScanQuery { flags: 0, ..NOT_PRESENT };
-        let scanned = self.pagemap.scan(*range, query, |part, _| absent.push(part));
-        scanned.map_err(|source| TrackError::Io { action: "scan", range: *range, source })?;
+        let scanned = self.pagemap.scan(range, query, |part, _| absent.push(part));
+        scanned.map_err(|source| TrackError::Io { action: "scan", range, source })?;
         merge_from(&mut absent, 0);
-        Ok(given_back.update(*range, &[], &absent, &mut Vec::new())?)
+        let area = &mut self.registered.areas[area];
+        area.update_given_back(&self.pagemap, range, &[], &absent, &mut Vec::new())
     }
 
     /// Appends to `dirty` the parts of `range` that were written (or given back) since the last
@@ -219,7 +220,8 @@ impl WriteTracker {
         let written = dirty.clone();
         for area in &mut self.registered.areas {
             if let Some(part) = area.range.intersection(&range) {
-                area.given_back.update(part, &written, &intersect(&absent, &[part]), dirty)?;
+                let absent = intersect(&absent, &[part]);
+                area.update_given_back(&self.pagemap, part, &written, &absent, dirty)?;
             }
         }
         Ok(())
@@ -243,6 +245,27 @@ impl WriteTracker {
         let touched = self.registered.areas.iter().filter(|area| area.range.intersection(&range).is_some());
         let page_size = touched.map(|area| area.page_size).max().unwrap_or(crate::PAGE_SIZE);
         if range.is_aligned(page_size) { Ok(()) } else { Err(TrackError::Unaligned { range, page_size }) }
+    }
+}
+
+impl Area {
+    /// See [`GivenBack::update`].
+    fn update_given_back(
+        &mut self,
+        pagemap: &Pagemap,
+        range: AddressRange,
+        written: &[AddressRange],
+        absent: &[AddressRange],
+        dirty: &mut Vec<AddressRange>,
+    ) -> Result<(), TrackError> {
+        let mut swapped = Vec::new();
+        if self.given_back.looks_at_markers() && self.page_size == crate::PAGE_SIZE {
+            let read = absent.iter().try_for_each(|&run| pagemap.swapped(run, &mut swapped));
+            read.map_err(|source| TrackError::Io { action: "scan", range, source })?;
+            merge_from(&mut swapped, 0);
+        }
+        let absent = subtract(absent, &swapped);
+        Ok(self.given_back.update(range, written, &absent, dirty)?)
     }
 }
 
@@ -278,7 +301,7 @@ impl Registered {
         abi::uffd_register_wp(&self.uffd, range.start, range.len()).map_err(|source| {
             match source.raw_os_error() {
                 Some(nix::libc::EBUSY) => TrackError::Taken { range },
-                Some(nix::libc::EINVAL) => TrackError::Unsupported { range },
+                Some(nix::libc::EINVAL | nix::libc::EPERM) => TrackError::Unsupported { range },
                 _ => TrackError::Io { action: "track writes to", range, source },
             }
         })?;
@@ -318,7 +341,7 @@ fn areas(process: &Process, range: AddressRange) -> Result<Vec<Area>, TrackError
         if !part.is_aligned(page_size) {
             return Err(TrackError::Unaligned { range, page_size });
         }
-        let given_back = GivenBack::new(process, &mapping, page_size);
+        let given_back = GivenBack::new(process, &mapping, page_size)?;
         areas.push(Area { range: part, page_size, given_back });
         reached = part.end;
     }

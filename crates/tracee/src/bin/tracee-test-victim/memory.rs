@@ -3,7 +3,7 @@
 //!
 //! | command | does |
 //! |---|---|
-//! | `map KIND LEN` | maps, and answers the address; kinds: `anonymous`, `huge`, `memfd`, `hugetlb-memfd`, `hugetlb` |
+//! | `map KIND LEN` | maps, and answers the address; kinds: `anonymous`, `huge`, `memfd`, `private-file`, `hugetlb-memfd`, `hugetlb` |
 //! | `write OFFSET LEN SEED` | writes values made from SEED |
 //! | `read OFFSET LEN` | reads every page |
 //! | `drop OFFSET LEN` | gives back: `MADV_DONTNEED`, or a hole in the file if shared |
@@ -38,6 +38,8 @@ impl Memory {
             "anonymous" | "huge" => (private, -1),
             "hugetlb" => (private | libc::MAP_HUGETLB, -1),
             "memfd" => (libc::MAP_SHARED, memfd(0, len)),
+            // With something in the file.
+            "private-file" => (libc::MAP_PRIVATE, filled_memfd(len)),
             "hugetlb-memfd" => (libc::MAP_SHARED, memfd(libc::MFD_HUGETLB, len)),
             other => panic!("no kind {other}"),
         };
@@ -49,7 +51,7 @@ impl Memory {
         let mapped =
             unsafe { libc::mmap(base as *mut libc::c_void, len, access, flags | libc::MAP_FIXED, fd, 0) };
         assert_ne!(mapped, libc::MAP_FAILED, "no memory of kind {kind}");
-        let memory = Self { base, len, shared: fd >= 0 };
+        let memory = Self { base, len, shared: flags & libc::MAP_SHARED != 0 };
         if kind == "huge" {
             memory.advise(0, len, libc::MADV_HUGEPAGE);
         }
@@ -111,6 +113,15 @@ fn memfd(flags: libc::c_uint, len: usize) -> i32 {
     assert!(fd >= 0, "no memfd");
     // SAFETY: takes numbers alone.
     unsafe { libc::ftruncate(fd, len as i64) };
+    fd
+}
+
+fn filled_memfd(len: usize) -> i32 {
+    let fd = memfd(0, len);
+    let bytes: Vec<u8> = (0..len).map(|at| (at / 4096 * 7) as u8).collect();
+    // SAFETY: as many bytes as there are.
+    let written = unsafe { libc::pwrite(fd, bytes.as_ptr().cast(), len, 0) };
+    assert_eq!(written, len as isize, "the file is filled");
     fd
 }
 

@@ -1,8 +1,8 @@
 //! What an operator is told, and can decide, when a handover cannot end by itself.
 //!
 //! Contact lost for good after COMMITTED, without a register, or with a register that the other side has won: the two
-//! agents cannot know more than their journals. [`advise`] says what is known here, which decisions there are, and
-//! what each of them risks.
+//! agents cannot know more than their journals. [`advise_source`] and [`advise_destination`] say what is known here,
+//! which decisions there are, and what each of them risks.
 
 use serde::{Deserialize, Serialize};
 

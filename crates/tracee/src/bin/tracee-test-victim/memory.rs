@@ -11,6 +11,8 @@
 //! | `pageout OFFSET LEN` | to swap |
 //! | `fork-write OFFSET LEN SEED` | a child writes, and ends |
 //! | `fork-stay OFFSET LEN SEED` | a child writes, and stays |
+//! | `remap OFFSET LEN` | maps fresh memory over a part |
+//! | `direct-read PATH` / `direct-wait` | submits / awaits reads from a file straight into memory |
 //! | `storm` / `calm` | starts / ends two threads that write all over |
 
 use std::io::{BufRead, Write};
@@ -63,6 +65,16 @@ impl Memory {
         // SAFETY: within the mapping, which is only touched through volatile accesses.
         let result = unsafe { libc::madvise((self.base + offset) as *mut libc::c_void, len, advice) };
         assert_eq!(result, 0, "madvise {advice}: {}", std::io::Error::last_os_error());
+    }
+
+    fn remap(&self, offset: usize, len: usize) {
+        assert!(offset + len <= self.len, "beyond the mapping");
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let start = (self.base + offset) as *mut libc::c_void;
+        // SAFETY: over a part of the mapping, which is only touched through volatile accesses.
+        let mapped = unsafe { libc::mmap(start, len, access, flags, -1, 0) };
+        assert_ne!(mapped, libc::MAP_FAILED, "no memory");
     }
 
     fn write(&self, offset: usize, len: usize, seed: u64) {
@@ -128,6 +140,7 @@ fn filled_memfd(len: usize) -> i32 {
 pub(super) fn serve(_: &[String]) {
     println!("ready");
     let mut memory = Memory { base: 0, len: 0, shared: false };
+    let mut direct: Option<DirectRead> = None;
     let calm = Arc::new(AtomicBool::new(false));
     let mut storm: Vec<JoinHandle<()>> = Vec::new();
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {
@@ -143,6 +156,9 @@ pub(super) fn serve(_: &[String]) {
             "pageout" => memory.advise(offset, len, libc::MADV_PAGEOUT),
             "fork-write" => memory.fork(false, offset, len, seed),
             "fork-stay" => memory.fork(true, offset, len, seed),
+            "remap" => memory.remap(offset, len),
+            "direct-read" => direct = Some(DirectRead::submit(memory, words[1])),
+            "direct-wait" => direct = direct.take().and_then(DirectRead::wait),
             "storm" => storm.extend((1..3).map(|seed| start_storm(memory, seed, calm.clone()))),
             "calm" => {
                 calm.store(true, Ordering::Relaxed);
@@ -163,4 +179,80 @@ fn start_storm(memory: Memory, seed: u64, calm: Arc<AtomicBool>) -> JoinHandle<(
             memory.write((state >> 16) as usize % (memory.len - 8), 8, state);
         }
     })
+}
+
+/// `struct iocb` of the kernel, as far as it is used here.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Request {
+    data: u64,
+    key: u32,
+    flags: u32,
+    opcode: u16,
+    priority: u16,
+    fd: u32,
+    buffer: u64,
+    len: u64,
+    offset: i64,
+    reserved: [u64; 2],
+}
+
+const _: () = assert!(size_of::<Request>() == 64);
+
+/// Reads of 1 MiB each that the disk does on its own: it writes into memory behind the page table.
+struct DirectRead {
+    context: usize,
+    count: usize,
+    _file: std::fs::File,
+    _requests: Vec<Request>,
+}
+
+impl DirectRead {
+    fn submit(memory: Memory, path: &str) -> Self {
+        use std::os::fd::AsRawFd;
+        use std::os::unix::fs::OpenOptionsExt;
+        const PIECE: usize = 1 << 20;
+        let mut options = std::fs::OpenOptions::new();
+        let file = options.read(true).custom_flags(libc::O_DIRECT).open(path).expect("O_DIRECT");
+        let count = memory.len / PIECE;
+        let requests: Vec<Request> = (0..count)
+            .map(|i| Request {
+                data: 0,
+                key: 0,
+                flags: 0,
+                opcode: 0,
+                priority: 0,
+                fd: file.as_raw_fd() as u32,
+                buffer: (memory.base + i * PIECE) as u64,
+                len: PIECE as u64,
+                offset: (i * PIECE) as i64,
+                reserved: [0; 2],
+            })
+            .collect();
+        let pointers: Vec<*const Request> = requests.iter().map(std::ptr::from_ref).collect();
+        let mut context = 0usize;
+        // SAFETY: writable for the context.
+        let made = unsafe { libc::syscall(libc::SYS_io_setup, count, &raw mut context) };
+        assert_eq!(made, 0, "no asynchronous I/O");
+        // SAFETY: valid requests; their buffers are never unmapped.
+        let sent = unsafe { libc::syscall(libc::SYS_io_submit, context, count, pointers.as_ptr()) };
+        assert_eq!(sent, count as i64, "not all were submitted");
+        Self { context, count, _file: file, _requests: requests }
+    }
+
+    fn wait(self) -> Option<Self> {
+        let mut done = 0;
+        while done < self.count {
+            let mut events = vec![[0u64; 4]; self.count];
+            // SAFETY: room for as many events as are asked for.
+            let some = unsafe {
+                libc::syscall(libc::SYS_io_getevents, self.context, 1, self.count, events.as_mut_ptr(), 0)
+            };
+            assert!(events.iter().all(|event| event[2] == 0 || event[2] == 1 << 20), "a read failed");
+            done += usize::try_from(some).unwrap_or(0);
+        }
+        // SAFETY: a context that was made above.
+        unsafe { libc::syscall(libc::SYS_io_destroy, self.context) };
+        None
+    }
 }

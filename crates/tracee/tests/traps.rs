@@ -101,9 +101,8 @@ fn trap_1_a_page_is_marked_before_the_disk_has_written_it() {
         (0..64 * MIB).map(|at| (at.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u8).collect();
     fs::write(file.path(), &content).unwrap();
     file.as_file().sync_all().unwrap();
-    let direct =
-        std::os::unix::fs::OpenOptionsExt::custom_flags(fs::File::options().read(true), libc::O_DIRECT)
-            .open(file.path());
+    let direct = std::os::unix::fs::OpenOptionsExt::custom_flags(File::options().read(true), libc::O_DIRECT)
+        .open(file.path());
     if direct.is_err() {
         eprintln!("no O_DIRECT under /var/tmp: not tested");
         return;

@@ -149,7 +149,11 @@ fn a_balloon_that_moves_during_the_rounds() {
     spec.devices.push(Device::Balloon);
     let guest = cluster.guest(&spec);
     let mut monitor = guest.monitor().unwrap();
-    let migration = cluster.a.command(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"]).spawn().unwrap();
+    let migration = cluster
+        .a
+        .command(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"])
+        .spawn()
+        .unwrap();
     for mib in [200_u64, 320, 180, 300, 210, 320] {
         let size = serde_json::json!({ "value": mib << 20 });
         if monitor.command("balloon", &size).is_err() {
@@ -175,7 +179,11 @@ fn cut_and_resumed(plain: bool) {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
     let cluster = Cluster::with(&Setup { link, plain, ..Setup::default() });
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
-    let migration = cluster.a.command(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"]).spawn().unwrap();
+    let migration = cluster
+        .a
+        .command(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"])
+        .spawn()
+        .unwrap();
     wait_for_sent(&cluster, 20 << 20);
     cluster.lab.cut(Direction::AToB).unwrap();
     wait_for_phase(&cluster, "reconnecting");

@@ -328,8 +328,7 @@ impl Daemon {
 
     fn offer(&self, record: &VmRecord, request: &MigrateRequest, check_only: bool) -> Result<Offer, Problem> {
         let context = &self.context;
-        let patience = std::time::Duration::from_millis(context.config.timeouts.qmp_ms);
-        let mut vm = source::SourceVm::attach(record, patience)
+        let mut vm = source::SourceVm::attach(context, record)
             .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, vms::advice(&record.vm)))?;
         let allowed: Vec<_> =
             context.config.qemu.allow_options.iter().chain(&request.allow_options).cloned().collect();

@@ -42,9 +42,8 @@ impl Daemon {
     }
 
     fn take_up_source(self: &Arc<Self>, record: &MigrationRecord, state: SourceState) -> Result<(), Problem> {
-        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let kept = self.context.journal.vm(&record.terms.migration.vm).ok().flatten();
-        let mut vm = kept.and_then(|kept| match SourceVm::find(&kept, patience) {
+        let mut vm = kept.and_then(|kept| match SourceVm::find(&self.context, &kept) {
             Ok(vm) => Some(vm),
             Err(error) => {
                 warn!(migration = %record.id(), error = crate::chain(&error), "QEMU was not found");

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use engine::handover::register::{RegisterAnswer, Use};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceReport, SourceState, source};
 use engine::handover::{Found, Illegal, Role, Step};
+use engine::precopy::FixedCost;
 use link::Incoming;
 use proto::message::{Message, Proposal, RegisterRequest};
 use proto::Purpose;
@@ -262,7 +263,16 @@ impl Driver {
         }
         self.clock.measured.total_us = self.since_stop_us();
         self.clock.measured.continue_us = continue_us;
-        let downtime = Downtime::from_measured(self.clock.measured);
+        let measured = self.clock.measured;
+        let downtime = Downtime::from_measured(measured);
+        let known = downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
+        self.context.learn_fixed_cost(FixedCost {
+            stop_ns: downtime.stop_us * 1000,
+            // Saving runs beside the last pages; what it adds to them is not measured apart.
+            save_ns: FixedCost::default().save_ns,
+            load_ns: measured.save_to_ready_us * 1000,
+            continue_ns: downtime.total_us.saturating_sub(known) * 1000,
+        });
         self.controls.report(|report| report.downtime = Some(downtime));
         self.telemetry.update(|progress| progress.downtime_us = Some(downtime.total_us));
         self.note("running", "");

@@ -360,6 +360,10 @@ impl Driver {
                         "the destination has loaded another device state than the one that was sent",
                     ));
                 }
+                if self.vm()?.was_resumed().map_err(|error| Failure::local("QEMU does not answer", &error))? {
+                    let reason = "somebody else continued the guest while it was stopped for the handover";
+                    return Err(Failure::new(SourceEvent::Failed, reason));
+                }
                 self.clock.measured.load_us = load_us;
                 self.clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
                 self.note("ready", "");

@@ -1,7 +1,7 @@
 //! A VM on its way out: its process, its monitor, its memory.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use tracee::{Process, ProcessError, Signal};
 use tracing::{info, warn};
 
 use super::inbox::{Mailbox, Notice};
+use crate::context::Context;
 use crate::journal::VmRecord;
 use crate::verification::{self, CompareError, Hashes};
 
@@ -77,8 +78,8 @@ pub(crate) struct SourceVm {
 
 impl SourceVm {
     /// Takes hold of a VM that is to be moved.
-    pub(crate) fn attach(record: &VmRecord, qmp_patience: Duration) -> Result<Self, VmError> {
-        let mut vm = Self::find(record, qmp_patience)?;
+    pub(crate) fn attach(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
+        let mut vm = Self::find(context, record)?;
         let pid = vm.process.pid();
         vm.blocks = qemu::ram::ram_blocks(vm.monitor()?, pid)?;
         vm.machine_type = vm.ask(device_state::machine_type)?;
@@ -87,9 +88,9 @@ impl SourceVm {
     }
 
     /// Takes hold of a VM that an earlier agent was moving, without asking it anything: it may be held by SIGSTOP.
-    pub(crate) fn find(record: &VmRecord, qmp_patience: Duration) -> Result<Self, VmError> {
+    pub(crate) fn find(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
         let process = Process::open_exact(record.pid, record.start_time_ticks)?;
-        let leavings = Leavings::of(&process);
+        let leavings = Leavings::of(&process, &context.config.run_dir.join("vms"), &record.qmp);
         Ok(Self {
             process,
             leavings,
@@ -98,7 +99,7 @@ impl SourceVm {
             machine_type: String::new(),
             blocks: Vec::new(),
             devices: DeviceTree::default(),
-            qmp_patience,
+            qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
         })
     }
 
@@ -154,7 +155,10 @@ impl SourceVm {
 
     /// Stops the guest. One that was paused by its user stays as it is.
     pub(crate) fn stop(&mut self) -> Result<(), VmError> {
-        if self.ask(qemu::control::status)?.running { self.ask(qemu::control::stop) } else { Ok(()) }
+        self.ask(|qmp| {
+            qmp.forget_events("RESUME");
+            if qemu::control::status(qmp)?.running { qemu::control::stop(qmp) } else { Ok(()) }
+        })
     }
 
     pub(crate) fn cont(&mut self) -> Result<(), VmError> {
@@ -176,6 +180,13 @@ impl SourceVm {
             return Err(VmError::Changed("the guest's devices".to_owned()));
         }
         Ok(stream)
+    }
+
+    /// Whether somebody has continued the guest since it was stopped: another monitor's `cont`, an HA manager. What was
+    /// sent is then out of date.
+    pub(crate) fn was_resumed(&mut self) -> Result<bool, VmError> {
+        let events = self.ask(Qmp::take_events)?;
+        Ok(events.iter().any(|event| event.name == "RESUME"))
     }
 
     /// Hashes all of the stopped guest's memory.
@@ -266,12 +277,19 @@ impl SourceVm {
 #[derive(Debug, Default)]
 struct Leavings {
     sockets: Vec<PathBuf>,
+    /// The directory that the agent made for it, when it arrived or was started from a file.
+    directory: Option<PathBuf>,
 }
 
 impl Leavings {
-    fn of(process: &Process) -> Self {
+    fn of(process: &Process, our_vms: &Path, qmp: &Path) -> Self {
+        let directory = qmp.parent().filter(|directory| directory.parent() == Some(our_vms)).map(Path::to_owned);
+        Self { sockets: Self::sockets(process), directory }
+    }
+
+    fn sockets(process: &Process) -> Vec<PathBuf> {
         let (Ok(descriptors), Ok(table)) = (process.descriptors(), fs::read_to_string(process.path("net/unix"))) else {
-            return Self::default();
+            return Vec::new();
         };
         let inodes: Vec<_> = descriptors
             .iter()
@@ -286,7 +304,7 @@ impl Leavings {
             (listens && !path.starts_with('@') && inodes.iter().any(|own| own == inode))
                 .then(|| working_dir.join(path))
         });
-        Self { sockets: listening.collect() }
+        listening.collect()
     }
 
     fn remove(&self) {
@@ -297,6 +315,11 @@ impl Leavings {
                 }
                 _ => {}
             }
+        }
+        if let Some(directory) = &self.directory
+            && let Err(error) = fs::remove_dir_all(directory)
+        {
+            warn!(directory = %directory.display(), %error, "left behind");
         }
     }
 }

@@ -224,6 +224,13 @@ fn snapshots_taken_since_the_start() {
             vm.disks.iter().map(|disk| Disk { name: String::new(), ..disk.clone() }).collect::<Vec<_>>()
         };
         assert_eq!(without_names(&there), without_names(&described));
+        // The image below an overlay is only read, on both sides.
+        for vm in [&mut source, &mut destination] {
+            let nodes = vm.command("query-named-block-nodes", json!({"flat": true}));
+            let node =
+                nodes.as_array().unwrap().iter().find(|node| node["node-name"] == "b").unwrap().clone();
+            assert_eq!(node["ro"], true);
+        }
         world.hand_over(&mut source, &mut destination);
     });
 }

@@ -103,7 +103,7 @@ pub(crate) struct AgentCommand {
     /// Only say whether the configuration can be used
     #[arg(long)]
     pub check_config: bool,
-    /// How log lines look. What is logged is set by the environment variable RUST_LOG, e.g. RUST_LOG=debug
+    /// How log lines look. What is logged is set by the environment variable `RUST_LOG`, as `RUST_LOG=debug`
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     pub log_format: LogFormat,
 }

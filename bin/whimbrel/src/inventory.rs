@@ -2,36 +2,36 @@
 
 use std::path::Path;
 
-use agent::api::{AdoptRequest, Adopted, AgentInfo, Client, RunRequest, VmDetail, VmName, VmSummary};
+use agent::api::{
+    AdoptRequest, Adopted, AgentInfo, Client, HostId, KernelFeature, RunRequest, VmDetail, VmName, VmSummary,
+};
 use agent::report::bytes;
 
 use crate::Code;
 use crate::cli::AdoptCommand;
 use crate::failure::Failure;
-use crate::output::{Output, findings, table};
+use crate::output::{Output, Text, findings, table};
 
 /// `whimbrel info`.
 pub(crate) fn agent(client: &Client, output: &Output) -> Result<Code, Failure> {
     output.show(&client.agent()?, |info: &AgentInfo| {
-        let list = |hosts: &[agent::api::HostId]| {
-            hosts.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
-        };
-        let mut text = format!(
-            "{} {} (whimbrel {}, pid {})\n  listens at  {}\n  peers       {}\n  register    {}\n  kernel      {}\n",
-            info.role,
-            info.host,
-            info.version,
-            info.pid,
-            info.listen,
-            list(&info.peers),
-            info.register.as_ref().map_or("none", agent::api::HostId::as_str),
-            info.kernel,
-        );
-        for feature in &info.kernel_features {
-            let there = if feature.present { "there".to_owned() } else { format!("MISSING: {}", feature.advice) };
-            text.push_str(&format!("    {}: {there}\n", feature.name));
+        let list = |hosts: &[HostId]| hosts.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let mut text = Text::default();
+        let AgentInfo { role, host, version, pid, .. } = info;
+        text.line(format_args!("{role} {host} (whimbrel {version}, pid {pid})"));
+        text.line(format_args!("  listens at  {}", info.listen));
+        text.line(format_args!("  peers       {}", list(&info.peers)));
+        let register = info.register.as_ref().map_or("none", HostId::as_str);
+        text.line(format_args!("  register    {register}"));
+        text.line(format_args!("  kernel      {}", info.kernel));
+        for KernelFeature { name, present, advice } in &info.kernel_features {
+            if *present {
+                text.line(format_args!("    {name}: there"));
+            } else {
+                text.line(format_args!("    {name}: MISSING: {advice}"));
+            }
         }
-        text
+        text.finish()
     });
     Ok(Code::Done)
 }

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::Code;
 use crate::failure::Failure;
-use crate::output::Output;
+use crate::output::{Output, Text};
 
 #[derive(Serialize)]
 struct Up {
@@ -47,21 +47,20 @@ pub(crate) fn up(prefix: &str, output: &Output) -> Result<Code, Failure> {
 
 fn text(up: &Up) -> String {
     let program = up.program.display();
-    let mut text =
-        format!("The laboratory {} is up. Start its agents, each in a terminal of its own:\n", up.prefix);
-    for host in &up.hosts {
-        text.push_str(&format!(
-            "  ip netns exec {} {program} agent --config {}\n",
-            host.namespace,
-            host.config.display()
-        ));
+    let mut text = Text::default();
+    text.line(format_args!(
+        "The laboratory {} is up. Start its agents, each in a terminal of its own:",
+        up.prefix
+    ));
+    for Host { namespace, config, .. } in &up.hosts {
+        text.line(format_args!("  ip netns exec {namespace} {program} agent --config {}", config.display()));
     }
-    text.push_str("Speak to them by their sockets:\n");
-    for host in &up.hosts {
-        text.push_str(&format!("  {program} --socket {} info\n", host.socket.display()));
+    text.line(format_args!("Speak to them by their sockets:"));
+    for Host { socket, .. } in &up.hosts {
+        text.line(format_args!("  {program} --socket {} info", socket.display()));
     }
-    text.push_str(&format!("Take it down: {program} lab down --prefix {}\n", up.prefix));
-    text
+    text.line(format_args!("Take it down: {program} lab down --prefix {}", up.prefix));
+    text.finish()
 }
 
 /// Takes the laboratory down.

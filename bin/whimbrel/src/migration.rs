@@ -11,7 +11,7 @@ use agent::report::{Report, rate, render};
 use crate::Code;
 use crate::cli::MigrateCommand;
 use crate::failure::Failure;
-use crate::output::{Output, findings, table};
+use crate::output::{Output, Text, findings, table};
 use crate::rate::Rate;
 use crate::watching::{self, Ended};
 
@@ -180,14 +180,15 @@ pub(crate) fn limit(
             None | Some(0) => "none".to_owned(),
             Some(cap) => rate(cap),
         };
-        let mut text = format!("bandwidth     {cap}\n");
+        let mut text = Text::default();
+        text.line(format_args!("bandwidth     {cap}"));
         if let Some(ms) = limits.max_downtime_ms {
-            text.push_str(&format!("max downtime  {ms} ms\n"));
+            text.line(format_args!("max downtime  {ms} ms"));
         }
         if let Some(rounds) = limits.max_rounds {
-            text.push_str(&format!("max rounds    {rounds}\n"));
+            text.line(format_args!("max rounds    {rounds}"));
         }
-        text
+        text.finish()
     });
     Ok(Code::Done)
 }

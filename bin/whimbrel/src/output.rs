@@ -1,6 +1,7 @@
 //! Results on the standard output: text or JSON.
 
-use std::io::{self, IsTerminal, Write};
+use std::fmt::{self, Write as _};
+use std::io::{self, IsTerminal, Write as _};
 
 use agent::api::{Finding, Severity};
 use serde::Serialize;
@@ -66,21 +67,38 @@ fn write(text: &str) {
     let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
 }
 
+/// Text that grows line by line.
+#[derive(Debug, Default)]
+pub(crate) struct Text(String);
+
+impl Text {
+    /// Appends a line.
+    pub(crate) fn line(&mut self, line: fmt::Arguments<'_>) {
+        // Writing to a String cannot fail.
+        let _ = writeln!(self.0, "{line}");
+    }
+
+    /// The whole.
+    pub(crate) fn finish(self) -> String {
+        self.0
+    }
+}
+
 /// Findings, one after the other, each with what to do about it.
 pub(crate) fn findings(findings: &[Finding]) -> String {
-    let mut text = String::new();
+    let mut text = Text::default();
     for finding in findings {
         let word = match finding.severity {
             Severity::Info => "info",
             Severity::Warning => "warning",
             Severity::Blocker => "blocker",
         };
-        text.push_str(&format!("  {word:<8}{} [{}]\n", finding.what, finding.code));
+        text.line(format_args!("  {word:<8}{} [{}]", finding.what, finding.code));
         if !finding.advice.is_empty() {
-            text.push_str(&format!("          {}\n", finding.advice));
+            text.line(format_args!("          {}", finding.advice));
         }
     }
-    text
+    text.finish()
 }
 
 /// Rows of cells as a table, columns as wide as they have to be.

@@ -40,7 +40,7 @@ impl FromStr for Rate {
         let number: f64 = number.parse().map_err(|_| BadRate)?;
         let rate = number * factor / divisor;
         // A cap of 0 would mean none, which is hardly what somebody who writes 0.1 wants.
-        if rate == 0.0 || (rate >= 1.0 && rate < 1e18) { Ok(Self(rate as u64)) } else { Err(BadRate) }
+        if rate == 0.0 || (1.0..1e18).contains(&rate) { Ok(Self(rate as u64)) } else { Err(BadRate) }
     }
 }
 

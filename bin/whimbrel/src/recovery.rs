@@ -6,7 +6,7 @@ use agent::progress::Standing;
 use crate::Code;
 use crate::cli::RecoverCommand;
 use crate::failure::Failure;
-use crate::output::Output;
+use crate::output::{Output, Text};
 
 /// Asks, describes, or carries out.
 pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output) -> Result<Code, Failure> {
@@ -26,34 +26,35 @@ pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output
 }
 
 fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
+    let mut text = Text::default();
     let status = &report.status;
-    let mut text = format!("{} from {} to {}: {}\n", status.id, status.from, status.to, report.message);
-    let mut list = |heading: &str, lines: &[String]| {
+    text.line(format_args!("{} from {} to {}: {}", status.id, status.from, status.to, report.message));
+    for (heading, lines) in [("What is known:", &report.known), ("What is risked:", &report.risked)] {
         if !lines.is_empty() {
-            text.push_str(&format!("{heading}\n"));
-            for line in lines {
-                text.push_str(&format!("  - {line}\n"));
-            }
+            text.line(format_args!("{heading}"));
         }
-    };
-    list("What is known:", &report.known);
-    list("What is risked:", &report.risked);
-    if status.standing != Standing::InDoubt || report.done {
-        return text;
+        for line in lines {
+            text.line(format_args!("  - {line}"));
+        }
     }
     let vm = &command.vm;
+    if status.standing != Standing::InDoubt || report.done {
+        return text.finish();
+    }
     if command.run_here || command.give_up {
         let decision = if command.run_here { "--run-here" } else { "--give-up" };
-        text.push_str(&format!(
-            "Nothing was done. If it is right all the same: `whimbrel recover {vm} {decision} --i-know-the-risk`\n"
+        text.line(format_args!(
+            "Nothing was done. If it is right all the same: `whimbrel recover {vm} {decision} --i-know-the-risk`"
         ));
     } else {
-        text.push_str(&format!(
-            "It settles by itself when the other host or the register can be reached. What an operator can decide:\n  \
-             `whimbrel recover {vm} --run-here`  the VM is to run on this host\n  \
-             `whimbrel recover {vm} --give-up`   the other host has it, or nobody shall\n\
-             Each says first what it risks, and does nothing yet.\n"
+        text.line(format_args!(
+            "It settles by itself when the other host or the register can be reached. What an operator can decide:"
         ));
+        text.line(format_args!("  `whimbrel recover {vm} --run-here`  the VM is to run on this host"));
+        text.line(format_args!(
+            "  `whimbrel recover {vm} --give-up`   the other host has it, or nobody shall"
+        ));
+        text.line(format_args!("Each says first what it risks, and does nothing yet."));
     }
-    text
+    text.finish()
 }

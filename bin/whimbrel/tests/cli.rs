@@ -1,0 +1,372 @@
+//! The command line against a control that has no VMs: outputs and exit codes. And the agent itself, as far as it goes
+//! without VMs.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests, beside the tests themselves")]
+
+#[path = "../../../crates/agent/tests/fake/mod.rs"]
+mod fake;
+
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+use ::agent;
+use agent::api::{Control, Server, serve};
+use serde_json::Value;
+
+use fake::Fake;
+
+const WHIMBREL: &str = env!("CARGO_BIN_EXE_whimbrel");
+
+struct World {
+    fake: Arc<Fake>,
+    server: Option<Server>,
+    folder: tempfile::TempDir,
+}
+
+/// What the program said.
+#[derive(Debug)]
+struct Said {
+    code: Option<i32>,
+    stdout: String,
+    stderr: String,
+}
+
+impl World {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let fake = Fake::new();
+        let server = serve(&folder.path().join("agent.sock"), Arc::clone(&fake) as Arc<dyn Control>).unwrap();
+        Self { fake, server: Some(server), folder }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path().join("agent.sock")
+    }
+
+    fn command(&self, words: &[&str]) -> Command {
+        command(&self.socket(), words)
+    }
+
+    fn say(&self, words: &[&str]) -> Said {
+        say(self.command(words))
+    }
+
+    /// The same with `--json`: whatever happens, one JSON document comes.
+    fn json(&self, words: &[&str]) -> (i32, Value) {
+        let said = self.say(&[&["--json"], words].concat());
+        let value = serde_json::from_str(&said.stdout);
+        (said.code.unwrap(), value.unwrap_or_else(|error| panic!("{words:?}: {error}: {said:?}")))
+    }
+}
+
+fn command(socket: &Path, words: &[&str]) -> Command {
+    let mut command = Command::new(WHIMBREL);
+    command.arg("--socket").arg(socket).args(words).stdin(Stdio::null());
+    command
+}
+
+fn say(mut command: Command) -> Said {
+    let output = command.output().unwrap();
+    Said {
+        code: output.status.code(),
+        stdout: String::from_utf8(output.stdout).unwrap(),
+        stderr: String::from_utf8(output.stderr).unwrap(),
+    }
+}
+
+fn signal(child: &Child, signal: &str) {
+    assert!(Command::new("kill").args([signal, &child.id().to_string()]).status().unwrap().success());
+}
+
+#[track_caller]
+fn expect(said: &Said, code: i32, stdout: &[&str], stderr: &[&str]) {
+    assert_eq!(said.code, Some(code), "{said:?}");
+    for (text, words) in [(&said.stdout, stdout), (&said.stderr, stderr)] {
+        for word in words {
+            assert!(text.contains(word), "{word:?} is missing in {said:#?}");
+        }
+    }
+}
+
+#[test]
+fn help_names_the_exit_codes_and_hides_the_injector() {
+    let world = World::new();
+    let help = world.say(&["--help"]);
+    expect(&help, 0, &["migrate", "recover", "Exit codes", "3 in doubt"], &[]);
+    assert!(!help.stdout.contains("injector"));
+    expect(&world.say(&["--version"]), 0, &["whimbrel"], &[]);
+    expect(&world.say(&["migrate", "--help"]), 0, &["--max-downtime", "--on-limit", "--allow-option"], &[]);
+}
+
+#[test]
+fn usage_errors_are_2() {
+    let world = World::new();
+    let cases: &[(&[&str], &str)] = &[
+        (&["migrate", "web"], "--to"),
+        (&["migrate", "we b", "--to", "beta"], "no valid name"),
+        (&["migrate", "web", "--to", "beta", "--bandwidth", "fast"], "10Gbit"),
+        (&["migrate", "web", "--to", "beta", "--on-limit", "hope"], "abort"),
+        (&["limit", "web"], "--bandwidth"),
+        (&["recover", "web", "--run-here", "--give-up"], "cannot be used with"),
+        (&["vm", "adopt"], "--pid"),
+        (&["fly"], "fly"),
+    ];
+    for (words, word) in cases {
+        expect(&world.say(words), 2, &[], &[word]);
+    }
+    assert!(world.fake.asked().is_empty());
+}
+
+#[test]
+fn without_an_agent_it_says_how_to_start_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("agent.sock");
+    let said = say(command(&socket, &["vm", "list"]));
+    expect(&said, 1, &[], &["no agent answers", "whimbrel agent --config", "--socket"]);
+    let said = say(command(&socket, &["--json", "vm", "list"]));
+    let problem: Value = serde_json::from_str(&said.stdout).unwrap();
+    assert_eq!((said.code, &problem["kind"]), (Some(1), &Value::from("unavailable")));
+}
+
+#[test]
+fn vms_are_listed_shown_adopted_run_and_forgotten() {
+    let world = World::new();
+    expect(&world.say(&["vm", "list"]), 0, &["VM ", "web", "running", "4711", "512.0 MiB", "10.0.2"], &[]);
+    expect(&world.say(&["vm", "show", "web"]), 0, &["anonymous", "pc-i440fx-7.2", "/run/web.qmp"], &[]);
+    expect(&world.say(&["vm", "adopt", "--pid", "1"]), 1, &[], &["no QEMU", "give the process id"]);
+    expect(
+        &world.say(&["vm", "adopt", "--pid", "7", "--as", "mail"]),
+        0,
+        &["mail", "warning", "Restart=no"],
+        &[],
+    );
+    expect(&world.say(&["vm", "adopt", "q", "--allow-option", "-sandbox"]), 0, &["adopted"], &[]);
+    let asked = world.fake.asked();
+    assert!(asked[2].contains(r#""qemu_name":"q""#) && asked[2].contains("-sandbox"), "{asked:?}");
+
+    let file = world.folder.path().join("vm.toml");
+    expect(&world.say(&["vm", "run", file.to_str().unwrap()]), 2, &[], &["cannot read", "vm.toml"]);
+    std::fs::write(&file, "bad = 1").unwrap();
+    expect(&world.say(&["vm", "run", file.to_str().unwrap()]), 2, &[], &["line 1", "vm.example.toml"]);
+    std::fs::write(&file, "name = 'fresh'").unwrap();
+    expect(&world.say(&["vm", "run", "--paused", file.to_str().unwrap()]), 0, &["fresh"], &[]);
+    assert!(world.fake.asked().last().unwrap().contains(r#""paused":true"#));
+
+    expect(&world.say(&["vm", "forget", "db"]), 0, &["db is forgotten"], &[]);
+    expect(&world.say(&["vm", "forget", "db"]), 2, &[], &["no VM db", "vm list"]);
+    expect(&world.say(&["info"]), 0, &["alpha", "PAGEMAP_SCAN: there"], &[]);
+}
+
+#[test]
+fn a_migration_that_succeeds_ends_with_its_report() {
+    let world = World::new();
+    let words =
+        ["migrate", "web", "--to", "beta", "--max-downtime", "20", "--bandwidth", "1Gbit", "--verify"];
+    let said = world.say(&words);
+    expect(
+        &said,
+        0,
+        &["web#7 from alpha to beta: moved", "9.4 ms", "131072"],
+        &["web#7: over, downtime 9.4 ms"],
+    );
+    let asked = world.fake.asked().pop().unwrap();
+    for part in [r#""max_downtime_ms":20"#, r#""bandwidth_bytes_per_s":125000000"#, r#""verify":true"#] {
+        assert!(asked.contains(part), "{part} is missing in {asked}");
+    }
+    let (code, report) = world.json(&["migrate", "web", "--to", "beta"]);
+    assert_eq!(
+        (code, &report["schema"], &report["outcome"]),
+        (0, &"whimbrel.report/1".into(), &"moved".into())
+    );
+    expect(&world.say(&["report", "web"]), 0, &["web#8"], &[]);
+    expect(&world.say(&["report", "web", "7"]), 0, &["web#7"], &[]);
+    expect(&world.say(&["report", "web", "3"]), 2, &[], &["no migration web#3"]);
+    expect(&world.say(&["migrations"]), 0, &["MIGRATION", "web#8", "web#7", "done (done)"], &[]);
+}
+
+#[test]
+fn a_migration_that_fails_leaves_1_and_one_in_doubt_3() {
+    let world = World::new();
+    let failed = world.say(&["migrate", "web", "--to", "broken"]);
+    expect(
+        &failed,
+        1,
+        &["unharmed", "the destination's disk is full"],
+        &["over, the destination's disk is full"],
+    );
+    let doubtful = world.say(&["migrate", "web", "--to", "limbo"]);
+    expect(&doubtful, 3, &["in doubt"], &["whimbrel recover web", "beta does not answer"]);
+    assert_eq!(world.json(&["watch", "web"]).0, 3);
+    assert_eq!(world.json(&["migrate", "db", "--to", "broken"]).0, 1);
+}
+
+#[test]
+fn what_preflight_finds_is_shown_with_advice() {
+    let world = World::new();
+    expect(
+        &world.say(&["migrate", "web", "--to", "tiny"]),
+        1,
+        &[],
+        &["pre-flight says no", "10 MiB left", "free some"],
+    );
+    expect(
+        &world.say(&["migrate", "web", "--to", "tiny", "--check"]),
+        1,
+        &["cannot move", "blocker", "free some"],
+        &[],
+    );
+    expect(
+        &world.say(&["migrate", "web", "--to", "beta", "--check"]),
+        0,
+        &["can move", "memfd", "info"],
+        &[],
+    );
+    expect(&world.say(&["migrate", "web", "--to", "mars"]), 2, &[], &["no host mars", "[hosts]"]);
+    expect(&world.say(&["migrate", "who", "--to", "beta"]), 2, &[], &["no VM who"]);
+    assert_eq!(world.json(&["migrate", "web", "--to", "tiny", "--check"]).1["possible"], false);
+    assert_eq!(world.json(&["migrate", "web", "--to", "tiny"]).1["findings"][0]["code"], "no-memory");
+    assert!(world.json(&["migrations"]).1.as_array().unwrap().is_empty());
+}
+
+#[test]
+fn a_detached_migration_is_limited_and_cancelled() {
+    let world = World::new();
+    expect(
+        &world.say(&["migrate", "web", "--to", "far", "--detach"]),
+        0,
+        &["under way", "whimbrel watch web"],
+        &[],
+    );
+    expect(&world.say(&["limit", "web", "--bandwidth", "500k"]), 0, &["488.3 KiB/s"], &[]);
+    expect(&world.say(&["limit", "web", "--bandwidth", "none"]), 0, &["none"], &[]);
+    expect(&world.say(&["cancel", "web"]), 0, &["stays where it is"], &[]);
+    expect(&world.say(&["cancel", "web"]), 0, &["over already"], &[]);
+    expect(&world.say(&["watch", "web"]), 1, &["cancelled"], &[]);
+    world.say(&["migrate", "web", "--to", "beta"]);
+    expect(&world.say(&["cancel", "web"]), 1, &["has moved already"], &[]);
+    expect(&world.say(&["cancel", "db"]), 2, &[], &["no migration of db"]);
+    world.say(&["migrate", "web", "--to", "limbo"]);
+    assert_eq!(world.json(&["cancel", "web"]).0, 3);
+}
+
+#[test]
+fn a_decision_is_described_before_it_is_carried_out() {
+    let world = World::new();
+    world.say(&["migrate", "web", "--to", "limbo"]);
+    let asked = world.say(&["recover", "web"]);
+    expect(&asked, 3, &["What is known:", "committed to beta", "--run-here", "--give-up"], &[]);
+    let described = world.say(&["recover", "web", "--run-here"]);
+    expect(&described, 3, &["What is risked:", "same disks", "Nothing was done", "--i-know-the-risk"], &[]);
+    let done = world.say(&["recover", "web", "--run-here", "--i-know-the-risk"]);
+    expect(&done, 0, &["the guest runs here again"], &[]);
+    let asked = world.fake.asked();
+    assert!(
+        asked[1].contains(r#""action":"ask""#) && asked[2].contains(r#""i_know_the_risk":false"#),
+        "{asked:?}"
+    );
+    assert!(asked[3].contains(r#""action":"run-here","i_know_the_risk":true"#), "{asked:?}");
+}
+
+#[test]
+fn ctrl_c_leaves_the_migration_alone() {
+    let world = World::new();
+    let mut child = world
+        .command(&["migrate", "web", "--to", "far"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    stderr.read_line(&mut line).unwrap();
+    assert!(line.contains("round 2, 16.0 MiB left, 1.0 GiB/s"), "{line}");
+    signal(&child, "-INT");
+    let mut rest = String::new();
+    stderr.read_to_string(&mut rest).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(130));
+    assert!(rest.contains("goes on") && rest.contains("whimbrel cancel web"), "{rest}");
+    assert_eq!(world.json(&["migrations"]).1[0]["standing"], "underway");
+    assert!(world.fake.asked().iter().all(|asked| !asked.starts_with("cancel")));
+    world.fake.finish("web");
+    expect(&world.say(&["watch", "web"]), 0, &["moved"], &[]);
+}
+
+#[test]
+fn an_agent_that_goes_away_leaves_its_watcher_in_doubt() {
+    let mut world = World::new();
+    let mut child = world
+        .command(&["migrate", "web", "--to", "far"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut stderr = BufReader::new(child.stderr.take().unwrap());
+    let mut text = String::new();
+    stderr.read_line(&mut text).unwrap();
+    world.server.take().unwrap().stop();
+    stderr.read_to_string(&mut text).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(3), "{text}");
+    assert!(text.contains("taken up when it is started again"), "{text}");
+}
+
+/// A configuration that needs nothing of the host.
+fn config(folder: &Path, more: &str) -> PathBuf {
+    let path = folder.join("agent.toml");
+    let text = format!(
+        "host = \"alpha\"\nrole = \"witness\"\nlisten = \"127.0.0.1:0\"\nstate_dir = \"state\"\nrun_dir = \"run\"\n\
+         tls.plain = true\n{more}"
+    );
+    std::fs::write(&path, text).unwrap();
+    path
+}
+
+fn agent_command(config: &Path, words: &[&str]) -> Command {
+    let mut command = Command::new(WHIMBREL);
+    command.args(words).arg("agent").arg("--config").arg(config).stdin(Stdio::null());
+    command
+}
+
+#[test]
+fn a_configuration_is_checked() {
+    let folder = tempfile::tempdir().unwrap();
+    let good = config(folder.path(), "");
+    let check = |words: &[&str]| {
+        let mut command = agent_command(&good, words);
+        command.arg("--check-config");
+        say(command)
+    };
+    expect(&check(&[]), 0, &["good; host alpha, witness"], &[]);
+    assert_eq!(serde_json::from_str::<Value>(&check(&["--json"]).stdout).unwrap()["good"], true);
+    assert!(!folder.path().join("state").exists(), "nothing was started");
+
+    let bad = config(folder.path(), "[limits]\nmax_downtme_ms = 3\n");
+    let said = say(agent_command(&bad, &[]));
+    expect(&said, 2, &[], &["agent.toml, line 8, key `limits.max_downtme_ms`", "max_downtime_ms"]);
+    expect(&say(agent_command(Path::new("/nonexistent/a.toml"), &[])), 2, &[], &["cannot read", "--config"]);
+}
+
+#[test]
+fn an_agent_starts_answers_and_ends_in_order() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = config(folder.path(), "");
+    let mut child =
+        agent_command(&config, &[]).env("RUST_LOG", "info").stderr(Stdio::piped()).spawn().unwrap();
+    let mut log = BufReader::new(child.stderr.take().unwrap()).lines().map_while(Result::ok);
+    assert!(log.by_ref().any(|line| line.contains("ready")), "the agent did not start");
+    let socket = folder.path().join("run/agent.sock");
+    expect(&say(command(&socket, &["info"])), 0, &["witness alpha"], &[]);
+    expect(&say(command(&socket, &["vm", "list"])), 0, &["no VMs"], &[]);
+
+    // A second one is sent away and told why; the first does not notice.
+    let second = say(agent_command(&config, &[]));
+    expect(&second, 1, &[], &["another agent", &format!("pid {}", child.id()), "state_dir"]);
+    expect(&say(command(&socket, &["info"])), 0, &["witness alpha"], &[]);
+
+    signal(&child, "-TERM");
+    assert!(log.any(|line| line.contains("ending")));
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    assert!(!socket.exists());
+    expect(&say(command(&socket, &["info"])), 1, &[], &["no agent answers"]);
+}

@@ -10,7 +10,9 @@
 //! | private mapping of a file | `process_vm_readv` | `process_vm_writev` | zeros |
 //!
 //! Where nothing is (holes of the file, pages neither present nor swapped) nothing is read, and a hole there becomes a
-//! hole here (trap 5). Of a private mapping of a file nobody can tell, so all of it is read.
+//! hole here (trap 5). Of a private mapping of a file nobody can tell, so all of it is read; so is anonymous memory
+//! whose writes are tracked, because the kernel's protection marks every page there, and a mark counts as swapped.
+//! What is read and is zero becomes a hole there all the same.
 
 use std::io;
 use std::ops::Range;

@@ -172,3 +172,26 @@ fn streams_of_other_generations_and_surplus_ones_are_not_taken() {
     assert!(bench.receiver.attach(Generation(4), 1, stream()).is_err());
     assert!(bench.events.try_recv().is_err(), "an end that was asked for is no news");
 }
+
+/// One stream had ended round 1 when the connections broke. That the other ends round 2 does not end round 1.
+#[test]
+fn a_round_that_was_cut_off_never_ends() {
+    let mut bench = bench(1);
+    bench.send(Kind::RoundEnd, &encode_round_end(1, 1));
+    assert_eq!(bench.acked(), 1);
+    bench.receiver.begin(Generation(2));
+    let mut peers = Vec::new();
+    for stream in 0..2 {
+        let (near, far) = UnixStream::pair().unwrap();
+        bench.receiver.attach(Generation(2), stream, end(far, WHOLE)).unwrap();
+        peers.push(end(near, WHOLE));
+    }
+    for (stream, complete) in [(1, 0), (0, 2)] {
+        std::mem::swap(&mut bench.peer, &mut peers[stream]);
+        bench.send(Kind::RoundEnd, &encode_round_end(1, 2));
+        assert_eq!(bench.acked(), 1);
+        assert_eq!(bench.receiver.completed_round(), complete);
+    }
+    let told = bench.events.try_recv().unwrap();
+    assert!(matches!(told, ReceiverEvent::RoundEnded { round: 2 }), "{told:?}");
+}

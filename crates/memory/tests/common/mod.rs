@@ -21,6 +21,7 @@ static PROGRAMS: LazyLock<PathBuf> = LazyLock::new(|| {
     let here = std::env::current_exe().unwrap();
     let profile = here.ancestors().find(|dir| dir.join("deps").is_dir()).unwrap();
     let mut build = Command::new(env!("CARGO"));
+    build.current_dir(env!("CARGO_MANIFEST_DIR"));
     build.args(["build", "--quiet", "--locked", "--offline", "-p", "whimbrel-tracee", "--bins"]);
     build.arg("--target-dir").arg(profile.parent().unwrap());
     if profile.ends_with("release") {

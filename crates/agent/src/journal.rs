@@ -24,6 +24,7 @@ use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use proto::{Epoch, MigrationId, VmName};
 use rusqlite::{Connection, ErrorCode};
@@ -37,6 +38,13 @@ pub const FILE_NAME: &str = "journal.sqlite";
 
 /// Name of the lock within the state directory.
 pub const LOCK_NAME: &str = "agent.lock";
+
+/// How long an agent that ends may still have the lock: while the kernel takes its memory back, and as long as a child
+/// that it has just forked has not become another program.
+const LOCK_PATIENCE: Duration = Duration::from_secs(1);
+
+/// Pause between two attempts to take the lock.
+const LOCK_PAUSE: Duration = Duration::from_millis(10);
 
 /// What a record has to survive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -259,15 +267,19 @@ fn lock(state_dir: &Path) -> Result<File, JournalError> {
     let failed = |source| JournalError::Directory { path: path.clone(), source };
     let mut file =
         File::options().read(true).write(true).create(true).truncate(false).open(&path).map_err(failed)?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => {}
-        Err(rustix::io::Errno::WOULDBLOCK) => {
-            let mut pid = String::new();
-            let read = file.read_to_string(&mut pid).is_ok() && pid.trim().parse::<u32>().is_ok();
-            let holder = if read { format!(" (pid {})", pid.trim()) } else { String::new() };
-            return Err(JournalError::Locked { path: state_dir.to_owned(), holder });
+    let give_up = Instant::now() + LOCK_PATIENCE;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => break,
+            Err(rustix::io::Errno::WOULDBLOCK) if Instant::now() < give_up => std::thread::sleep(LOCK_PAUSE),
+            Err(rustix::io::Errno::WOULDBLOCK) => {
+                let mut pid = String::new();
+                let read = file.read_to_string(&mut pid).is_ok() && pid.trim().parse::<u32>().is_ok();
+                let holder = if read { format!(" (pid {})", pid.trim()) } else { String::new() };
+                return Err(JournalError::Locked { path: state_dir.to_owned(), holder });
+            }
+            Err(errno) => return Err(failed(errno.into())),
         }
-        Err(errno) => return Err(failed(errno.into())),
     }
     let note = |file: &mut File| {
         file.set_len(0)?;

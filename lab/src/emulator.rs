@@ -249,10 +249,7 @@ impl Wire {
             Duration::from_nanos((packet.len() as u64).saturating_mul(1_000_000_000) / rate.max(1))
         });
         queue.sent_until = Some(begins + sending);
-        let mut due = begins + sending + settings.delay + settings.jitter.mul_f64(late);
-        if let Some((before, _)) = queue.packets.back() {
-            due = due.max(*before);
-        }
+        let due = begins + sending + settings.delay + settings.jitter.mul_f64(late);
         queue.bytes += packet.len();
         queue.packets.push_back((due, packet.to_vec()));
         self.changed.notify_one();
@@ -276,10 +273,12 @@ impl Wire {
                     let Some((_, packet)) = queue.packets.pop_front() else { continue };
                     queue.bytes -= packet.len();
                     drop(queue);
-                    if self.to.send(&packet).is_ok() {
-                        self.delivered.fetch_add(1, Relaxed);
-                        self.delivered_bytes.fetch_add(packet.len() as u64, Relaxed);
-                    } else {
+                    // Counted before: whoever has received a packet finds it counted.
+                    self.delivered.fetch_add(1, Relaxed);
+                    self.delivered_bytes.fetch_add(packet.len() as u64, Relaxed);
+                    if self.to.send(&packet).is_err() {
+                        self.delivered.fetch_sub(1, Relaxed);
+                        self.delivered_bytes.fetch_sub(packet.len() as u64, Relaxed);
                         self.dropped.fetch_add(1, Relaxed);
                     }
                     queue = lock(&self.queue);

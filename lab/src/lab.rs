@@ -149,6 +149,7 @@ impl Lab {
             fs::create_dir_all(host.directory())
                 .context(|| format!("cannot make {}", host.directory().display()))?;
             run(Command::new("ip").args(["netns", "add", host.namespace()]))?;
+            silence_ipv6(host)?;
             host.run(&["ip", "link", "set", "dev", "lo", "up"])?;
         }
         lab.connect_witness()?;
@@ -427,6 +428,20 @@ fn address(host: &Host, address: Ipv4Addr, device: &str) -> Result<()> {
 fn bridge(host: &Host, device: &str) -> Result<()> {
     host.run(&["ip", "link", "add", "name", device, "type", "bridge", "forward_delay", "0"])?;
     host.run(&["ip", "link", "set", "dev", device, "up"]).map(drop)
+}
+
+/// Turns IPv6 off: the laboratory does not use it, and its devices would send by themselves, where tests count packets.
+fn silence_ipv6(host: &Host) -> Result<()> {
+    // The files belong to the namespace of whoever opens them.
+    host.within(|| {
+        ["all", "default"].into_iter().try_for_each(|which| {
+            match fs::write(format!("/proc/sys/net/ipv6/conf/{which}/disable_ipv6"), "1") {
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+                result => result,
+            }
+        })
+    })?
+    .context(|| "cannot turn IPv6 off")
 }
 
 /// Drops whatever arrives at a device, before anything in the host sees it. The sender is told nothing.

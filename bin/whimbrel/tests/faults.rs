@@ -189,6 +189,20 @@ impl Arena {
         );
     }
 
+    /// What QEMU says of a guest that says nothing itself, twice, to see whether it moves.
+    fn registers(&self) -> String {
+        let shown = self.cluster.agent(self.at).cli(&["vm", "show", "vm1"]);
+        let Ok(shown) = serde_json::from_str::<serde_json::Value>(&shown.stdout) else { return shown.stderr };
+        let ask = || {
+            let mut monitor = lab::Monitor::connect(std::path::Path::new(shown["qmp"].as_str()?)).ok()?;
+            let status = monitor.command("query-status", &serde_json::json!({})).ok()?;
+            let line = serde_json::json!({ "command-line": "info registers" });
+            let registers = monitor.command("human-monitor-command", &line).ok()?;
+            Some(format!("{status} {}", registers.as_str()?.lines().take(6).collect::<Vec<_>>().join(" ")))
+        };
+        format!("{:?}\n{:?}", ask(), ask())
+    }
+
     fn check_guest(&self, what: &str) {
         let serial =
             if self.at == "a" && self.guest.as_ref().is_some_and(|guest| self.qemus("a") == [guest.pid()]) {
@@ -196,7 +210,14 @@ impl Arena {
             } else {
                 self.cluster.serial(self.at, "vm1").check()
             };
-        let check = serial.unwrap_or_else(|error| panic!("{what}: the guest does not answer: {error}"));
+        let check = serial.unwrap_or_else(|error| {
+            let logs = ["a", "b"].map(|name| tail(&self.cluster.agent(name).log()));
+            let registers = self.registers();
+            panic!(
+                "{what}: the guest at {} does not answer: {error}\n{registers}\n{}\n---\n{}",
+                self.at, logs[0], logs[1]
+            )
+        });
         assert!(check.ok && check.wrong == 0, "{what}: {check:?}");
     }
 
@@ -286,6 +307,12 @@ fn matrix(witness: bool, sample: usize) {
         let mut draw = Draw(seed);
         cells = (0..sample).map(|_| cells.swap_remove(draw.below(cells.len()))).collect();
         eprintln!("{sample} cells drawn with WHIMBREL_SEED={seed}");
+    }
+    // One cell again and again, to look into it: WHIMBREL_CELL="CutBoth at destination/starting/contd:before-effects".
+    if let Ok(cell) = std::env::var("WHIMBREL_CELL") {
+        let (injury, point) = cell.split_once(" at ").unwrap();
+        let injury = INJURIES.into_iter().find(|known| format!("{known:?}") == injury).unwrap();
+        cells = vec![(point.to_owned(), injury); 10];
     }
     for (turn, (point, injury)) in cells.iter().enumerate() {
         assert!(arena.run(point, *injury), "{point} was not reached");

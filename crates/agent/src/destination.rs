@@ -24,6 +24,7 @@ pub(crate) use arriving::{ArriveError, Arriving, Traces};
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
 use crate::context::Context;
+use crate::owners;
 use crate::progress::Publisher;
 
 /// The destination's side of one migration.
@@ -54,6 +55,8 @@ pub(crate) struct Driver {
     heard: Instant,
     /// A question to the source is under way.
     asking: Arc<AtomicBool>,
+    /// Its questions to the register.
+    register: owners::Desk,
     /// Why the migration ended, for the source.
     reason: Option<String>,
 }
@@ -88,6 +91,7 @@ impl Driver {
             go_heard: None,
             heard: Instant::now(),
             asking: Arc::default(),
+            register: owners::Desk::default(),
             reason: None,
         }
     }

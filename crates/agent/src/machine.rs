@@ -68,7 +68,9 @@ pub(crate) trait Machine {
             Step::Moved(transition) => transition,
         };
         let label = transition.name(Self::ROLE, state, name);
-        if !transition.effects.is_empty() {
+        if name == "repeat" || transition.effects.is_empty() {
+            debug!(transition = %label, "handover");
+        } else {
             info!(transition = %label, "handover");
         }
         let effects = &transition.effects;

@@ -11,6 +11,32 @@ pub(crate) fn ask(context: &Context, request: &RegisterRequest) -> RegisterAnswe
     context.register.as_ref().map_or(RegisterAnswer::Unreachable, |register| register.ask(request))
 }
 
+/// One driver's questions to the register: one at a time, so that a register that does not answer gathers no threads. A
+/// question that comes meanwhile waits; a later one takes its place, because the state machine asks again what it needs.
+#[derive(Debug, Default)]
+pub(crate) struct Desk {
+    busy: bool,
+    waiting: Option<RegisterRequest>,
+}
+
+impl Desk {
+    /// A driver has a question. Given back if it can be asked now.
+    pub(crate) fn question(&mut self, request: RegisterRequest) -> Option<RegisterRequest> {
+        if self.busy {
+            self.waiting = Some(request);
+            return None;
+        }
+        self.busy = true;
+        Some(request)
+    }
+
+    /// The answer has come. The question to be asked now, if one has waited.
+    pub(crate) fn answered(&mut self) -> Option<RegisterRequest> {
+        self.busy = false;
+        self.waiting.take().and_then(|request| self.question(request))
+    }
+}
+
 /// Why a VM cannot be moved with this register.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum OwnerError {
@@ -49,5 +75,22 @@ pub(crate) fn held_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>
             Err(OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch })
         }
         RegisterAnswer::Stands(None) | RegisterAnswer::Unreachable | RegisterAnswer::Unknown => Err(unreachable()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_question_at_a_time_and_the_latest_waits() {
+        let ask = |vm: &str| RegisterRequest::Read { vm: VmName::new(vm).unwrap() };
+        let mut desk = Desk::default();
+        assert_eq!(desk.question(ask("one")), Some(ask("one")));
+        assert_eq!(desk.question(ask("two")), None);
+        assert_eq!(desk.question(ask("three")), None);
+        assert_eq!(desk.answered(), Some(ask("three")));
+        assert_eq!(desk.answered(), None);
+        assert_eq!(desk.question(ask("four")), Some(ask("four")));
     }
 }

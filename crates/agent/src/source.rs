@@ -25,6 +25,7 @@ pub(crate) use inbox::{Inbox, Mailbox, Notice};
 use crate::api::{MigrateRequest, OnLimit};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
+use crate::owners;
 use crate::progress::{Phase, Publisher};
 use crate::report::{Objective, Outcome, Report};
 use telemetry::Telemetry;
@@ -129,6 +130,8 @@ pub(crate) struct Driver {
     /// What the journal did not take and has to take before the end.
     unjournalled: Option<SourceState>,
     proposal: Option<Proposal>,
+    /// Its questions to the register.
+    register: owners::Desk,
     clock: phases::StopClock,
     contact: handover::Contact,
     outcome: Option<Outcome>,
@@ -166,6 +169,7 @@ impl Driver {
             follow_ups: VecDeque::new(),
             unjournalled: None,
             proposal: None,
+            register: owners::Desk::default(),
             clock: phases::StopClock::default(),
             contact,
             outcome: None,

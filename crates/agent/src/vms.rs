@@ -1,6 +1,6 @@
 //! VMs that the agent has taken charge of: adopting a QEMU that runs, starting one from a file, and telling about them.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use proto::message::{Finding, Severity};
@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use crate::api::{Kind, Problem};
 use crate::api::{AdoptRequest, RunRequest, VmDetail, VmSummary};
 use crate::context::Context;
-use crate::journal::{MigrationRecord, State, VmRecord};
+use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
 use crate::preflight;
 use crate::report::rfc3339;
 
@@ -158,6 +158,28 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
         warn!(pid = started.pid, %error, "left behind");
     }
     taken
+}
+
+/// Forgets a VM; its QEMU goes on. What the agent made for a QEMU that is gone is removed.
+pub(crate) fn forget(context: &Context, record: &VmRecord) -> Result<(), Problem> {
+    let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
+    context.journal.remove_vm(&record.vm).map_err(failed)?;
+    let gone = Process::open_exact(record.pid, record.start_time_ticks).is_err();
+    if gone && let Some(directory) = own_directory(context, &record.qmp) {
+        match std::fs::remove_dir_all(&directory) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                warn!(directory = %directory.display(), %error, "left behind");
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The directory that the agent made for a VM's QEMU, if it did.
+pub(crate) fn own_directory(context: &Context, qmp: &Path) -> Option<PathBuf> {
+    let directory = qmp.parent()?;
+    (directory.parent()? == context.config.run_dir.join("vms")).then(|| directory.to_owned())
 }
 
 /// What a list says of a VM.

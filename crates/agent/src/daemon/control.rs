@@ -95,8 +95,7 @@ impl Control for Users {
 
     fn forget(&self, vm: &VmName) -> Result<(), Problem> {
         self.not_in_migration(vm)?;
-        self.known(vm)?;
-        self.context.journal.remove_vm(vm).map(drop).map_err(|error| internal(&error))
+        vms::forget(&self.context, &self.known(vm)?)
     }
 
     fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem> {

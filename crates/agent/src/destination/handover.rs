@@ -191,7 +191,14 @@ impl Driver {
 
     fn notice(&mut self, notice: Notice) {
         match notice {
-            Notice::Event(event) => self.take(&event),
+            Notice::Event(event) => {
+                if matches!(event, DestinationEvent::RegisterSays(_))
+                    && let Some(request) = self.register.answered()
+                {
+                    self.send_to_register(request);
+                }
+                self.take(&event);
+            }
             Notice::Connected { link, writer, generation } => {
                 self.heard = Instant::now();
                 self.links.insert(link, writer);
@@ -394,6 +401,12 @@ impl Driver {
     }
 
     fn ask_register(&mut self, request: RegisterRequest) {
+        if let Some(request) = self.register.question(request) {
+            self.send_to_register(request);
+        }
+    }
+
+    fn send_to_register(&mut self, request: RegisterRequest) {
         let mailbox = self.inbox.mailbox();
         let context = Arc::clone(&self.context);
         let ask = move || {

@@ -196,7 +196,14 @@ impl Driver {
                     self.take(&SourceEvent::Asked { epoch });
                     self.asker = None;
                 }
-                Some(Notice::Event(event)) => self.take(&event),
+                Some(Notice::Event(event)) => {
+                    if matches!(event, SourceEvent::RegisterSays(_))
+                        && let Some(request) = self.register.answered()
+                    {
+                        self.send_to_register(request, true);
+                    }
+                    self.take(&event);
+                }
                 Some(Notice::Lost { link, .. }) => {
                     if self.control.as_ref().is_some_and(|control| control.link == link) {
                         self.control = None;
@@ -385,12 +392,20 @@ impl Driver {
     }
 
     fn ask_register(&mut self, why: Use, request: RegisterRequest) {
+        // Nobody waits for what becomes of an offer.
+        if why == Use::Offer {
+            self.send_to_register(request, false);
+        } else if let Some(request) = self.register.question(request) {
+            self.send_to_register(request, true);
+        }
+    }
+
+    fn send_to_register(&mut self, request: RegisterRequest, awaited: bool) {
         let mailbox = self.inbox.mailbox();
         let context = std::sync::Arc::clone(&self.context);
         let ask = move || {
             let answer = owners::ask(&context, &request);
-            // Nobody waits for what becomes of an offer.
-            if why != Use::Offer {
+            if awaited {
                 mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
             }
         };

@@ -49,6 +49,11 @@ impl Tracked {
         SourceRam::clone(&self.ram)
     }
 
+    /// The next scan looks for pages that were given back and read again, too.
+    pub(crate) fn memory_was_given_back(&mut self) {
+        self.log.memory_was_given_back();
+    }
+
     pub(crate) fn log(&mut self) -> &mut dyn DirtyLog {
         &mut self.log
     }

@@ -158,6 +158,9 @@ impl Driver {
         let mut sent_before = None;
         loop {
             let scanned_at = Instant::now();
+            if self.vm()?.gave_memory_back() {
+                tracked.memory_was_given_back();
+            }
             let cleared = owed
                 .clear_marks(tracked.log())
                 .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
@@ -249,6 +252,10 @@ impl Driver {
     ) -> Result<Vec<u8>, Failure> {
         let began = Instant::now();
         let vm = self.vm()?;
+        // Asked once more after the stop: nothing can give memory back any more.
+        if vm.gave_memory_back() {
+            tracked.memory_was_given_back();
+        }
         let cleared = owed
             .clear_marks(tracked.log())
             .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;

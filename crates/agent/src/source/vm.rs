@@ -1,7 +1,7 @@
 //! A VM on its way out: its process, its monitor, its memory.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use proto::message::RamBlock as ProposedBlock;
 use qemu::device_state::{self, StateError};
 use qemu::qmp::{Qmp, QmpError};
 use qemu::ram::{RamBlock, RamError};
-use qemu::tree::DeviceTree;
+use qemu::tree::{Device, DeviceTree};
 use tracee::{Process, ProcessError, Signal};
 use tracing::{info, warn};
 
@@ -19,6 +19,7 @@ use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
 use crate::journal::VmRecord;
 use crate::verification::{self, CompareError, Hashes};
+use crate::vms;
 
 /// How long a signal may take to have its effect.
 const SIGNAL_PATIENCE: Duration = Duration::from_secs(5);
@@ -74,6 +75,14 @@ pub(crate) struct SourceVm {
     /// What QEMU made for itself, to be removed after it.
     leavings: Leavings,
     qmp_patience: Duration,
+    /// Where the balloon was when it was last asked; none without one.
+    balloon_bytes: Option<u64>,
+}
+
+/// Devices by which a guest gives memory back at any time.
+fn gives_back_by_itself(device: &Device) -> bool {
+    device.driver.starts_with("virtio-mem")
+        || device.properties.get("free-page-reporting").is_some_and(|value| value.trim() == "true")
 }
 
 impl SourceVm {
@@ -90,7 +99,10 @@ impl SourceVm {
     /// Takes hold of a VM that an earlier agent was moving, without asking it anything: it may be held by SIGSTOP.
     pub(crate) fn find(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
         let process = Process::open_exact(record.pid, record.start_time_ticks)?;
-        let leavings = Leavings::of(&process, &context.config.run_dir.join("vms"), &record.qmp);
+        let leavings = Leavings {
+            sockets: Leavings::sockets(&process),
+            directory: vms::own_directory(context, &record.qmp),
+        };
         Ok(Self {
             process,
             leavings,
@@ -100,6 +112,7 @@ impl SourceVm {
             blocks: Vec::new(),
             devices: DeviceTree::default(),
             qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
+            balloon_bytes: None,
         })
     }
 
@@ -163,6 +176,16 @@ impl SourceVm {
 
     pub(crate) fn cont(&mut self) -> Result<(), VmError> {
         self.ask(qemu::control::cont)
+    }
+
+    /// Whether the balloon has moved since this was last asked: pages that are given back and read again leave no mark.
+    /// Devices that give memory back without being told (free page reporting, virtio-mem) may do so at any time.
+    pub(crate) fn gave_memory_back(&mut self) -> bool {
+        let actual = self.ask(|qmp| qmp.execute::<serde_json::Value>("query-balloon", serde_json::Value::Null));
+        let actual = actual.ok().and_then(|balloon| balloon["actual"].as_u64());
+        let moved = actual != self.balloon_bytes;
+        self.balloon_bytes = actual;
+        moved || self.devices.devices.iter().any(gives_back_by_itself)
     }
 
     /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads; then looks whether
@@ -282,11 +305,6 @@ struct Leavings {
 }
 
 impl Leavings {
-    fn of(process: &Process, our_vms: &Path, qmp: &Path) -> Self {
-        let directory = qmp.parent().filter(|directory| directory.parent() == Some(our_vms)).map(Path::to_owned);
-        Self { sockets: Self::sockets(process), directory }
-    }
-
     fn sockets(process: &Process) -> Vec<PathBuf> {
         let (Ok(descriptors), Ok(table)) = (process.descriptors(), fs::read_to_string(process.path("net/unix"))) else {
             return Vec::new();

@@ -10,13 +10,16 @@
 //!
 //! Both are one transaction in SQLite's write-ahead log. A commit is a `write` to that log; a synced one is followed by
 //! `fdatasync`, and takes earlier unsynced ones with it, because they stand before it in the same file. The log is
-//! never folded into the database between: a checkpoint syncs, so it happens at [`Journal::tidy`] and at a clean end.
+//! never folded into the database between: a checkpoint syncs, so it happens at [`Journal::tidy`], when the last open
+//! migration is closed, and at a clean end. A synced write holds up an unsynced one of another migration as long as the
+//! disk takes.
 //!
 //! # Who may write
 //!
 //! One agent: it holds a lock on the directory as long as it lives. The lock goes with the process, however that ends.
 
 mod migrations;
+mod record;
 mod schema;
 mod vms;
 
@@ -30,7 +33,7 @@ use proto::{Epoch, MigrationId, VmName};
 use rusqlite::{Connection, ErrorCode};
 use rustix::fs::{FlockOperation, flock};
 
-pub use migrations::{MigrationRecord, NewMigration, State};
+pub use record::{MigrationRecord, NewMigration, State};
 pub use vms::VmRecord;
 
 /// Name of the database within the state directory.
@@ -290,11 +293,10 @@ fn lock(state_dir: &Path) -> Result<File, JournalError> {
     Ok(file)
 }
 
-/// Whether SQLite says that there is no room.
+/// Whether SQLite says that there is no room: for the database and its log, or for the index of the log.
 fn is_full(error: &rusqlite::Error) -> bool {
-    // SQLite reports a failed write of the log as an I/O error; ENOSPC is by far the most likely reason for one.
     let rusqlite::Error::SqliteFailure(failure, _) = error else { return false };
-    failure.code == ErrorCode::DiskFull || failure.extended_code == rusqlite::ffi::SQLITE_IOERR_WRITE
+    failure.code == ErrorCode::DiskFull || failure.extended_code == rusqlite::ffi::SQLITE_IOERR_SHMSIZE
 }
 
 #[cfg(test)]

@@ -1,117 +1,17 @@
 //! Migrations, their epochs, and how far their handover got.
 
+use engine::handover::Role;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
-use engine::handover::{Role, Terms};
 use proto::message::Proposal;
-use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
-use rusqlite::{Connection, OptionalExtension, Row, params};
+use proto::{Epoch, Generation, Incarnation, MigrationId, VmName};
+use rusqlite::{Connection, OptionalExtension, params};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::record::{Columns, MigrationRecord, NewMigration, json, parsed};
 use super::{Durability, Inner, Journal, JournalError};
-use crate::progress::Standing;
 use crate::report::unix_ms_now;
-
-/// A migration to be begun. The journal entry of its first state is written together with it.
-#[derive(Clone, Debug)]
-pub struct NewMigration<'a> {
-    /// What both sides agreed on.
-    pub terms: &'a Terms,
-    /// This side's first state.
-    pub state: State,
-    /// Whether the guest runs, or is paused by its user.
-    pub was_running: bool,
-    /// What the source offers.
-    pub proposal: &'a Proposal,
-}
-
-/// How far the handover got on this side.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum State {
-    /// The VM leaves from here.
-    Source(SourceState),
-    /// The VM comes here.
-    Destination(DestinationState),
-}
-
-impl State {
-    /// Which side this is.
-    pub fn role(&self) -> Role {
-        match self {
-            Self::Source(_) => Role::Source,
-            Self::Destination(_) => Role::Destination,
-        }
-    }
-
-    /// The state's name, as in docs/architecture.md.
-    pub fn name(&self) -> &'static str {
-        match self {
-            Self::Source(state) => state.name(),
-            Self::Destination(state) => state.name(),
-        }
-    }
-
-    /// How the migration stands if nobody is at work on it.
-    pub fn standing(&self) -> Standing {
-        match self {
-            Self::Source(state) => source_standing(state),
-            Self::Destination(state) => destination_standing(state),
-        }
-    }
-
-    fn to_json(&self) -> serde_json::Result<String> {
-        match self {
-            Self::Source(state) => serde_json::to_string(state),
-            Self::Destination(state) => serde_json::to_string(state),
-        }
-    }
-}
-
-/// A migration as the journal holds it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct MigrationRecord {
-    /// What both sides agreed on.
-    pub terms: Terms,
-    /// How far the handover got on this side.
-    pub state: State,
-    /// Something is left to be done, by the agent or by an operator: until [`Journal::close`].
-    pub open: bool,
-    /// The newest set of connections.
-    pub generation: Generation,
-    /// Whether the guest ran before, or was paused by its user.
-    pub was_running: bool,
-    /// The destination's process, once it is known.
-    pub incarnation: Option<Incarnation>,
-    /// What else this side needs in order to go on or to clean up after a restart; its driver's own.
-    pub details: serde_json::Value,
-    /// Why it is as it is, for people.
-    pub message: Option<String>,
-    /// When it began, in milliseconds since 1970.
-    pub created_unix_ms: u64,
-    /// When it last changed, in milliseconds since 1970.
-    pub updated_unix_ms: u64,
-}
-
-impl MigrationRecord {
-    /// Which migration.
-    pub fn id(&self) -> &MigrationId {
-        &self.terms.migration
-    }
-
-    /// Which side this agent is on.
-    pub fn role(&self) -> Role {
-        self.state.role()
-    }
-
-    /// The other side.
-    pub fn peer(&self) -> &HostId {
-        match self.role() {
-            Role::Source => &self.terms.destination,
-            Role::Destination => &self.terms.source,
-        }
-    }
-}
 
 impl Journal {
     /// An epoch for a new migration of a VM: larger than all that were ever seen, and never given again.
@@ -251,9 +151,15 @@ impl Journal {
         self.set(id, "note a message", "message = ?4", message, Durability::Process)
     }
 
-    /// Nothing is left to be done: the state is final and all has been cleaned up. Synced.
+    /// Nothing is left to be done: the state is final and all has been cleaned up. Synced. When no other migration is
+    /// open, and so no guest stands still, the log is folded into the database.
     pub fn close(&self, id: &MigrationId) -> Result<(), JournalError> {
-        self.set(id, "close a migration", "open = ?4", 0, Durability::Synced)
+        self.set(id, "close a migration", "open = ?4", 0, Durability::Synced)?;
+        let open: i64 = self.read("count migrations", |connection| {
+            Ok(connection
+                .query_row("SELECT count(*) FROM migrations WHERE open = 1", [], |row| row.get(0))?)
+        })?;
+        if open == 0 { self.tidy() } else { Ok(()) }
     }
 
     fn set(
@@ -394,103 +300,4 @@ fn exists(connection: &Connection, id: &MigrationId) -> Result<bool, Inner> {
         .query_row(sql, params![id.vm.as_str(), id.epoch.0 as i64], |_| Ok(()))
         .optional()?
         .is_some())
-}
-
-/// A row as SQLite gives it.
-struct Columns {
-    vm: String,
-    epoch: i64,
-    role: String,
-    terms: String,
-    state: String,
-    open: bool,
-    generation: i64,
-    was_running: bool,
-    incarnation: Option<String>,
-    details: String,
-    message: Option<String>,
-    created: i64,
-    updated: i64,
-}
-
-impl Columns {
-    fn read(row: &Row<'_>) -> rusqlite::Result<Self> {
-        Ok(Self {
-            vm: row.get(0)?,
-            epoch: row.get(1)?,
-            role: row.get(2)?,
-            terms: row.get(3)?,
-            state: row.get(4)?,
-            open: row.get(5)?,
-            generation: row.get(6)?,
-            was_running: row.get(7)?,
-            incarnation: row.get(8)?,
-            details: row.get(9)?,
-            message: row.get(10)?,
-            created: row.get(11)?,
-            updated: row.get(12)?,
-        })
-    }
-
-    fn record(self) -> Result<MigrationRecord, Inner> {
-        let what = |part: &str| format!("{part} of {}#{}", self.vm, self.epoch);
-        let state = if self.role == Role::Source.to_string() {
-            State::Source(parsed(&self.state, || what("state"))?)
-        } else {
-            State::Destination(parsed(&self.state, || what("state"))?)
-        };
-        Ok(MigrationRecord {
-            terms: parsed(&self.terms, || what("terms"))?,
-            state,
-            open: self.open,
-            generation: Generation(self.generation as u64),
-            was_running: self.was_running,
-            incarnation: self
-                .incarnation
-                .as_deref()
-                .map(|text| parsed(text, || what("incarnation")))
-                .transpose()?,
-            details: parsed(&self.details, || what("details"))?,
-            message: self.message,
-            created_unix_ms: self.created as u64,
-            updated_unix_ms: self.updated as u64,
-        })
-    }
-}
-
-/// A document of the database.
-pub(super) fn parsed<T: DeserializeOwned>(text: &str, what: impl FnOnce() -> String) -> Result<T, Inner> {
-    serde_json::from_str(text).map_err(|source| JournalError::Json { what: what(), source }.into())
-}
-
-fn json(text: serde_json::Result<String>, what: impl FnOnce() -> String) -> Result<String, JournalError> {
-    text.map_err(|source| JournalError::Json { what: what(), source })
-}
-
-fn source_standing(state: &SourceState) -> Standing {
-    match state {
-        SourceState::Idle | SourceState::Aborted | SourceState::Returned => Standing::Failed,
-        SourceState::Prepared { .. }
-        | SourceState::Stopped { .. }
-        | SourceState::Aborting
-        | SourceState::Returning => Standing::Underway,
-        SourceState::Bereft { .. } | SourceState::Committed { .. } | SourceState::Reclaiming { .. } => {
-            Standing::InDoubt
-        }
-        SourceState::Done { .. } => Standing::Done,
-    }
-}
-
-fn destination_standing(state: &DestinationState) -> Standing {
-    match state {
-        DestinationState::Idle | DestinationState::Discarded | DestinationState::Refused => Standing::Failed,
-        DestinationState::Prepared | DestinationState::Starting { .. } | DestinationState::Refusing => {
-            Standing::Underway
-        }
-        DestinationState::Ready { .. }
-        | DestinationState::Taking { .. }
-        | DestinationState::Bereft
-        | DestinationState::Crashed { .. } => Standing::InDoubt,
-        DestinationState::Active { .. } => Standing::Done,
-    }
 }

@@ -132,6 +132,27 @@ fn transitions_of_unknown_migrations_and_of_the_other_role_are_refused() {
 }
 
 #[test]
+fn the_log_does_not_grow_from_migration_to_migration() {
+    let folder = tempfile::tempdir().unwrap();
+    let journal = Journal::open(folder.path()).unwrap();
+    let log_bytes = || std::fs::metadata(folder.path().join("journal.sqlite-wal")).unwrap().len();
+    let migrate = |epoch| {
+        let id = id("web", epoch);
+        begin(&journal, &id, prepared()).unwrap();
+        for _ in 0..50 {
+            journal.record_source(&id, &SourceState::Stopped { run: true }, Durability::Process).unwrap();
+        }
+        journal.close(&id).unwrap();
+        log_bytes()
+    };
+    let first = migrate(1);
+    for epoch in 2..10 {
+        let now = migrate(epoch);
+        assert!(now < 2 * first, "{now} bytes after {epoch} migrations, {first} after one");
+    }
+}
+
+#[test]
 fn vms_and_reports_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let journal = Journal::open(folder.path()).unwrap();
@@ -298,7 +319,7 @@ fn cost_of_writes() {
             .map(|pid| {
                 let state =
                     SourceState::Committed { incarnation: Incarnation { pid, ..incarnation() }, run: true };
-                let before = std::time::Instant::now();
+                let before = Instant::now();
                 journal.record_source(&id, &state, durability).unwrap();
                 before.elapsed().as_micros()
             })

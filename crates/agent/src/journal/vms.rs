@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use proto::VmName;
 use rusqlite::{OptionalExtension, Row, params};
 
-use super::migrations::parsed;
+use super::record::parsed;
 use super::{Durability, Inner, Journal, JournalError};
 use crate::report::unix_ms_now;
 

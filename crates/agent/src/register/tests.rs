@@ -15,7 +15,7 @@ use proto::message::{Message, RegisterReply};
 use super::*;
 
 /// Far longer than anything here takes.
-const LONG: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_mins(1);
 
 fn host(name: &str) -> HostId {
     HostId::new(name).unwrap()

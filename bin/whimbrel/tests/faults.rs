@@ -57,6 +57,8 @@ impl Arena {
     fn start_guest(&mut self) {
         let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
         self.guest = None;
+        // The log of an earlier guest would tell of ticks that this one has not made yet.
+        let _ = fs::remove_dir_all(self.cluster.lab.a.directory().join("vm1"));
         self.guest = Some(self.cluster.guest(&GuestSpec::tiny("vm1", load)));
         self.at = "a";
     }
@@ -325,6 +327,12 @@ fn matrix(witness: bool, sample: usize) {
     }
     let seen = arena.cluster.faults.as_ref().unwrap().seen();
     eprintln!("{} fault points reached", seen.len());
+    // For the lines of fault_points.txt.
+    if let Ok(path) = std::env::var("WHIMBREL_SEEN") {
+        let transitions: BTreeSet<_> = seen.keys().filter_map(|point| Some(point.split_once(':')?.0)).collect();
+        let lines: Vec<_> = transitions.into_iter().collect();
+        fs::write(format!("{path}-{}", if witness { "register" } else { "plain" }), lines.join("\n")).unwrap();
+    }
 }
 
 /// Points that only lie on the way after a first injury: reached by repeating that injury, and injured there.

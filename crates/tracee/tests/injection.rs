@@ -83,6 +83,13 @@ fn the_injector_is_killed_at_every_step() {
     assert!(leftovers > 0);
 }
 
+/// That the last injector was killed may be found out only now.
+fn inject_after_a_kill(injector: &Injector, victim: &Victim) {
+    while let Err(error) = injector.take_userfaultfd(&victim.process) {
+        assert!(matches!(error, InjectError::Killed { .. }), "{error:?}");
+    }
+}
+
 #[test]
 fn the_injector_is_killed_at_any_time() {
     let mut seed = 4711u64;
@@ -92,7 +99,7 @@ fn the_injector_is_killed_at_any_time() {
         let mut victim = Victim::start(&[&kind]);
         injector.use_only_thread(victim.threads[&kind]);
         for _ in 0..if soak() { 1000 } else { 12 } {
-            injector.take_userfaultfd(&victim.process).unwrap();
+            inject_after_a_kill(&injector, &victim);
             let pid = injector.injector_pid().unwrap() as i32;
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             let delay = Duration::from_nanos((seed >> 33) % 300_000);
@@ -110,6 +117,7 @@ fn the_injector_is_killed_at_any_time() {
                 }
             });
         }
+        inject_after_a_kill(&injector, &victim);
         injector.close_leftovers(&victim.process, &[]).unwrap();
         assert_eq!(victim.userfaultfds(), 0);
         victim.assert_goes_on();
@@ -117,4 +125,26 @@ fn the_injector_is_killed_at_any_time() {
     }
     println!("{killed} were killed in the middle, {finished} were not");
     assert!(killed > 0);
+}
+
+#[test]
+fn a_sleep_that_was_continued_once_is_not_cut_short_by_a_killed_injector() {
+    let injector = injector();
+    // Killed with the call made and the thread not yet put back.
+    let victims: Vec<Victim> = (6..12)
+        .map(|step| {
+            let victim = Victim::start(&["mode-sleep"]);
+            while !victim.process.read("syscall").unwrap().starts_with("230 ") {
+                assert!(victim.process.is_alive());
+            }
+            injector.take_userfaultfd(&victim.process).unwrap();
+            injector.die_at_step(step);
+            injector.take_userfaultfd(&victim.process).unwrap_err();
+            injector.die_at_step(0);
+            victim
+        })
+        .collect();
+    for victim in victims {
+        victim.assert_well();
+    }
 }

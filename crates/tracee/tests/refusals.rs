@@ -112,6 +112,20 @@ fn a_process_that_dispatches_its_calls_is_refused() {
     victim.assert_well();
 }
 
+#[test]
+fn a_thread_in_a_restartable_sequence_is_not_diverted() {
+    let victim = Victim::start(&["mode-rseq"]);
+    let injector = injector();
+    // Often it is met where the sequence is begun anew: the kernel has just sent it there.
+    let refused = (0..2000).any(|_| match injector.take_userfaultfd(&victim.process) {
+        Ok(_) => false,
+        Err(InjectError::Changed { .. }) => true,
+        Err(error) => panic!("{error:?}"),
+    });
+    assert!(refused, "never met in its sequence");
+    assert!(victim.process.is_alive());
+}
+
 /// Starts a program of one page: these instructions, for this class of ELF. Returns when it is in
 /// the call with number `call`; `None` if the kernel does not run such programs.
 fn program(class: u8, code: &[u8], call: u32) -> Option<(Child, Process)> {

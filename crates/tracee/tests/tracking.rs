@@ -347,6 +347,20 @@ fn no_change_of_hugetlbfs_is_missed() {
 }
 
 #[test]
+fn more_runs_than_one_scan_returns_are_all_found() {
+    let injector = injector();
+    let len = 160 * MIB;
+    let mut victim = Victim::start(&["mode-memory"]);
+    let range = victim.map("memfd", len);
+    let mut copier = Copier::start_with(&injector, victim, range);
+    for seed in 0..2 {
+        copier.tell(&format!("stripes 0 {len} {seed}"));
+        assert_eq!(copier.round().len() as u64, len / PAGE_SIZE / 2);
+        copier.assert_equal();
+    }
+}
+
+#[test]
 fn no_write_of_a_running_program_is_missed() {
     let injector = injector();
     for kind in ["anonymous", "memfd", "huge"] {

@@ -59,8 +59,16 @@ fn a_start_that_fails_leaves_nothing() {
     let tracker = track(&victim, &[other]).unwrap();
     let error = track(&victim, &[half, other]).unwrap_err();
     assert!(matches!(error, TrackError::Taken { range } if range == other), "{error:?}");
+    // The same while something else is tracked with that descriptor, and stays so.
+    let mut two = track(&victim, &[half]).unwrap();
+    let overlapping = AddressRange::new(half.end, other.end);
+    let error = two.add(overlapping).unwrap_err();
+    assert!(matches!(error, TrackError::Taken { range } if range == other), "{error:?}");
+    assert_eq!(victim.registered(), [half, other]);
+    assert_eq!(two.ranges().collect::<Vec<_>>(), [half]);
     assert_eq!(tracker.ranges().collect::<Vec<_>>(), [other]);
     drop(tracker);
+    drop(two);
     assert!(!victim.is_registered());
     victim.assert_well();
 }

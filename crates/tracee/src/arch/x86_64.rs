@@ -48,6 +48,10 @@ const ERESTART_RESTARTBLOCK: i64 = -516;
 /// `AUDIT_ARCH_X86_64`, by which seccomp filters know the calling convention.
 pub(crate) const AUDIT_ARCH: u32 = 0xC000_003E;
 
+/// How many bytes before the next instruction [`Registers::in_named_call`] looks at:
+/// `mov $number, %eax; syscall`, as C libraries have it.
+pub(crate) const BEFORE_NEXT: usize = 7;
+
 /// General registers of a stopped thread.
 #[derive(Clone, Copy)]
 pub(crate) struct Registers(libc::user_regs_struct);
@@ -119,6 +123,21 @@ impl Registers {
         registers.orig_rax = u64::MAX;
         [registers.rdi, registers.rsi, registers.rdx] = arguments;
         Self(registers)
+    }
+
+    /// Whether the thread was interrupted in the continuation of an earlier call
+    /// (`restart_syscall`), of which the kernel alone knows which it was.
+    pub(crate) fn continues_a_call(&self) -> bool {
+        self.0.rax as i64 == ERESTART_RESTARTBLOCK && self.0.orig_rax == libc::SYS_restart_syscall as u64
+    }
+
+    /// The same thread in the call that its code names, if it does so right before the instruction
+    /// `syscall`; `code` is what stands before the next instruction.
+    pub(crate) fn in_named_call(&self, code: [u8; BEFORE_NEXT]) -> Option<Self> {
+        let [0xb8, a, b, c, d, 0x0f, 0x05] = code else { return None };
+        let mut registers = self.0;
+        registers.orig_rax = u64::from(u32::from_le_bytes([a, b, c, d]));
+        Some(Self(registers))
     }
 
     /// What a frame has to restore so that the thread goes on as if nothing had been.
@@ -270,6 +289,17 @@ mod tests {
         }
         let r = registers(-4, 7).restartable();
         assert_eq!((r.rax as i64, r.rip), (-4, 0x1000));
+    }
+
+    #[test]
+    fn a_call_that_was_continued_is_known_from_the_code_before_it() {
+        let continued = registers(ERESTART_RESTARTBLOCK, 219);
+        assert!(continued.continues_a_call());
+        assert!(!registers(ERESTART_RESTARTBLOCK, 7).continues_a_call());
+        assert!(!registers(0, 219).continues_a_call());
+        let named = continued.in_named_call([0xb8, 0xe6, 0, 0, 0, 0x0f, 0x05]).unwrap();
+        assert_eq!(named.restartable().rax, 230);
+        assert!(continued.in_named_call([0x89, 0xf8, 0, 0, 0, 0x0f, 0x05]).is_none());
     }
 
     #[test]

@@ -43,7 +43,12 @@ pub fn injector_main() -> ExitCode {
             Some(request) => serve(&request, &mut buffers),
             None => (failed(Failure::Request), None),
         };
-        let sent = send(stdin.as_fd(), &reply, descriptor.as_ref().map(AsFd::as_fd));
+        let mut sent = send(stdin.as_fd(), &reply, descriptor.as_ref().map(AsFd::as_fd));
+        if let Some(descriptor) = descriptor {
+            // Once more when the agent's reference is the only one.
+            drop(descriptor);
+            sent = sent.and_then(|_| send(stdin.as_fd(), &reply, None));
+        }
         if reply.ends || sent.is_err() {
             return ExitCode::FAILURE;
         }
@@ -89,19 +94,28 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
         reply.steps = steps.taken;
         return (reply, None);
     }
-    for &thread in &request.threads {
+    // If no thread could restore itself, one is taken that this process has to put back.
+    let mut busy = Vec::with_capacity(request.threads.len());
+    let mut first = request.threads.iter().map(|&thread| (thread, true));
+    while let Some((thread, only_self_restoring)) = first.next().or_else(|| busy.pop()) {
         let used =
-            Held::stop(thread, target, &calls, buffers, &mut steps, &mut reply.ends).map(|mut held| {
-                (reply.thread, reply.self_restoring) = (held.thread(), held.is_self_restoring());
-                // `held` is let go at the end of this block.
-                run(&mut held, request.operation, &calls, &process)
-            });
+            Held::stop(thread, target, &calls, only_self_restoring, buffers, &mut steps, &mut reply.ends)
+                .map(|mut held| {
+                    (reply.thread, reply.self_restoring) = (held.thread(), held.is_self_restoring());
+                    // `held` is let go at the end of this block.
+                    run(&mut held, request.operation, &calls, &process)
+                });
         match used {
             Ok(outcome) => {
                 (reply.result, reply.done, descriptor) = outcome;
                 break;
             }
-            Err(Refusal::TryAnother(failure)) => reply.result = Err(failure),
+            Err(Refusal::TryAnother(failure)) => {
+                if failure == Failure::Busy && only_self_restoring {
+                    busy.push((thread, false));
+                }
+                reply.result = Err(failure);
+            }
             Err(Refusal::GiveUp(failure)) => {
                 reply.result = Err(match failure {
                     Failure::NotPermitted => why_not_permitted(&process, thread),

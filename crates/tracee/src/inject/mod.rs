@@ -14,7 +14,9 @@
 //!   restore itself. The injection works, but a SIGKILL of the injector within its 100 µs leaves
 //!   the interrupted system call with a wrong result.
 //! - `nanosleep`, `poll` and `futex` with a relative timeout begin their time anew if the injector
-//!   was killed; otherwise not.
+//!   was killed; otherwise not. If one was stopped before during the same wait, and its code does
+//!   not show which call it was, its thread counts as one that cannot restore itself.
+//! - Threads that cannot restore themselves are taken only if there are no others.
 //! - System calls that the kernel never restarts after a stop (`epoll_wait`, `io_getevents`,
 //!   `io_uring_enter`, `semop`, `sigtimedwait`, sockets with a timeout) return `EINTR`, as they do
 //!   after SIGSTOP and SIGCONT. Threads in such calls are taken last; QEMU's main thread sits in
@@ -394,12 +396,29 @@ impl Injector {
         };
         let killed = || InjectError::Killed { program: self.program.clone() };
         send(&this.socket, &request.encode(), SendFlags::NOSIGNAL).map_err(|_| killed())?;
+        let (mut reply, descriptor) = self.receive(&this.socket)?;
+        if descriptor.is_some() {
+            // Said again when the injector has closed its own copy.
+            reply = self.receive(&this.socket)?.0;
+        }
+        if reply.ends {
+            // Waits for its end.
+            drop(this);
+        } else {
+            *running = Some(this);
+        }
+        Ok((reply, descriptor))
+    }
+
+    /// Waits for one message of the injector.
+    fn receive(&self, socket: &OwnedFd) -> Result<(Reply, Option<OwnedFd>), InjectError> {
+        let killed = || InjectError::Killed { program: self.program.clone() };
         let mut bytes = [0; REPLY_BYTES];
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let received = loop {
             let mut pieces = [IoSliceMut::new(&mut bytes)];
-            match recvmsg(&this.socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            match recvmsg(socket, &mut pieces, &mut control, RecvFlags::CMSG_CLOEXEC) {
                 Err(rustix::io::Errno::INTR) => {}
                 received => break received.map_err(|_| killed())?,
             }
@@ -411,14 +430,8 @@ impl Injector {
             RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
             _ => None,
         });
-        let reply = Reply::decode(&bytes[..received.bytes])
-            .ok_or_else(|| InjectError::Answer { program: self.program.clone() })?;
-        if reply.ends {
-            // Waits for its end.
-            drop(this);
-        } else {
-            *running = Some(this);
-        }
+        let reply = Reply::decode(&bytes[..received.bytes]);
+        let reply = reply.ok_or_else(|| InjectError::Answer { program: self.program.clone() })?;
         Ok((reply, descriptor))
     }
 

@@ -157,12 +157,13 @@ impl<'a> Held<'a> {
         Ok(held)
     }
 
-    /// Stops a thread and makes sure that it can make `calls` (numbers and arguments); `late` as in
-    /// [`Held::seize`].
+    /// Stops a thread and makes sure that it can make `calls` (numbers and arguments), if asked
+    /// for only one that could restore itself; `late` as in [`Held::seize`].
     pub(super) fn stop(
         thread: i32,
         target: Target,
         calls: &[(u64, [u64; 3])],
+        only_self_restoring: bool,
         buffers: &'a mut Buffers,
         steps: &'a mut Steps,
         late: &mut bool,
@@ -179,7 +180,9 @@ impl<'a> Held<'a> {
         held.check_seccomp(calls).map_err(GiveUp)?;
         held.check_gadgets().map_err(GiveUp)?;
         held.signal_mask = ptrace::signal_mask(thread).map_err(failed)?;
-        held.write_frame();
+        if !held.write_frame() && only_self_restoring {
+            return Err(TryAnother(Failure::Busy));
+        }
         held.steps.step();
         Ok(held)
     }
@@ -361,21 +364,31 @@ impl<'a> Held<'a> {
         Ok(())
     }
 
-    /// Writes the frame with which the thread restores itself. Without room for it the call is
-    /// injected all the same, and the thread is put back by this process alone.
-    fn write_frame(&mut self) {
-        let Some(sigreturn) = self.target.sigreturn else { return };
-        let Ok(len) = ptrace::xstate(self.thread, &mut self.buffers.xstate) else { return };
-        let Some(image) = self.buffers.xstate.get(..len) else { return };
+    /// Writes the frame with which the thread restores itself; returns whether it could.
+    fn write_frame(&mut self) -> bool {
+        let Some(sigreturn) = self.target.sigreturn else { return false };
+        let Ok(len) = ptrace::xstate(self.thread, &mut self.buffers.xstate) else { return false };
+        let Some(image) = self.buffers.xstate.get(..len) else { return false };
+        let Some(goes_on) = self.goes_on() else { return false };
         let (pid, out) = (self.target.pid, &mut self.buffers.frame);
-        let Some(placed) = arch::build_frame(out, &self.original, image, self.signal_mask, sigreturn) else {
-            return;
+        let Some(placed) = arch::build_frame(out, &goes_on, image, self.signal_mask, sigreturn) else {
+            return false;
         };
-        if ptrace::read_memory(pid, placed.address, &mut self.buffers.below[..placed.len])
-            && ptrace::write_memory(pid, placed.address, &out[..placed.len])
-        {
-            self.frame = Some(placed);
+        let written = ptrace::read_memory(pid, placed.address, &mut self.buffers.below[..placed.len])
+            && ptrace::write_memory(pid, placed.address, &out[..placed.len]);
+        self.frame = written.then_some(placed);
+        written
+    }
+
+    /// The registers with which the thread can go on without the kernel's memory of its call.
+    fn goes_on(&self) -> Option<Registers> {
+        if !self.original.continues_a_call() {
+            return Some(self.original);
         }
+        let mut code = [0; arch::BEFORE_NEXT];
+        let before = self.original.instruction().checked_sub(code.len() as u64)?;
+        let read = ptrace::read_memory(self.target.pid, before, &mut code);
+        read.then(|| self.original.in_named_call(code)).flatten()
     }
 }
 

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-use whimbrel_tracee::{AddressRange, Injector, Process, maps};
+use whimbrel_tracee::{AddressRange, Injector, Process, maps, merge_from};
 
 pub fn injector() -> Injector {
     Injector::new(env!("CARGO_BIN_EXE_tracee-test-injector").into(), Vec::new())
@@ -111,8 +111,17 @@ impl Victim {
 
     /// Whether a mapping has one of the flags of a userfaultfd.
     pub fn is_registered(&self) -> bool {
-        let all = maps::detailed_mappings(&self.process).unwrap();
-        all.iter().filter_map(|one| one.details.as_ref()).any(|one| one.has_flag("uw") || one.has_flag("um"))
+        !self.registered().is_empty()
+    }
+
+    /// The mappings that have one of the flags of a userfaultfd, joined.
+    pub fn registered(&self) -> Vec<AddressRange> {
+        let all = maps::detailed_mappings(&self.process).unwrap().into_iter();
+        let has_flag = |details: &maps::Details| details.has_flag("uw") || details.has_flag("um");
+        let mut found: Vec<_> =
+            all.filter(|one| one.details.as_ref().is_some_and(has_flag)).map(|one| one.range).collect();
+        merge_from(&mut found, 0);
+        found
     }
 
     /// Maps memory in a victim of mode `mode-memory`.

@@ -22,6 +22,7 @@ use std::io::{BufRead, Write};
 use std::process::exit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::channel;
 use std::thread;
 
 /// What one thread does over and over: a round, and what was wrong with it.
@@ -45,8 +46,9 @@ fn main() {
     let all: Vec<(&'static str, Prepare)> = [registers::WORKERS, calls::WORKERS, signals::WORKERS].concat();
     let stop = Arc::new(AtomicBool::new(false));
     signals::prepare_process();
+    std::panic::set_hook(Box::new(|panic| fail(&panic.to_string())));
     let mut workers = Vec::new();
-    let mut threads = Vec::new();
+    let (ended, ends) = channel();
     if wanted.first().is_some_and(|one| one == "list") {
         for (name, _) in all {
             println!("thread {name} 0");
@@ -59,8 +61,16 @@ fn main() {
         }
         let worker = Arc::new(Worker { name, rounds: AtomicU64::new(0), thread: AtomicU64::new(0) });
         workers.push(worker.clone());
-        let stop = stop.clone();
-        threads.push(thread::spawn(move || work(&worker, prepare, &stop)));
+        let (stop, ended) = (stop.clone(), ended.clone());
+        thread::spawn(move || {
+            work(&worker, prepare, &stop);
+            // Others still send it signals and data: it stays until the whole program ends.
+            signals::block_all();
+            let _ = ended.send(());
+            loop {
+                thread::park();
+            }
+        });
     }
     for worker in &workers {
         while worker.rounds.load(Ordering::Acquire) == 0 {
@@ -82,10 +92,8 @@ fn main() {
         }
     }
     stop.store(true, Ordering::Relaxed);
-    for thread in threads {
-        if thread.join().is_err() {
-            fail("a thread panicked");
-        }
+    for _ in workers {
+        let _ = ends.recv();
     }
     println!("well");
 }

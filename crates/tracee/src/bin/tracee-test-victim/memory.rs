@@ -5,6 +5,7 @@
 //! |---|---|
 //! | `map KIND LEN` | maps, and answers the address; kinds: `anonymous`, `huge`, `memfd`, `private-file`, `hugetlb-memfd`, `hugetlb` |
 //! | `write OFFSET LEN SEED` | writes values made from SEED |
+//! | `stripes OFFSET LEN SEED` | writes to every second page |
 //! | `read OFFSET LEN` | reads every page |
 //! | `drop OFFSET LEN` | gives back: `MADV_DONTNEED`, or a hole in the file if shared |
 //! | `unmap-pages OFFSET LEN` | `MADV_DONTNEED` also if shared: the page stays in the file |
@@ -150,6 +151,11 @@ pub(super) fn serve(_: &[String]) {
         match words[0] {
             "map" => memory = Memory::map(words[1], len),
             "write" => memory.write(offset, len, seed),
+            "stripes" => {
+                for at in (offset..offset + len).step_by(2 * PAGE) {
+                    memory.write(at, 8, seed);
+                }
+            }
             "read" => memory.read(offset, len),
             "drop" if memory.shared => memory.advise(offset, len, libc::MADV_REMOVE),
             "drop" | "unmap-pages" => memory.advise(offset, len, libc::MADV_DONTNEED),

@@ -17,6 +17,8 @@ pub(super) const MODES: &[(&str, Mode)] = &[
     ("mode-userfaultfd", userfaultfd),
     ("mode-uninterruptible", uninterruptible),
     ("mode-dispatch", dispatch),
+    ("mode-rseq", rseq),
+    ("mode-sleep", sleep),
 ];
 
 /// Says so, and stays until its input ends.
@@ -90,4 +92,51 @@ fn dispatch(_: &[String]) {
         unsafe { libc::prctl(PR_SET_SYSCALL_USER_DISPATCH, 1, 0usize, 0usize, std::ptr::from_mut(selector)) };
     assert_eq!(result, 0, "no user dispatch");
     stay();
+}
+
+/// Is always in a restartable sequence: an endless one, which the kernel begins anew whenever it
+/// was interrupted.
+fn rseq(_: &[String]) {
+    unsafe extern "C" {
+        /// Where glibc has this thread's `struct rseq`, counted from the thread pointer.
+        static __rseq_offset: isize;
+    }
+    let thread: usize;
+    // SAFETY: reads the thread pointer, which the ABI keeps at its own address.
+    unsafe { std::arch::asm!("mov {}, fs:[0]", out(reg) thread) };
+    // SAFETY: a constant of the C library.
+    let area = thread.wrapping_add_signed(unsafe { __rseq_offset });
+    println!("ready");
+    let _ = std::io::stdout().flush();
+    // Version and flags, start, length, abort handler.
+    let mut sequence = [0u64; 4];
+    // SAFETY: never leaves; the kernel jumps to 4, before which the agreed signature stands.
+    unsafe {
+        std::arch::asm!(
+            "lea {scratch}, [rip + 2f]", "mov [{sequence} + 8], {scratch}",
+            "lea {scratch}, [rip + 3f]", "sub {scratch}, [{sequence} + 8]", "mov [{sequence} + 16], {scratch}",
+            "lea {scratch}, [rip + 4f]", "mov [{sequence} + 24], {scratch}",
+            "jmp 4f",
+            ".byte 0x0f, 0xb9, 0x3d", ".long 0x53053053",
+            "4:", "mov [{area} + 8], {sequence}",
+            "2:", "pause", "jmp 2b",
+            "3:", "ud2",
+            area = in(reg) area,
+            sequence = in(reg) sequence.as_mut_ptr(),
+            scratch = in(reg) 0usize,
+            options(noreturn),
+        );
+    }
+}
+
+/// Sleeps once, for two seconds, which must not be cut short.
+fn sleep(_: &[String]) {
+    println!("ready");
+    let _ = std::io::stdout().flush();
+    let time = libc::timespec { tv_sec: 2, tv_nsec: 0 };
+    let began = std::time::Instant::now();
+    // SAFETY: a valid time.
+    let result = unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) };
+    assert_eq!(result, 0, "cut short");
+    assert!(began.elapsed().as_secs() >= 2, "too short");
 }

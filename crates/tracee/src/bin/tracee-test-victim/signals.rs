@@ -71,6 +71,13 @@ pub(super) fn prepare_process() {
     change_mask(libc::SIG_BLOCK, libc::SIGUSR1);
 }
 
+/// Keeps all signals from this thread.
+pub(super) fn block_all() {
+    let set = all_but(libc::SIGKILL);
+    // SAFETY: a valid set; the old one is not asked for.
+    unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &raw const set, null_mut()) };
+}
+
 /// Gives every thread a mask that could only come from itself.
 pub(super) fn prepare_thread() {
     change_mask(libc::SIG_BLOCK, libc::SIGWINCH);

@@ -1,7 +1,8 @@
-//! The kernel's numbers and calls that tracking needs, proved where they can be proved at compile time.
+//! The kernel's numbers and calls that tracking needs, proved where they can be proved at compile
+//! time.
 //!
-//! Structures come from `linux-raw-sys`, which is generated from the kernel's own headers. Each call is wrapped once, so that the reason
-//! why it is sound stands in one place.
+//! Structures come from `linux-raw-sys`, which is generated from the kernel's own headers. Each
+//! call is wrapped once, so that the reason why it is sound stands in one place.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
@@ -62,7 +63,8 @@ pub(crate) fn own_userfaultfd() -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// Takes a userfaultfd into use with `features`; returns the features and calls that the kernel has. With no features it only asks, once.
+/// Takes a userfaultfd into use with `features`; returns the features and calls that the kernel
+/// has. With no features it only asks, once.
 pub(crate) fn uffd_api(uffd: &impl AsFd, features: u64) -> io::Result<uffdio_api> {
     let mut argument = uffdio_api { api: u64::from(raw::UFFD_API), features, ioctls: 0 };
     // SAFETY: the structure of this request, without pointers.
@@ -74,7 +76,8 @@ pub(crate) fn uffd_api(uffd: &impl AsFd, features: u64) -> io::Result<uffdio_api
 pub(crate) fn uffd_register_wp(uffd: &impl AsFd, start: u64, len: u64) -> io::Result<()> {
     let range = uffdio_range { start, len };
     let mut argument = uffdio_register { range, mode: u64::from(raw::UFFDIO_REGISTER_MODE_WP), ioctls: 0 };
-    // SAFETY: the structure of this request, without pointers: addresses in it are of the traced process and only name ranges.
+    // SAFETY: the structure of this request, without pointers: addresses in it are of the traced
+    // process and only name ranges.
     unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_REGISTER, &mut argument) }.map(drop)
 }
 
@@ -93,7 +96,8 @@ pub(crate) fn uffd_write_protect(uffd: &impl AsFd, start: u64, len: u64) -> io::
     unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_WRITEPROTECT, &mut argument) }.map(drop)
 }
 
-/// What a scan looks for: pages whose categories, after turning over `inverted`, include all of `required`.
+/// What a scan looks for: pages whose categories, after turning over `inverted`, include all of
+/// `required`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ScanQuery {
     pub(crate) flags: u64,
@@ -103,7 +107,8 @@ pub(crate) struct ScanQuery {
     pub(crate) returned: u64,
 }
 
-/// One step of a scan over `[start, end)`: fills `found`, returns how many entries were filled and up to where the kernel came.
+/// One step of a scan over `[start, end)`: fills `found`, returns how many entries were filled and
+/// up to where the kernel came.
 pub(crate) fn pagemap_scan(
     pagemap: &impl AsFd,
     query: ScanQuery,
@@ -125,18 +130,21 @@ pub(crate) fn pagemap_scan(
         category_anyof_mask: query.any_of,
         return_mask: query.returned,
     };
-    // SAFETY: the structure of this request; `vec` points to `vec_len` writable entries that outlive the call.
+    // SAFETY: the structure of this request; `vec` points to `vec_len` writable entries that
+    // outlive the call.
     let count = unsafe { ioctl(pagemap, PAGEMAP_SCAN, &mut argument) }?;
     Ok((count as usize, argument.walk_end))
 }
 
-/// The range of the mapping that holds `address`, and the size of its pages in bytes (Linux 6.11; `ENOTTY` before, `ENOENT` if unmapped).
+/// The range of the mapping that holds `address`, and the size of its pages in bytes (Linux 6.11;
+/// `ENOTTY` before, `ENOENT` if unmapped).
 pub(crate) fn procmap_query(maps: &impl AsFd, address: u64) -> io::Result<(u64, u64, u64)> {
     // SAFETY: a plain structure of integers, for which zeros are valid and mean "not asked for".
     let mut argument: raw::procmap_query = unsafe { std::mem::zeroed() };
     argument.size = size_of::<raw::procmap_query>() as u64;
     argument.query_addr = address;
-    // SAFETY: the structure of this request; the sizes of both optional buffers are zero, so their addresses are not used.
+    // SAFETY: the structure of this request; the sizes of both optional buffers are zero, so their
+    // addresses are not used.
     unsafe { ioctl(maps, PROCMAP_QUERY, &mut argument) }?;
     Ok((argument.vma_start, argument.vma_end, argument.vma_page_size))
 }

@@ -1,7 +1,8 @@
 //! What this host's kernel can do.
 //!
-//! Dirty pages are found with asynchronous write protection (`UFFD_FEATURE_WP_ASYNC`) and `PAGEMAP_SCAN`, both in Linux since 6.7. A host
-//! that lacks them is told so at start, by name, and not in the middle of a migration.
+//! Dirty pages are found with asynchronous write protection (`UFFD_FEATURE_WP_ASYNC`) and
+//! `PAGEMAP_SCAN`, both in Linux since 6.7. A host that lacks them is told so at start, by name,
+//! and not in the middle of a migration.
 
 use std::fmt;
 use std::fs::{self, File};
@@ -77,7 +78,8 @@ impl Kernel {
     }
 }
 
-/// What is missing, given the features of userfaultfd (`None`: no such call) and whether there is a `PAGEMAP_SCAN`.
+/// What is missing, given the features of userfaultfd (`None`: no such call) and whether there is a
+/// `PAGEMAP_SCAN`.
 fn missing(features: Option<u64>, pagemap_scan: bool) -> Vec<Feature> {
     let mut missing = Vec::new();
     match features {

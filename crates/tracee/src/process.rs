@@ -1,7 +1,8 @@
 //! Which process is meant, and what the kernel says of it.
 //!
-//! A process identifier alone names nothing for long: it is given out again. A [`Process`] holds the identifier, the time at which that
-//! process was started and a pidfd. The pidfd stays with the process, so signals never go to a stranger, and everything read from
+//! A process identifier alone names nothing for long: it is given out again. A [`Process`] holds
+//! the identifier, the time at which that process was started and a pidfd. The pidfd stays with the
+//! process, so signals never go to a stranger, and everything read from
 //! `/proc/PID` is followed by a look at the pidfd: as long as the process lives, its number is not given to another.
 
 use std::fs;
@@ -66,13 +67,15 @@ pub enum ProcessError {
 /// What `/proc/PID/status` says, as far as it matters here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Status {
-    /// State letter: `R` running, `S` sleeping, `D` uninterruptible, `T` stopped, `t` traced, `Z` zombie.
+    /// State letter: `R` running, `S` sleeping, `D` uninterruptible, `T` stopped, `t` traced, `Z`
+    /// zombie.
     pub state: char,
     /// The process that traces this one (a debugger), if any.
     pub tracer: Option<u32>,
     /// Seccomp mode: 0 off, 1 strict, 2 filter.
     pub seccomp: u8,
-    /// Whether the process has a shadow stack (CET), which forbids to return where nothing was called.
+    /// Whether the process has a shadow stack (CET), which forbids to return where nothing was
+    /// called.
     pub shadow_stack: bool,
 }
 
@@ -88,7 +91,8 @@ impl Process {
     /// Finds the process with this number.
     ///
     /// # Errors
-    /// [`ProcessError::Gone`] if there is none or it has ended, [`ProcessError::NotPermitted`] and others if it cannot be looked at.
+    /// [`ProcessError::Gone`] if there is none or it has ended, [`ProcessError::NotPermitted`] and
+    /// others if it cannot be looked at.
     pub fn open(pid: u32) -> Result<Self, ProcessError> {
         let number = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(ProcessError::Gone { pid })?;
         let pidfd = pidfd_open(number, PidfdFlags::empty()).map_err(|error| match error {
@@ -107,7 +111,8 @@ impl Process {
     /// Finds the process with this number and start time, as another [`Process`] told them earlier.
     ///
     /// # Errors
-    /// [`ProcessError::Replaced`] if the number was given to another process since; otherwise as [`Process::open`].
+    /// [`ProcessError::Replaced`] if the number was given to another process since; otherwise as
+    /// [`Process::open`].
     pub fn open_exact(pid: u32, start_time: u64) -> Result<Self, ProcessError> {
         let process = Self::open(pid)?;
         if process.start_time == start_time {
@@ -131,7 +136,8 @@ impl Process {
         self.pid
     }
 
-    /// When it was started, in clock ticks after boot (field 22 of `/proc/PID/stat`). With the host's boot id it names the process for ever.
+    /// When it was started, in clock ticks after boot (field 22 of `/proc/PID/stat`). With the
+    /// host's boot id it names the process for ever.
     pub fn start_time(&self) -> u64 {
         self.start_time
     }
@@ -172,7 +178,8 @@ impl Process {
         Ok(bytes)
     }
 
-    /// A path below `/proc/PID`. Whoever uses it checks with [`Process::check_alive`] afterwards that it was this process's.
+    /// A path below `/proc/PID`. Whoever uses it checks with [`Process::check_alive`] afterwards
+    /// that it was this process's.
     pub fn path(&self, file: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/{file}", self.pid))
     }
@@ -270,7 +277,8 @@ impl AsFd for Process {
     }
 }
 
-/// Field 22 of a `stat` line. The name of the program, in brackets, may itself hold brackets and blanks.
+/// Field 22 of a `stat` line. The name of the program, in brackets, may itself hold brackets and
+/// blanks.
 pub(crate) fn start_time(stat: &str) -> Option<u64> {
     let (_, fields) = stat.rsplit_once(')')?;
     fields.split_ascii_whitespace().nth(19)?.parse().ok()

@@ -106,7 +106,8 @@ impl RamFile {
         Ok(opened)
     }
 
-    /// Takes a file that this process has open already, such as a memfd that it made for a new QEMU.
+    /// Takes a file that this process has open already, such as a memfd that it made for a new
+    /// QEMU.
     pub fn from_file(file: File) -> Result<Self, RamFileError> {
         let system = fstatfs(&file).map_err(|error| RamFileError::Io {
             action: "look at",

@@ -1,7 +1,7 @@
 //! Ranges of addresses in another process.
 //!
-//! Half open, in bytes. Everything that this crate says about memory of another process, it says in these; upper layers turn them
-//! into pages of RAM blocks.
+//! Half open, in bytes. Everything that this crate says about memory of another process, it says in
+//! these; upper layers turn them into pages of RAM blocks.
 
 use std::fmt;
 
@@ -23,7 +23,8 @@ impl AddressRange {
         Self { start, end }
     }
 
-    /// The range of `len` bytes that begins at `start`; it ends at the top of the address space if it would go beyond.
+    /// The range of `len` bytes that begins at `start`; it ends at the top of the address space if
+    /// it would go beyond.
     pub const fn with_len(start: u64, len: u64) -> Self {
         Self { start, end: start.saturating_add(len) }
     }
@@ -61,7 +62,8 @@ impl fmt::Display for AddressRange {
     }
 }
 
-/// Sorts the ranges that stand in `ranges` from index `from` on, and joins those that touch or overlap; earlier ones stay untouched.
+/// Sorts the ranges that stand in `ranges` from index `from` on, and joins those that touch or
+/// overlap; earlier ones stay untouched.
 pub fn merge_from(ranges: &mut Vec<AddressRange>, from: usize) {
     ranges[from..].sort_unstable();
     let mut kept = from;

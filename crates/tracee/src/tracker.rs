@@ -205,7 +205,8 @@ impl WriteTracker {
         let written = self.pagemap.scan(range, WRITTEN, |part, _| dirty.push(part));
         let scanned = written.and_then(|()| {
             self.pagemap.scan(range, NOT_PRESENT, |part, categories| {
-                // Without an entry, or swapped out with a mark that the first pass came too early for.
+                // Without an entry, or swapped out with a mark that the first pass came too early
+                // for.
                 let is_clean = categories == IS_SWAPPED;
                 if is_clean { &mut absent } else { &mut *dirty }.push(part);
             })

@@ -248,7 +248,8 @@ fn property(kind: &str, unit: u64, pages: u64, cases: u32) {
         .unwrap();
 }
 
-/// Turns swap on for as long as it lives, in a file of its own; nothing where that is not permitted.
+/// Turns swap on for as long as it lives, in a file of its own; nothing where that is not
+/// permitted.
 struct Swap(Option<tempfile::NamedTempFile>);
 
 /// Tests that need swap hold this, so that one does not take it away from another.

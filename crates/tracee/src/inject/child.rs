@@ -148,7 +148,8 @@ fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
     })
 }
 
-/// Makes the calls; returns how it went, how many were made, and the descriptor if one was asked for.
+/// Makes the calls; returns how it went, how many were made, and the descriptor if one was asked
+/// for.
 fn run(
     held: &mut Held<'_>,
     operation: Operation,

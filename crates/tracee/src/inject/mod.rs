@@ -25,6 +25,8 @@
 //!   [`Injector::close_leftovers`] closes it.
 
 mod child;
+mod choice;
+mod error;
 mod gadgets;
 mod ptrace;
 mod seccomp;
@@ -48,141 +50,19 @@ use rustix::net::{
 };
 
 use crate::{AddressRange, Process, ProcessError};
+use choice::best_threads;
+use error::{seccomp_action, traced};
 use gadgets::Gadgets;
 use wire::{Failure, MAX_ARGUMENTS, MAX_THREADS, Operation, REPLY_BYTES, Reply, Request, USERFAULTFD_FLAGS};
 
 pub use child::injector_main;
+pub use error::InjectError;
 
 /// Whether the injector in this process holds a thread of another process at this moment. For
 /// tests of the claim that it does not allocate while it does.
 #[doc(hidden)]
 pub fn holds_a_thread() -> bool {
     thread::is_attached()
-}
-
-/// Why nothing could be injected. Unless said otherwise the process is as it was.
-#[derive(Debug, thiserror::Error)]
-pub enum InjectError {
-    /// The process could not be looked at.
-    #[error("cannot inject a system call")]
-    Process(#[from] ProcessError),
-    /// A debugger is attached.
-    #[error("process {pid} is traced by process {tracer} ({comm}): detach that debugger first")]
-    Traced {
-        /// The process.
-        pid: u32,
-        /// Who traces it.
-        tracer: u32,
-        /// Name of the tracer's program.
-        comm: String,
-    },
-    /// Tracing is not permitted.
-    #[error(
-        "not permitted to trace process {pid}: run as root, or as its user with kernel.yama.ptrace_scope=0 and the \
-         process dumpable"
-    )]
-    NotPermitted {
-        /// The process.
-        pid: u32,
-    },
-    /// No thread stopped in time.
-    #[error(
-        "no thread of process {pid} can be stopped: all are in uninterruptible calls (a disk or NFS that does not answer?)"
-    )]
-    Uninterruptible {
-        /// The process.
-        pid: u32,
-    },
-    /// A seccomp filter forbids the call; it was not made.
-    #[error(
-        "a seccomp filter of process {pid} answers {action} to the call: permit userfaultfd, close and madvise"
-    )]
-    Seccomp {
-        /// The process.
-        pid: u32,
-        /// What the filter would do.
-        action: String,
-    },
-    /// There is a seccomp filter that cannot be read, so the call was not risked.
-    #[error(
-        "process {pid} has a seccomp filter that cannot be read: run as root on a kernel with CONFIG_CHECKPOINT_RESTORE"
-    )]
-    SeccompUnknown {
-        /// The process.
-        pid: u32,
-        /// What the kernel answered.
-        #[source]
-        source: io::Error,
-    },
-    /// The process runs 32-bit code.
-    #[error("process {pid} is a 32-bit one, which is not supported")]
-    Not64Bit {
-        /// The process.
-        pid: u32,
-    },
-    /// The process has its system calls handed to itself.
-    #[error(
-        "process {pid} dispatches its system calls to itself (PR_SET_SYSCALL_USER_DISPATCH), which is not supported"
-    )]
-    Dispatched {
-        /// The process.
-        pid: u32,
-    },
-    /// There is no instruction to make a system call with.
-    #[error("process {pid} has no syscall instruction in its memory")]
-    NoGadget {
-        /// The process.
-        pid: u32,
-    },
-    /// The process changed while it was looked at; the next try may succeed.
-    #[error("process {pid} changed while it was looked at: try again")]
-    Changed {
-        /// The process.
-        pid: u32,
-    },
-    /// The call was made and failed.
-    #[error("process {pid} was refused the call {call}")]
-    Call {
-        /// The process.
-        pid: u32,
-        /// Name of the call.
-        call: &'static str,
-        /// What the kernel answered.
-        #[source]
-        source: io::Error,
-    },
-    /// The injected call ended in a signal, which the process did not get to see if it was a fault.
-    #[error("the injected call in process {pid} ended in signal {signal}")]
-    Signal {
-        /// The process.
-        pid: u32,
-        /// Number of the signal.
-        signal: u64,
-    },
-    /// The injector could not be started or spoken to.
-    #[error("cannot {action} the injector {program}")]
-    Injector {
-        /// What was tried.
-        action: &'static str,
-        /// Its program.
-        program: PathBuf,
-        /// What the kernel answered.
-        #[source]
-        source: io::Error,
-    },
-    /// The injector ended before it answered. The process restores itself, but it may hold a
-    /// userfaultfd: [`Injector::close_leftovers`].
-    #[error("the injector {program} was killed before it answered")]
-    Killed {
-        /// Its program.
-        program: PathBuf,
-    },
-    /// The injector answered something that is not understood: another version of the program?
-    #[error("the injector {program} gave an answer that is not understood")]
-    Answer {
-        /// Its program.
-        program: PathBuf,
-    },
 }
 
 /// Starts the injector when it is first needed, and speaks to it.
@@ -479,28 +359,6 @@ impl Injector {
     }
 }
 
-/// Names a tracer, of which the kernel tells the thread.
-fn traced(pid: u32, thread: u32) -> InjectError {
-    let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
-    let process = status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok());
-    let tracer = process.unwrap_or(thread);
-    let comm = fs::read_to_string(format!("/proc/{tracer}/comm")).unwrap_or_default();
-    InjectError::Traced { pid, tracer, comm: comm.trim_end().to_owned() }
-}
-
-/// The answer of a seccomp filter in words.
-fn seccomp_action(answer: u32) -> String {
-    match answer & libc::SECCOMP_RET_ACTION_FULL {
-        libc::SECCOMP_RET_KILL_PROCESS => "\"kill the process\"".into(),
-        libc::SECCOMP_RET_KILL_THREAD => "\"kill the thread\"".into(),
-        libc::SECCOMP_RET_TRAP => "SIGSYS".into(),
-        libc::SECCOMP_RET_ERRNO => {
-            io::Error::from_raw_os_error((answer & libc::SECCOMP_RET_DATA) as i32).to_string()
-        }
-        other => format!("{other:#x}"),
-    }
-}
-
 /// Userfaultfds inside a process on which `UFFDIO_API` was never done.
 fn unused_userfaultfds(process: &Process) -> Result<Vec<i32>, ProcessError> {
     let all = process.descriptors()?.into_iter();
@@ -515,52 +373,3 @@ fn unused_userfaultfds(process: &Process) -> Result<Vec<i32>, ProcessError> {
     process.check_alive()?;
     Ok(found)
 }
-
-/// The threads of a process, those first that a stop disturbs least.
-fn best_threads(process: &Process) -> Result<Vec<i32>, ProcessError> {
-    let mut threads: Vec<(u8, i32)> = Vec::new();
-    for thread in process.threads()? {
-        let rank = rank(process, thread);
-        threads.extend(rank.map(|rank| (rank, thread as i32)));
-    }
-    // Stable: the main thread stays first among its equals.
-    threads.sort_by_key(|&(rank, _)| rank);
-    threads.truncate(MAX_THREADS);
-    Ok(threads.into_iter().map(|(_, thread)| thread).collect())
-}
-
-/// How much a stop would disturb a thread: 0 not at all, 1 it may see `EINTR`, 2 it may not stop.
-/// `None`: it has ended.
-fn rank(process: &Process, thread: u32) -> Option<u8> {
-    let stat = fs::read_to_string(process.path(&format!("task/{thread}/stat"))).ok()?;
-    let (_, fields) = stat.rsplit_once(')')?;
-    match fields.trim_start().chars().next()? {
-        'Z' | 'X' => return None,
-        'D' => return Some(2),
-        _ => {}
-    }
-    let call = fs::read_to_string(process.path(&format!("task/{thread}/syscall"))).unwrap_or_default();
-    let number = call.split(' ').next().and_then(|number| number.parse::<i64>().ok());
-    Some(u8::from(number.is_some_and(|number| NEVER_RESTARTED.contains(&number))))
-}
-
-/// Calls that return `EINTR` after every stop, signal(7); those that wait on sockets do so only if
-/// the socket has a timeout.
-const NEVER_RESTARTED: [i64; 14] = [
-    libc::SYS_epoll_wait,
-    libc::SYS_epoll_pwait,
-    libc::SYS_epoll_pwait2,
-    libc::SYS_io_getevents,
-    // io_pgetevents
-    333,
-    libc::SYS_io_uring_enter,
-    libc::SYS_semop,
-    libc::SYS_semtimedop,
-    libc::SYS_rt_sigtimedwait,
-    libc::SYS_msgrcv,
-    libc::SYS_msgsnd,
-    libc::SYS_recvfrom,
-    libc::SYS_recvmsg,
-    // KVM_RUN; QEMU's virtual processors expect EINTR, but the main thread is the better choice.
-    libc::SYS_ioctl,
-];

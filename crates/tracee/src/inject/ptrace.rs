@@ -134,7 +134,8 @@ pub(super) fn rseq_address(thread: i32) -> Option<u64> {
     (configuration[0] != 0).then_some(configuration[0])
 }
 
-/// Whether the thread has its system calls handed to a handler of its own (`PR_SET_SYSCALL_USER_DISPATCH`).
+/// Whether the thread has its system calls handed to a handler of its own
+/// (`PR_SET_SYSCALL_USER_DISPATCH`).
 pub(super) fn dispatches_calls(thread: i32) -> bool {
     // Mode, selector, offset, length.
     let mut configuration = [0u64; 4];

@@ -231,7 +231,8 @@ impl<'a> Held<'a> {
         self.steps.step();
     }
 
-    /// Makes the thread call `number`; returns what the kernel answered, errors as negative numbers.
+    /// Makes the thread call `number`; returns what the kernel answered, errors as negative
+    /// numbers.
     pub(super) fn call(&mut self, number: u64, arguments: [u64; 3]) -> Result<i64, Failure> {
         let kernel = |error: Errno| match error {
             libc::ESRCH => Failure::Gone,

@@ -7,8 +7,8 @@
 //! Speaks on standard output and input: prints `thread NAME NUMBER` for each of its threads, then
 //! `ready`. The line `count` makes it print `NAME ROUNDS` for each, then `end`; `quit`, or the end
 //! of input, makes it check once more and leave with status 0. With names as arguments only those
-//! threads are started; `list` prints the names alone. A first argument that names one of [`modes::MODES`] makes it something
-//! else altogether, such as a process with memory to order.
+//! threads are started; `list` prints the names alone. A first argument that names one of
+//! [`modes::MODES`] makes it something else altogether, such as a process with memory to order.
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a program of the tests")]
 

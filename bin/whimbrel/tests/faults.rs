@@ -6,7 +6,7 @@
 //! scenario reaches it, or that only the model does; a transition without a line there fails the test. A seeded sample
 //! is run here, all of it with `WHIMBREL_SOAK=1` (`make soak`).
 
-#![allow(clippy::unwrap_used, reason = "a test may fail")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
 mod common;
 
@@ -329,9 +329,11 @@ fn matrix(witness: bool, sample: usize) {
     eprintln!("{} fault points reached", seen.len());
     // For the lines of fault_points.txt.
     if let Ok(path) = std::env::var("WHIMBREL_SEEN") {
-        let transitions: BTreeSet<_> = seen.keys().filter_map(|point| Some(point.split_once(':')?.0)).collect();
+        let transitions: BTreeSet<_> =
+            seen.keys().filter_map(|point| Some(point.split_once(':')?.0)).collect();
         let lines: Vec<_> = transitions.into_iter().collect();
-        fs::write(format!("{path}-{}", if witness { "register" } else { "plain" }), lines.join("\n")).unwrap();
+        fs::write(format!("{path}-{}", if witness { "register" } else { "plain" }), lines.join("\n"))
+            .unwrap();
     }
 }
 
@@ -480,7 +482,7 @@ fn every_transition_has_its_line() {
     let table: BTreeSet<String> = transitions()
         .iter()
         .filter(|transition| !transition.effects.is_empty())
-        .map(|transition| transition.name())
+        .map(engine::handover::table::Transition::name)
         .collect();
     let missing: Vec<_> = table.iter().filter(|name| !lines.contains_key(name.as_str())).collect();
     let surplus: Vec<_> = lines.keys().filter(|name| !table.contains(**name)).collect();

@@ -1,7 +1,7 @@
 //! A guest that runs and writes is moved between two hosts. Every move compares all of memory by a path of its own
 //! (`--verify`), and the guest itself checks every page that it wrote. Needs root.
 
-#![allow(clippy::unwrap_used, reason = "a test may fail")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
 mod common;
 
@@ -50,7 +50,7 @@ fn a_newer_qemu_with_anonymous_ram_there_and_back() {
     there_and_back(newest(&Environment::discover()), Ram::Anonymous, 4);
 }
 
-/// Devices of all kinds, a disk that is read with O_DIRECT all the while (trap 1), a network card, two NUMA nodes.
+/// Devices of all kinds, a disk that is read with `O_DIRECT` all the while (trap 1), a network card, two NUMA nodes.
 fn with_everything(version: QemuVersion) {
     let cluster = Cluster::new();
     let qemu = cluster.environment.qemu(version).unwrap();

@@ -71,7 +71,8 @@ impl Agent {
     /// Starts an agent: takes up what one before it left, then listens to peers and users.
     pub fn start(config: Config, injector: InjectorProgram) -> Result<Self, StartError> {
         let journal = Journal::open(&config.state_dir)?;
-        let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(StartError::BootId)?;
+        let boot_id =
+            std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(StartError::BootId)?;
         let endpoint = endpoint(&config)?;
         let register = config.register.as_ref().and_then(|witness| register(&config, witness, &endpoint));
         let witness = match config.role {
@@ -93,7 +94,12 @@ impl Agent {
             register,
             config,
         };
-        let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), beginning: Mutex::default(), witness });
+        let daemon = Arc::new(Daemon {
+            context: Arc::new(context),
+            drivers: Mutex::default(),
+            beginning: Mutex::default(),
+            witness,
+        });
         daemon.take_up();
         let peers = Arc::clone(&daemon);
         let address = listener.address();

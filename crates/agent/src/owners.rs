@@ -44,7 +44,9 @@ pub(crate) enum OwnerError {
     #[error("the register at {0} does not answer; start the witness, or see that it can be reached")]
     Unreachable(HostId),
     /// Another host owns the VM.
-    #[error("by the register {owner} owns {vm} since epoch {epoch}; if that is wrong, see `whimbrel recover {vm}` there")]
+    #[error(
+        "by the register {owner} owns {vm} since epoch {epoch}; if that is wrong, see `whimbrel recover {vm}` there"
+    )]
     Other {
         /// The VM.
         vm: VmName,
@@ -58,7 +60,9 @@ pub(crate) enum OwnerError {
 /// The epoch in which this host holds a VM by the register; a VM that the register does not know is entered. None where
 /// no register is configured.
 pub(crate) fn held_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>, OwnerError> {
-    let (Some(register), Some(witness)) = (&context.register, &context.config.register) else { return Ok(None) };
+    let (Some(register), Some(witness)) = (&context.register, &context.config.register) else {
+        return Ok(None);
+    };
     let host = &context.config.host;
     let unreachable = || OwnerError::Unreachable(witness.clone());
     let mut answer = register.read(vm);
@@ -74,7 +78,9 @@ pub(crate) fn held_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>
         RegisterAnswer::Stands(Some(record)) => {
             Err(OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch })
         }
-        RegisterAnswer::Stands(None) | RegisterAnswer::Unreachable | RegisterAnswer::Unknown => Err(unreachable()),
+        RegisterAnswer::Stands(None) | RegisterAnswer::Unreachable | RegisterAnswer::Unknown => {
+            Err(unreachable())
+        }
     }
 }
 

@@ -19,7 +19,7 @@ pub(crate) enum PeerError {
         /// The peer.
         host: HostId,
         /// Why.
-        source: ConnectError,
+        source: Box<ConnectError>,
     },
     /// The connection was lost while it was being talked to.
     #[error("the connection to {host} was lost")]
@@ -51,5 +51,5 @@ pub(crate) fn connect(
     context
         .endpoint
         .connect(&peer, purpose, deadline)
-        .map_err(|source| PeerError::Connect { host: host.clone(), source })
+        .map_err(|source| PeerError::Connect { host: host.clone(), source: Box::new(source) })
 }

@@ -106,7 +106,8 @@ pub(crate) fn description_findings(description: &VmDescription, allowed: &[Strin
     };
     let mut findings: Vec<_> = description.problems.iter().map(blocker).collect();
     // The destination builds the command line; what it would refuse on any host is known here already.
-    let rules = HostRules { allow_options: allowed.to_vec(), ..HostRules::new("qemu", "/run/whimbrel/vms/x") };
+    let rules =
+        HostRules { allow_options: allowed.to_vec(), ..HostRules::new("qemu", "/run/whimbrel/vms/x") };
     if let Err(error) = command::build(description, &rules) {
         for problem in &error.problems {
             let found = blocker(problem);
@@ -152,14 +153,20 @@ pub(crate) fn destination(
             advice: "use the same version of whimbrel on both hosts".to_owned(),
         }]
     };
-    let (theirs, files) = theirs(&proposal).map_err(|error| unreadable("the facts cannot be read", &error))?;
+    let (theirs, files) =
+        theirs(&proposal).map_err(|error| unreadable("the facts cannot be read", &error))?;
     let traces = Traces::plan(&context.config.run_dir, id);
     let (plan, ram_kind) = ram_plan(proposal.ram_kind.as_deref(), &theirs);
     let config = &context.config.qemu;
     let here = HostRules {
         data_dirs: config.data_dirs.clone(),
         tap: context.config.taps.clone(),
-        disk_dirs: context.config.disk_dirs.iter().map(|(there, here)| (there.clone(), here.clone())).collect(),
+        disk_dirs: context
+            .config
+            .disk_dirs
+            .iter()
+            .map(|(there, here)| (there.clone(), here.clone()))
+            .collect(),
         ram: plan,
         allow_options: config.allow_options.iter().chain(&proposal.allow_options).cloned().collect(),
         ..HostRules::new(binaries::choose(&config.binaries, &theirs.vm.program.version), &traces.directory)
@@ -174,8 +181,9 @@ pub(crate) fn destination(
             advice: "name a QEMU that works under [qemu] binaries on the destination".to_owned(),
         }]
     })?;
-    let ours = gather::destination(&mut probe.qmp, &theirs.vm, &files, &here, &shared_dirs(context), problems)
-        .map_err(|error| unreadable("this host's QEMU does not answer", &error))?;
+    let ours =
+        gather::destination(&mut probe.qmp, &theirs.vm, &files, &here, &shared_dirs(context), problems)
+            .map_err(|error| unreadable("this host's QEMU does not answer", &error))?;
     drop(probe);
     let mut findings: Vec<_> = rules::check(&theirs, &ours).into_iter().map(finding).collect();
     findings.extend(register_finding(context, from, &proposal));
@@ -236,7 +244,9 @@ fn ram_plan(wanted: Option<&str>, theirs: &SourceFacts) -> (RamPlan, String) {
     match wanted {
         Some("anonymous") => (RamPlan::Anonymous, "anonymous".to_owned()),
         _ => match hugepage_bytes {
-            Some(bytes) => (RamPlan::Memfd { hugepage_bytes }, format!("memfd, pages of {} KiB", bytes >> 10)),
+            Some(bytes) => {
+                (RamPlan::Memfd { hugepage_bytes }, format!("memfd, pages of {} KiB", bytes >> 10))
+            }
             None => (RamPlan::Memfd { hugepage_bytes }, "memfd".to_owned()),
         },
     }
@@ -264,7 +274,9 @@ pub(crate) fn ask(
     connection.send(&Message::Propose(Box::new(proposal))).map_err(lost)?;
     let deadline = Instant::now() + Duration::from_millis(context.config.timeouts.qemu_start_ms);
     match connection.recv(Some(deadline)).map_err(lost)? {
-        Incoming::Message(Message::Accept(acceptance)) => Ok((acceptance.findings, Some(acceptance.ram_kind))),
+        Incoming::Message(Message::Accept(acceptance)) => {
+            Ok((acceptance.findings, Some(acceptance.ram_kind)))
+        }
         Incoming::Message(Message::Reject { findings }) => Ok((findings, None)),
         _ => Err(PeerError::NoSense(to.clone())),
     }

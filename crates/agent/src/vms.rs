@@ -12,8 +12,8 @@ use qemu::vmfile::VmFile;
 use tracee::Process;
 use tracing::{info, warn};
 
-use crate::api::{Kind, Problem};
 use crate::api::{AdoptRequest, RunRequest, VmDetail, VmSummary};
+use crate::api::{Kind, Problem};
 use crate::context::Context;
 use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
 use crate::preflight;
@@ -31,7 +31,11 @@ pub(crate) fn advice(vm: &VmName) -> String {
 pub(crate) fn adopt(context: &Context, request: &AdoptRequest) -> Result<(VmRecord, Vec<Finding>), Problem> {
     let selector = selector(request)?;
     let process = find::find(&selector).map_err(|error| {
-        Problem::caused_by(Kind::NotFound, &error, "`ps -C qemu-system-x86_64` lists what runs; give --pid or --qmp")
+        Problem::caused_by(
+            Kind::NotFound,
+            &error,
+            "`ps -C qemu-system-x86_64` lists what runs; give --pid or --qmp",
+        )
     })?;
     let mut qmp = connect(&process, &selector)?;
     take(context, request.name.clone(), &process, &mut qmp, &request.allow_options)
@@ -81,7 +85,8 @@ fn take(
         }
     };
     let journal = &context.journal;
-    let known = journal.vms().map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    let known =
+        journal.vms().map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
     if let Some(same) = known.iter().find(|known| same_process(known, process)) {
         if same.vm == name {
             return Ok((same.clone(), Vec::new()));
@@ -99,12 +104,17 @@ fn take(
         .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, advice(&name)))?;
     let mut findings = preflight::description_findings(&described, allowed);
     // Adopting risks nothing: what would stand in the way of a migration is only said.
-    findings.iter_mut().for_each(|finding| finding.severity = finding.severity.min(Severity::Warning));
+    for finding in &mut findings {
+        finding.severity = finding.severity.min(Severity::Warning);
+    }
     findings.extend(restart_finding(process));
     let description = serde_json::to_value(&described)
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
-    let record = VmRecord::new(name, description, process.pid, process.start_time_ticks, qmp.path().to_owned());
-    journal.put_vm(&record).map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    let record =
+        VmRecord::new(name, description, process.pid, process.start_time_ticks, qmp.path().to_owned());
+    journal
+        .put_vm(&record)
+        .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
     info!(vm = %record.vm, pid = record.pid, "adopted");
     Ok((record, findings))
 }
@@ -119,14 +129,16 @@ pub(crate) fn restart_finding(process: &QemuProcess) -> Option<Finding> {
         severity: Severity::Warning,
         code: "restarts".to_owned(),
         what,
-        advice: "see that nothing starts it here after it has moved: set Restart=no, or disable the unit".to_owned(),
+        advice: "see that nothing starts it here after it has moved: set Restart=no, or disable the unit"
+            .to_owned(),
     })
 }
 
 /// Starts a QEMU from a VM file and takes charge of it. Nothing is left of it after an error.
 pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, Vec<Finding>), Problem> {
-    let file = VmFile::parse(&request.text, &request.path)
-        .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "see docs/operations.md for what a VM file holds"))?;
+    let file = VmFile::parse(&request.text, &request.path).map_err(|error| {
+        Problem::caused_by(Kind::BadRequest, &error, "see docs/operations.md for what a VM file holds")
+    })?;
     let name = VmName::new(file.name.clone())
         .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "change `name` in the file"))?;
     let known = context.journal.vm(&name);
@@ -136,8 +148,10 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
         return Err(Problem::new(Kind::Conflict, error, format!("see `whimbrel vm show {name}`")));
     }
     let directory = context.config.run_dir.join("vms").join(name.as_str());
-    let failed = |error: &dyn std::error::Error, advice: &str| Problem::caused_by(Kind::Refused, error, advice);
-    std::fs::create_dir_all(&directory).map_err(|error| failed(&error, "check `run_dir` in the configuration"))?;
+    let failed =
+        |error: &dyn std::error::Error, advice: &str| Problem::caused_by(Kind::Refused, error, advice);
+    std::fs::create_dir_all(&directory)
+        .map_err(|error| failed(&error, "check `run_dir` in the configuration"))?;
     let mut launch = file.launch(&directory);
     if launch.cwd.is_none() {
         launch.cwd = request.path.parent().map(Path::to_owned);
@@ -150,7 +164,9 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
     let (started, mut qmp) = started.map_err(|error| failed(&error, "mend `args` in the file"))?;
     let taken = find::find(&Selector::Pid(started.pid))
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))
-        .and_then(|process| take(context, Some(name), &process, &mut qmp, &context.config.qemu.allow_options));
+        .and_then(|process| {
+            take(context, Some(name), &process, &mut qmp, &context.config.qemu.allow_options)
+        });
     if taken.is_err()
         && let Ok(process) = Process::open_exact(started.pid, started.start_time_ticks)
         && let Err(error) = process.signal(tracee::Signal::KILL)
@@ -251,7 +267,8 @@ pub(crate) fn detail(
     if let Some((process, described, blocks)) = described {
         detail.findings = preflight::description_findings(&described, &context.config.qemu.allow_options);
         detail.findings.extend(restart_finding(&process));
-        detail.ram_kind = blocks.iter().max_by_key(|block| block.used_bytes).map(crate::ram::kind).unwrap_or_default();
+        detail.ram_kind =
+            blocks.iter().max_by_key(|block| block.used_bytes).map(crate::ram::kind).unwrap_or_default();
         if let Ok(value) = serde_json::to_value(&described) {
             detail.description = value;
         }

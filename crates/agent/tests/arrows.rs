@@ -1,5 +1,7 @@
 //! Holds the arrows between crates: what may depend on what stands here, and nowhere else.
 
+#![allow(clippy::expect_used, clippy::panic, reason = "a test may fail")]
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use cargo_metadata::{DependencyKind, MetadataCommand};

@@ -2,7 +2,14 @@
 //! call it.
 
 #![allow(dead_code, reason = "each test file uses a part of it")]
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may fail")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
+#![allow(
+    missing_docs,
+    unreachable_pub,
+    unused_imports,
+    clippy::unnecessary_debug_formatting,
+    reason = "what tests share is seen by them alone"
+)]
 
 pub mod faults;
 

@@ -33,10 +33,15 @@ impl Daemon {
         match arrival.purpose().clone() {
             Purpose::Register => match &self.witness {
                 Some(witness) => witness.serve(arrival),
-                None => arrival.refuse("this agent is no witness; see `register` in the configuration of both hosts"),
+                None => arrival
+                    .refuse("this agent is no witness; see `register` in the configuration of both hosts"),
             },
-            _ if self.witness.is_some() => arrival.refuse("this agent is a witness; VMs cannot be moved here"),
-            Purpose::Control { migration, generation } => self.control_stream(arrival, &migration, generation),
+            _ if self.witness.is_some() => {
+                arrival.refuse("this agent is a witness; VMs cannot be moved here");
+            }
+            Purpose::Control { migration, generation } => {
+                self.control_stream(arrival, &migration, generation);
+            }
             Purpose::Handover { migration } => self.questions(arrival, &migration),
             Purpose::Data { .. } => arrival.refuse("no data stream is expected here"),
         }
@@ -58,7 +63,9 @@ impl Daemon {
             None => {
                 let Some(mut connection) = accepted(arrival) else { return };
                 match connection.recv(Some(Instant::now() + PROPOSAL_PATIENCE)) {
-                    Ok(Incoming::Message(Message::Propose(proposal))) => self.proposed(connection, id, *proposal),
+                    Ok(Incoming::Message(Message::Propose(proposal))) => {
+                        self.proposed(connection, id, *proposal);
+                    }
                     Ok(_) => warn!(migration = %id, "the source did not begin with a proposal"),
                     Err(error) => warn!(migration = %id, %error, "no proposal came"),
                 }
@@ -108,10 +115,13 @@ impl Daemon {
             Message::Ping => vec![Message::Pong],
             Message::Ask { epoch } => vec![self.verdict(id, epoch)],
             Message::Go { epoch, incarnation, run } => {
-                self.from_journal(id, &DestinationEvent::Go { epoch, incarnation, run })
+                self.as_journalled(id, &DestinationEvent::Go { epoch, incarnation, run })
             }
-            Message::Inquire { epoch } => self.from_journal(id, &DestinationEvent::Asked { epoch }),
-            Message::Running { .. } | Message::Refused { .. } | Message::Crashed { .. } | Message::Ready { .. } => {
+            Message::Inquire { epoch } => self.as_journalled(id, &DestinationEvent::Asked { epoch }),
+            Message::Running { .. }
+            | Message::Refused { .. }
+            | Message::Crashed { .. }
+            | Message::Ready { .. } => {
                 self.pass_on(id, message);
                 vec![]
             }
@@ -155,7 +165,7 @@ impl Daemon {
     }
 
     /// What this side, as the destination, answers about a migration that no driver is at work on.
-    fn from_journal(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
+    fn as_journalled(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
         let epoch = id.epoch;
         let (terms, state) = match self.context.journal.migration(id) {
             Ok(Some(record)) => match record.state {
@@ -166,7 +176,10 @@ impl Daemon {
             // gives no epoch twice, saying that it will never be is safe once the epoch is noted.
             Ok(None) => {
                 return match self.context.journal.learn_epoch(&id.vm, epoch) {
-                    Ok(()) => vec![Message::Refused { epoch, reason: "this host knows no such migration".to_owned() }],
+                    Ok(()) => vec![Message::Refused {
+                        epoch,
+                        reason: "this host knows no such migration".to_owned(),
+                    }],
                     Err(error) => {
                         warn!(migration = %id, error = crate::chain(&error), "the journal cannot note an epoch");
                         vec![]
@@ -205,9 +218,10 @@ fn said(terms: &Terms, state: &DestinationState, event: &DestinationEvent) -> Ve
             DestinationEffect::SendRefused => {
                 Some(Message::Refused { epoch, reason: "this copy was given up".to_owned() })
             }
-            DestinationEffect::SendCrashed => {
-                Some(Message::Crashed { epoch, reason: "its QEMU is gone, and may have run the guest".to_owned() })
-            }
+            DestinationEffect::SendCrashed => Some(Message::Crashed {
+                epoch,
+                reason: "its QEMU is gone, and may have run the guest".to_owned(),
+            }),
             _ => None,
         })
         .collect()
@@ -216,4 +230,3 @@ fn said(terms: &Terms, state: &DestinationState, event: &DestinationEvent) -> Ve
 fn accepted(arrival: Arrival) -> Option<Connection> {
     arrival.accept().inspect_err(|error| warn!(error = crate::chain(error), "a connection was lost")).ok()
 }
-

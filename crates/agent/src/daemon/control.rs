@@ -12,18 +12,18 @@ use proto::{HostId, MigrationId, VmName};
 use super::drive::internal;
 use super::{Daemon, Mail};
 use crate::api::Control;
-use crate::api::{Kind, Problem};
 use crate::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Limits, MigrateRequest, MigrationStatus,
     RecoverAction, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
+use crate::api::{Kind, Problem};
 use crate::journal::State;
 use crate::progress::{Publisher, Standing, Watcher};
 use crate::report::Report;
 use crate::{destination, preflight, source, vms};
 
 /// How long a user waits for what becomes of a word.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// The daemon as the API sees it.
 pub(super) struct Users(pub(super) Arc<Daemon>);
@@ -59,7 +59,8 @@ impl Control for Users {
         // VMs on their way here have no record yet.
         for record in self.context.journal.open_migrations().map_err(|error| internal(&error))? {
             let vm = &record.terms.migration.vm;
-            if matches!(record.state, State::Destination(_)) && known.iter().all(|summary| summary.vm != *vm) {
+            if matches!(record.state, State::Destination(_)) && known.iter().all(|summary| summary.vm != *vm)
+            {
                 known.push(VmSummary {
                     vm: vm.clone(),
                     pid: None,
@@ -143,14 +144,17 @@ impl Control for Users {
         let before = self.status(id)?;
         let word = match self.mailbox(id) {
             Some(Mail::Source(mailbox)) => mailbox.put(source::Notice::Event(SourceEvent::Cancel)),
-            Some(Mail::Destination(mailbox)) => mailbox.put(destination::Notice::Event(DestinationEvent::Cancel)),
+            Some(Mail::Destination(mailbox)) => {
+                mailbox.put(destination::Notice::Event(DestinationEvent::Cancel))
+            }
             None => false,
         };
         if !word {
             return Ok(CancelOutcome::AlreadyOver { standing: before.standing });
         }
         self.settled(id, |status| {
-            status.standing.is_over() || matches!(status.state.as_str(), "committed" | "reclaiming" | "bereft")
+            status.standing.is_over()
+                || matches!(status.state.as_str(), "committed" | "reclaiming" | "bereft")
         });
         let after = self.status(id)?;
         Ok(match after.standing {
@@ -188,9 +192,10 @@ impl Control for Users {
                 risked.clear();
                 (record.state.standing().is_over(), "nothing needs to be decided here".to_owned())
             }
-            Some(Some(_)) if !request.i_know_the_risk => {
-                (false, "nothing was done; say that you know the risk (--i-know-the-risk) to do it".to_owned())
-            }
+            Some(Some(_)) if !request.i_know_the_risk => (
+                false,
+                "nothing was done; say that you know the risk (--i-know-the-risk) to do it".to_owned(),
+            ),
             Some(Some(decision)) => {
                 let heard = match self.mailbox(id) {
                     Some(Mail::Source(mailbox)) => {

@@ -12,8 +12,8 @@ use proto::{MigrationId, VmName};
 use tracing::{error, info, warn};
 
 use super::{Daemon, Driven, Mail};
-use crate::api::{Kind, Problem};
 use crate::api::{CheckReport, MigrateRequest, MigrationStatus};
+use crate::api::{Kind, Problem};
 use crate::context::Context;
 use crate::destination::{self, ArriveError, Arriving, Traces};
 use crate::journal::{Durability, JournalError, VmRecord};
@@ -107,8 +107,12 @@ impl Daemon {
         };
         let aims = Aims::new(request, &self.context.config.limits);
         let proposal = Proposal { register_epoch: held, streams: aims.streams, ..offer.proposal };
-        let mut report =
-            Report::begin(terms.migration.clone(), terms.source.clone(), terms.destination.clone(), aims.objective());
+        let mut report = Report::begin(
+            terms.migration.clone(),
+            terms.source.clone(),
+            terms.destination.clone(),
+            aims.objective(),
+        );
         report.findings = offer.findings;
         report.source.qemu_version = Some(offer.qemu_version);
         report.source.ram_kind = Some(offer.ram_kind);
@@ -128,7 +132,7 @@ impl Daemon {
         journal
             .set_details(&id, &SourceDetails { boot_id: self.context.boot_id.clone() }, Durability::Synced)
             .map_err(|error| internal(&error))?;
-        self.spawn(id.clone(), driven, move || drop(driver.run()))?;
+        self.spawn(&id, driven, move || drop(driver.run()))?;
         self.status(&id)
     }
 
@@ -143,8 +147,7 @@ impl Daemon {
         let inbox = source::Inbox::new();
         let publisher = Publisher::new();
         let mailbox = Mail::Source(inbox.mailbox());
-        let driven =
-            Driven { mailbox, publisher: publisher.clone(), controls: Some(Arc::clone(&controls)) };
+        let driven = Driven { mailbox, publisher: publisher.clone(), controls: Some(Arc::clone(&controls)) };
         if let Some(vm) = &vm {
             vm.watch(inbox.mailbox());
         }
@@ -153,7 +156,12 @@ impl Daemon {
     }
 
     /// A peer proposes a VM.
-    pub(super) fn proposed(self: &Arc<Self>, mut connection: Connection, id: &MigrationId, proposal: Proposal) {
+    pub(super) fn proposed(
+        self: &Arc<Self>,
+        mut connection: Connection,
+        id: &MigrationId,
+        proposal: Proposal,
+    ) {
         let from = connection.peer().clone();
         let check_only = proposal.check_only;
         info!(migration = %id, %from, check_only, "proposed");
@@ -181,7 +189,12 @@ impl Daemon {
         proposal: Proposal,
     ) -> Result<preflight::Considered, Vec<Finding>> {
         let blocker = |code: &str, what: String, advice: &str| {
-            vec![Finding { severity: Severity::Blocker, code: code.to_owned(), what, advice: advice.to_owned() }]
+            vec![Finding {
+                severity: Severity::Blocker,
+                code: code.to_owned(),
+                what,
+                advice: advice.to_owned(),
+            }]
         };
         proposal.validate().map_err(|error| {
             blocker("proposal", crate::chain(&error), "use the same version of whimbrel on both hosts")
@@ -204,7 +217,12 @@ impl Daemon {
         preflight::destination(&self.context, from, id, proposal)
     }
 
-    fn receive(self: &Arc<Self>, connection: Connection, id: &MigrationId, considered: preflight::Considered) {
+    fn receive(
+        self: &Arc<Self>,
+        connection: Connection,
+        id: &MigrationId,
+        considered: preflight::Considered,
+    ) {
         let preflight::Considered { terms, proposal, launch, traces, findings, ram_kind } = considered;
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal, None);
@@ -216,21 +234,29 @@ impl Daemon {
         let migration = id.clone();
         let work = move || {
             if let Err(error) = driver.prepare() {
-                driver.reject("journal", &crate::chain(&error), "see that the destination's disk is not full");
+                driver.reject(
+                    "journal",
+                    &crate::chain(&error),
+                    "see that the destination's disk is not full",
+                );
                 return;
             }
             let began = std::time::Instant::now();
             let started = traces.make_directory().and_then(|()| {
                 keep_traces(&context, &migration, &traces)?;
                 let patience = std::time::Duration::from_millis(context.config.timeouts.qemu_start_ms);
-                let vm = Arriving::start(traces, launch, &proposed, patience)?;
+                let vm = Arriving::start(traces, &launch, &proposed, patience)?;
                 keep_traces(&context, &migration, &vm.traces)?;
                 Ok(vm)
             });
             let started = started.and_then(|vm| driver.started(vm));
             match started {
                 Ok(()) => {
-                    driver.accept(Acceptance { findings, qemu_start_us: began.elapsed().as_micros() as u64, ram_kind });
+                    driver.accept(Acceptance {
+                        findings,
+                        qemu_start_us: began.elapsed().as_micros() as u64,
+                        ram_kind,
+                    });
                     driver.run();
                 }
                 Err(error) => {
@@ -239,7 +265,7 @@ impl Daemon {
                 }
             }
         };
-        if let Err(problem) = self.spawn(id.clone(), driven, work) {
+        if let Err(problem) = self.spawn(id, driven, work) {
             error!(migration = %id, error = problem.error, "nobody receives it");
         }
     }
@@ -264,7 +290,7 @@ impl Daemon {
     /// A driver's thread; its place in the list goes with it.
     pub(super) fn spawn(
         self: &Arc<Self>,
-        id: MigrationId,
+        id: &MigrationId,
         driven: Driven,
         work: impl FnOnce() + Send + 'static,
     ) -> Result<(), Problem> {
@@ -278,7 +304,7 @@ impl Daemon {
         match thread::Builder::new().name(format!("driver-{}", id.vm)).spawn(run) {
             Ok(_) => Ok(()),
             Err(error) => {
-                self.drivers().remove(&id);
+                self.drivers().remove(id);
                 Err(Problem::caused_by(Kind::Internal, &error, "the system gives no more threads"))
             }
         }
@@ -289,7 +315,11 @@ impl Daemon {
     pub(super) fn known(&self, vm: &VmName) -> Result<VmRecord, Problem> {
         self.context.journal.vm(vm).map_err(|error| internal(&error))?.ok_or_else(|| {
             let error = format!("no VM {vm} here");
-            Problem::new(Kind::NotFound, error, "`whimbrel vm list` shows those that are; `whimbrel vm adopt` takes one")
+            Problem::new(
+                Kind::NotFound,
+                error,
+                "`whimbrel vm list` shows those that are; `whimbrel vm adopt` takes one",
+            )
         })
     }
 
@@ -305,12 +335,20 @@ impl Daemon {
         }
         if self.context.config.register.as_ref() == Some(to) {
             let error = format!("{to} keeps the register of owners");
-            return Err(Problem::new(Kind::BadRequest, error, "the witness is neither of the two hosts; move to another"));
+            return Err(Problem::new(
+                Kind::BadRequest,
+                error,
+                "the witness is neither of the two hosts; move to another",
+            ));
         }
         let streams = request.streams.unwrap_or(self.context.config.limits.streams);
         if !(1..=proto::limits::STREAMS).contains(&streams) {
             let error = format!("{streams} streams are not possible");
-            return Err(Problem::new(Kind::BadRequest, error, format!("1 to {} are", proto::limits::STREAMS)));
+            return Err(Problem::new(
+                Kind::BadRequest,
+                error,
+                format!("1 to {} are", proto::limits::STREAMS),
+            ));
         }
         Ok(())
     }

@@ -54,8 +54,12 @@ impl Daemon {
             // An injector that was killed may have left a descriptor inside.
             match self.context.injector.close_leftovers(&vm.process, &[]) {
                 Ok(0) => {}
-                Ok(count) => info!(migration = %record.id(), count, "closed what an injector had left in QEMU"),
-                Err(error) => warn!(migration = %record.id(), error = crate::chain(&error), "QEMU was not looked into"),
+                Ok(count) => {
+                    info!(migration = %record.id(), count, "closed what an injector had left in QEMU");
+                }
+                Err(error) => {
+                    warn!(migration = %record.id(), error = crate::chain(&error), "QEMU was not looked into");
+                }
             }
         }
         let details: Option<SourceDetails> = serde_json::from_value(record.details.clone()).ok();
@@ -66,7 +70,7 @@ impl Daemon {
         };
         let controls = Arc::new(self.controls_of(record));
         let (driver, driven) = self.source_driver(record.terms.clone(), state, vm, controls);
-        self.spawn(record.id().clone(), driven, move || drop(driver.run_on(found)))
+        self.spawn(record.id(), driven, move || drop(driver.run_on(found)))
     }
 
     fn take_up_destination(
@@ -82,26 +86,29 @@ impl Daemon {
             |details| details.traces,
         );
         let mut vm = Arriving::find(traces, patience)
-            .inspect_err(|error| warn!(migration = %record.id(), error = crate::chain(error), "QEMU was not found"))
+            .inspect_err(
+                |error| warn!(migration = %record.id(), error = crate::chain(error), "QEMU was not found"),
+            )
             .ok();
         let found = match &mut vm {
             Some(vm) => vm.found(),
             None if rebooted => Found::Rebooted,
             None => Found::Gone,
         };
-        let proposal = self.context.journal.proposal(record.id()).ok().flatten().unwrap_or_else(|| Proposal {
-            reply_to: String::new(),
-            streams: 1,
-            ram: Vec::new(),
-            facts: serde_json::Value::Null,
-            description: serde_json::Value::Null,
-            check_only: false,
-            register_epoch: record.terms.register,
-            ram_kind: None,
-            allow_options: Vec::new(),
-        });
+        let proposal =
+            self.context.journal.proposal(record.id()).ok().flatten().unwrap_or_else(|| Proposal {
+                reply_to: String::new(),
+                streams: 1,
+                ram: Vec::new(),
+                facts: serde_json::Value::Null,
+                description: serde_json::Value::Null,
+                check_only: false,
+                register_epoch: record.terms.register,
+                ram_kind: None,
+                allow_options: Vec::new(),
+            });
         let (driver, driven) = self.destination_driver(record.terms.clone(), state, proposal, vm);
-        self.spawn(record.id().clone(), driven, move || drop(driver.run_on(found)))
+        self.spawn(record.id(), driven, move || drop(driver.run_on(found)))
     }
 
     /// What a migration aimed at is of no use any more; its report goes on.

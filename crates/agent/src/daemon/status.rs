@@ -14,7 +14,11 @@ impl Daemon {
     /// A migration as the journal has it, with its driver's progress if there is one.
     pub(super) fn record(&self, id: &MigrationId) -> Result<MigrationRecord, Problem> {
         self.context.journal.migration(id).map_err(|error| internal(&error))?.ok_or_else(|| {
-            Problem::new(Kind::NotFound, format!("no migration {id} here"), "`whimbrel vm show` names a VM's migrations")
+            Problem::new(
+                Kind::NotFound,
+                format!("no migration {id} here"),
+                "`whimbrel vm show` names a VM's migrations",
+            )
         })
     }
 
@@ -31,9 +35,13 @@ impl Daemon {
             Some(progress) if record.open => progress.standing,
             _ => resting,
         };
-        let message = progress.as_ref().and_then(|progress| progress.message.clone()).or_else(|| record.message.clone());
-        let advice = (standing == Standing::InDoubt)
-            .then(|| format!("mend the link or start the other agent; else see `whimbrel recover {}`", id.vm));
+        let message = progress
+            .as_ref()
+            .and_then(|progress| progress.message.clone())
+            .or_else(|| record.message.clone());
+        let advice = (standing == Standing::InDoubt).then(|| {
+            format!("mend the link or start the other agent; else see `whimbrel recover {}`", id.vm)
+        });
         let terms = &record.terms;
         MigrationStatus {
             id: id.clone(),

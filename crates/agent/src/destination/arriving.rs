@@ -78,7 +78,10 @@ pub(crate) struct Traces {
 impl Traces {
     /// Where an arriving VM's things will be.
     pub(crate) fn plan(run_dir: &Path, migration: &MigrationId) -> Self {
-        Self { directory: run_dir.join("vms").join(format!("{}-{}", migration.vm, migration.epoch)), process: None }
+        Self {
+            directory: run_dir.join("vms").join(format!("{}-{}", migration.vm, migration.epoch)),
+            process: None,
+        }
     }
 
     /// What the journal has of a migration, or what was planned for it.
@@ -135,11 +138,11 @@ impl Arriving {
     /// Starts the QEMU and makes it wait. Nothing is left of it after an error.
     pub(crate) fn start(
         mut traces: Traces,
-        launch: Launch,
+        launch: &Launch,
         proposed: &[ProposedBlock],
         patience: Duration,
     ) -> Result<Self, ArriveError> {
-        let (started, mut qmp) = qemu::process::start(&launch, Instant::now() + patience)?;
+        let (started, mut qmp) = qemu::process::start(launch, Instant::now() + patience)?;
         traces.process = Some((started.pid, started.start_time_ticks));
         let waiting = (|| {
             let process = Process::open_exact(started.pid, started.start_time_ticks)?;
@@ -149,7 +152,9 @@ impl Arriving {
             Ok((process, blocks, incoming))
         })();
         match waiting {
-            Ok((process, blocks, incoming)) => Ok(Self { process, qmp, traces, blocks, incoming: Some(incoming) }),
+            Ok((process, blocks, incoming)) => {
+                Ok(Self { process, qmp, traces, blocks, incoming: Some(incoming) })
+            }
             Err(error) => {
                 traces.remove();
                 Err(error)
@@ -240,7 +245,8 @@ fn remove_directory(directory: &Path) {
 /// The process that has a path within one of its arguments.
 fn find_by_argument(path: &Path) -> Option<Process> {
     let wanted = path.as_os_str().as_encoded_bytes();
-    let pids = fs::read_dir("/proc").ok()?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    let pids =
+        fs::read_dir("/proc").ok()?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     pids.filter(|pid| *pid != std::process::id())
         .find(|pid: &u32| {
             fs::read(format!("/proc/{pid}/cmdline"))

@@ -11,8 +11,8 @@ use engine::handover::destination::{
 use engine::handover::register::RegisterAnswer;
 use engine::handover::{Found, Illegal, Role, Step};
 use link::Incoming;
-use proto::message::{Acceptance, Finding, Message, RegisterRequest, Severity, Verdict};
 use proto::Purpose;
+use proto::message::{Acceptance, Finding, Message, RegisterRequest, Severity, Verdict};
 use tracing::{error, info, warn};
 
 use super::Driver;
@@ -45,10 +45,7 @@ impl Machine for Driver {
         (state.name(), event.name())
     }
 
-    fn decide(
-        &self,
-        event: &DestinationEvent,
-    ) -> Result<Step<DestinationState, DestinationEffect>, Illegal> {
+    fn decide(&self, event: &DestinationEvent) -> Result<Step<DestinationState, DestinationEffect>, Illegal> {
         destination(&self.terms, &self.state, event)
     }
 
@@ -87,10 +84,15 @@ impl Machine for Driver {
                 if let Some(vm) = &mut self.vm
                     && let Err(error) = qemu::control::announce_self(&mut vm.qmp)
                 {
-                    warn!(error = crate::chain(&error), "QEMU does not announce the guest; switches learn by themselves");
+                    warn!(
+                        error = crate::chain(&error),
+                        "QEMU does not announce the guest; switches learn by themselves"
+                    );
                 }
             }
-            DestinationEffect::SendRunning => self.say(&Message::Running { epoch, continue_us: self.continue_us }),
+            DestinationEffect::SendRunning => {
+                self.say(&Message::Running { epoch, continue_us: self.continue_us });
+            }
             DestinationEffect::SendRefused => {
                 let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());
                 self.say(&Message::Refused { epoch, reason });
@@ -129,9 +131,9 @@ impl Driver {
         let migration = self.terms.migration.clone();
         let receiving =
             Receiving::new(&self.context, migration, self.proposal.streams, &vm, self.inbox.mailbox())?;
-        receiving.begin(self.generation).map_err(|source| {
-            ArriveError::Directory { path: vm.traces.directory.clone(), source }
-        })?;
+        receiving
+            .begin(self.generation)
+            .map_err(|source| ArriveError::Directory { path: vm.traces.directory.clone(), source })?;
         self.watch(&vm);
         self.vm = Some(vm);
         self.receiving = Some(receiving);
@@ -263,7 +265,9 @@ impl Driver {
                 self.take(&DestinationEvent::AbortReceived { epoch });
             }
             Message::Inquire { epoch } => self.take(&DestinationEvent::Asked { epoch }),
-            Message::Verdict { epoch, verdict } => self.take(&DestinationEvent::SourceSays { epoch, verdict }),
+            Message::Verdict { epoch, verdict } => {
+                self.take(&DestinationEvent::SourceSays { epoch, verdict });
+            }
             Message::Ping => self.say(&Message::Pong),
             Message::Pong => {}
             Message::Resume if self.control == Some(link) => self.resume(),
@@ -287,7 +291,9 @@ impl Driver {
 
     fn verify(&mut self, block: u16, first_chunk: u64, hashes: &[String]) {
         let name = self.proposal.ram.get(usize::from(block)).map(|block| block.name.clone());
-        let (Some(vm), Some(name)) = (&mut self.vm, name) else { return self.fail("there is nothing to compare") };
+        let (Some(vm), Some(name)) = (&mut self.vm, name) else {
+            return self.fail("there is nothing to compare");
+        };
         match verification::differences(&mut vm.qmp, vm.process.pid(), &name, first_chunk, hashes) {
             Ok(different_chunks) => self.say(&Message::Verified { different_chunks }),
             Err(error) => self.fail(&format!("memory cannot be compared: {}", crate::chain(&error))),
@@ -471,7 +477,9 @@ impl Driver {
     fn tell_user(&mut self, report: DestinationReport) {
         let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
         let text = match report {
-            DestinationReport::Discarded => "the migration ended before the VM was complete; nothing is left here".into(),
+            DestinationReport::Discarded => {
+                "the migration ended before the VM was complete; nothing is left here".into()
+            }
             DestinationReport::SourceKept => format!("{from} keeps the VM; nothing is left here"),
             DestinationReport::OperatorNeeded => format!(
                 "in doubt: {from} cannot be asked whether {vm} runs there; mend the link, or see `whimbrel recover {vm}`"
@@ -479,11 +487,17 @@ impl Driver {
             DestinationReport::TooLate => "too late to cancel here".to_owned(),
             DestinationReport::Active => "the VM is here".to_owned(),
             DestinationReport::Refused => format!("this copy could not run and has not; {from} keeps the VM"),
-            DestinationReport::Crashed => "QEMU ended after it was told to run; the VM crashed here".to_owned(),
-            DestinationReport::Bereft => format!("the host was booted with {vm} on its way here: the copy is gone"),
+            DestinationReport::Crashed => {
+                "QEMU ended after it was told to run; the VM crashed here".to_owned()
+            }
+            DestinationReport::Bereft => {
+                format!("the host was booted with {vm} on its way here: the copy is gone")
+            }
             DestinationReport::ContFailed => "QEMU does not continue the guest; trying again".to_owned(),
             DestinationReport::RegisterForeign => {
-                format!("the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`")
+                format!(
+                    "the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
+                )
             }
         };
         info!(migration = %self.terms.migration, text, "report");
@@ -542,16 +556,17 @@ fn question(
 ) -> Result<Verdict, String> {
     let purpose = Purpose::Handover { migration: terms.migration.clone() };
     let patience = Duration::from_millis(context.config.timeouts.peer_silence_ms);
-    let mut connection =
-        peers::connect(context, &terms.source, Some(address), purpose).map_err(|error| crate::chain(&error))?;
+    let mut connection = peers::connect(context, &terms.source, Some(address), purpose)
+        .map_err(|error| crate::chain(&error))?;
     connection.send(&Message::Ask { epoch: terms.epoch() }).map_err(|error| crate::chain(&error))?;
     let deadline = Instant::now() + patience;
     loop {
         match connection.recv(Some(deadline)).map_err(|error| crate::chain(&error))? {
-            Incoming::Message(Message::Verdict { epoch, verdict }) if epoch == terms.epoch() => return Ok(verdict),
+            Incoming::Message(Message::Verdict { epoch, verdict }) if epoch == terms.epoch() => {
+                return Ok(verdict);
+            }
             Incoming::Message(_) => {}
             Incoming::Blob(_) => return Err("the source sent device state".to_owned()),
         }
     }
 }
-

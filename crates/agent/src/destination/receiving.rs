@@ -70,8 +70,11 @@ impl Receiving {
             for _ in 0..streams {
                 let Some((stream, connection)) = route.next(deadline) else { return };
                 let stream_ends = DataStream::over(connection, None);
-                let attached =
-                    receiver.lock().unwrap_or_else(PoisonError::into_inner).attach(generation, stream, stream_ends);
+                let attached = receiver.lock().unwrap_or_else(PoisonError::into_inner).attach(
+                    generation,
+                    stream,
+                    stream_ends,
+                );
                 if let Err(error) = attached {
                     mailbox.put(Notice::Broken { generation, error: crate::chain(&error) });
                     return;
@@ -91,7 +94,11 @@ impl Receiving {
     }
 }
 
-fn receiver(ram: DestinationRam, streams: u16, observer: impl Fn(ReceiverEvent) + Send + Sync + 'static) -> Receiver {
+fn receiver(
+    ram: DestinationRam,
+    streams: u16,
+    observer: impl Fn(ReceiverEvent) + Send + Sync + 'static,
+) -> Receiver {
     Receiver::new(ram, streams, observer)
 }
 
@@ -123,7 +130,11 @@ impl Giver {
                 return;
             }
             match self.injector.discard(&self.process, &ranges) {
-                Ok(()) => info!(round, ranges = ranges.len(), "memory that the guest gave back was given back here too"),
+                Ok(()) => info!(
+                    round,
+                    ranges = ranges.len(),
+                    "memory that the guest gave back was given back here too"
+                ),
                 // It reads as zeros in any case.
                 Err(error) => warn!(round, error = crate::chain(&error), "zeroed memory stays allocated"),
             }

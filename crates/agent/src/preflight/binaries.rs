@@ -29,7 +29,8 @@ fn parse(version: &str) -> Option<(u64, u64)> {
 
 /// What a QEMU says of itself: `QEMU emulator version 7.2.22 (…)`.
 fn version(binary: &Path) -> Option<(u64, u64)> {
-    let output = Command::new(binary).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
+    let output =
+        Command::new(binary).arg("--version").stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;
     parse(text.split_once("version ")?.1.split_whitespace().next()?)
 }
@@ -47,13 +48,16 @@ impl Probe {
         let name: String = name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
         let directory = context.config.run_dir.join(name);
         let log = directory.join("qemu.log");
-        std::fs::create_dir_all(&directory).map_err(|source| StartError::Log { path: log.clone(), source })?;
+        std::fs::create_dir_all(&directory)
+            .map_err(|source| StartError::Log { path: log.clone(), source })?;
         let qmp = directory.join("qmp.sock");
         let mut argv = vec![rules.qemu_binary.clone().into_os_string()];
         for dir in &rules.data_dirs {
             argv.extend(["-L".into(), dir.clone().into_os_string()]);
         }
-        argv.extend(["-machine", "none", "-nodefaults", "-no-user-config", "-display", "none", "-S"].map(Into::into));
+        argv.extend(
+            ["-machine", "none", "-nodefaults", "-no-user-config", "-display", "none", "-S"].map(Into::into),
+        );
         argv.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", qmp.display()).into()]);
         let launch = Launch { argv, env: Vec::new(), cwd: None, log, qmp, scope: None };
         let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);

@@ -8,8 +8,8 @@ use engine::handover::source::{SourceEffect, SourceEvent, SourceReport, SourceSt
 use engine::handover::{Found, Illegal, Role, Step};
 use engine::precopy::FixedCost;
 use link::Incoming;
-use proto::message::{Message, Proposal, RegisterRequest};
 use proto::Purpose;
+use proto::message::{Message, Proposal, RegisterRequest};
 use tracing::{error, info, warn};
 
 use super::Driver;
@@ -158,7 +158,7 @@ impl Driver {
 
     /// A migration that has begun, to its end.
     pub(crate) fn run(mut self) -> SourceState {
-        let event = match self.to_ready() {
+        let event = match self.reach_ready() {
             Ok(ready) => SourceEvent::Ready { epoch: self.terms.epoch(), incarnation: ready.incarnation },
             Err(failure) => {
                 info!(migration = %self.terms.migration, reason = failure.reason, "the migration ends");
@@ -256,7 +256,9 @@ impl Driver {
                 self.because(&reason);
                 self.take(&SourceEvent::Crashed { epoch });
             }
-            Message::Ready { epoch, incarnation, .. } => self.take(&SourceEvent::Ready { epoch, incarnation }),
+            Message::Ready { epoch, incarnation, .. } => {
+                self.take(&SourceEvent::Ready { epoch, incarnation });
+            }
             Message::Ask { epoch } => self.take(&SourceEvent::Asked { epoch }),
             Message::Ping => self.tell(&Message::Pong),
             other => warn!(?other, "a message that does not belong into a handover"),
@@ -272,7 +274,8 @@ impl Driver {
         self.clock.measured.continue_us = continue_us;
         let measured = self.clock.measured;
         let downtime = Downtime::from_measured(measured);
-        let known = downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
+        let known =
+            downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
         self.context.learn_fixed_cost(FixedCost {
             stop_ns: downtime.stop_us * 1000,
             // Saving runs beside the last pages; what it adds to them is not measured apart.
@@ -287,10 +290,7 @@ impl Driver {
 
     // ---- effects
 
-    fn with_vm(
-        &mut self,
-        act: impl FnOnce(&mut SourceVm) -> Result<(), VmError>,
-    ) -> Result<(), VmError> {
+    fn with_vm(&mut self, act: impl FnOnce(&mut SourceVm) -> Result<(), VmError>) -> Result<(), VmError> {
         self.vm.as_mut().map_or(Err(VmError::Gone), act)
     }
 
@@ -347,7 +347,9 @@ impl Driver {
         let read = move || loop {
             let notice = match reader.recv(None) {
                 Ok(Incoming::Message(message)) => Notice::Message(message),
-                Ok(Incoming::Blob(_)) => Notice::Lost { link, error: "the destination sent device state".to_owned() },
+                Ok(Incoming::Blob(_)) => {
+                    Notice::Lost { link, error: "the destination sent device state".to_owned() }
+                }
                 Err(error) => Notice::Lost { link, error: crate::chain(&error) },
             };
             let last = matches!(notice, Notice::Lost { .. });
@@ -437,7 +439,9 @@ impl Driver {
             SourceReport::Interrupted => "the agent was restarted meanwhile; the VM is here".to_owned(),
             SourceReport::VmCrashed => "QEMU ended by itself".to_owned(),
             SourceReport::Bereft => {
-                format!("this side's QEMU is gone and {to} may have the only copy: asking it. Do not start {vm} here")
+                format!(
+                    "this side's QEMU is gone and {to} may have the only copy: asking it. Do not start {vm} here"
+                )
             }
             SourceReport::Returned => format!("{to} could not run it; the VM is here again"),
             SourceReport::Done => format!("the VM is at {to}"),
@@ -448,7 +452,9 @@ impl Driver {
             ),
             SourceReport::DestinationOwns => format!("{to} owns the VM by the register; waiting for it"),
             SourceReport::RegisterForeign => {
-                format!("the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`")
+                format!(
+                    "the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
+                )
             }
             SourceReport::DestinationCrashed => format!(
                 "the copy at {to} is gone and may have run; this side's stopped copy is kept, see `whimbrel recover {vm}`"
@@ -505,7 +511,11 @@ impl Driver {
             let state = vm.run_state();
             self.controls.report(|report| report.run_state_after = state);
         }
-        let outcome = self.outcome.unwrap_or(if standing == Standing::Done { Outcome::Moved } else { Outcome::Aborted });
+        let outcome = self.outcome.unwrap_or(if standing == Standing::Done {
+            Outcome::Moved
+        } else {
+            Outcome::Aborted
+        });
         let reason = self.telemetry.now().message;
         let (sent, received) = self.telemetry.counted();
         let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.cpu_us());

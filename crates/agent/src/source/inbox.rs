@@ -1,6 +1,6 @@
 //! Everything that happens to a migration from outside, in one row.
 
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender};
+use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -86,10 +86,7 @@ impl Inbox {
     /// Waits for a notice until the deadline.
     pub(crate) fn wait(&self, deadline: Instant) -> Option<Notice> {
         let left = deadline.saturating_duration_since(Instant::now());
-        match self.notices.recv_timeout(left.max(Duration::from_micros(1))) {
-            Ok(notice) => Some(notice),
-            // The inbox holds a mailbox itself, so that the row is never abandoned.
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => None,
-        }
+        // The inbox holds a mailbox itself, so that the row is never abandoned.
+        self.notices.recv_timeout(left.max(Duration::from_micros(1))).ok()
     }
 }

@@ -84,7 +84,12 @@ pub(crate) struct SentRound {
 }
 
 /// What the policy is shown after a round and the scan that followed it.
-pub(crate) fn observe(sent: &SentRound, scan: ScanStats, dirty_pages: u64, scanned_at: Instant) -> RoundObservation {
+pub(crate) fn observe(
+    sent: &SentRound,
+    scan: ScanStats,
+    dirty_pages: u64,
+    scanned_at: Instant,
+) -> RoundObservation {
     let stats = &sent.stats;
     RoundObservation {
         round: stats.round,

@@ -84,7 +84,7 @@ pub(crate) struct Ready {
 
 impl Driver {
     /// All phases, one after the other.
-    pub(crate) fn to_ready(&mut self) -> Result<Ready, Failure> {
+    pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         self.prepare()?;
         let mut tracked = self.track()?;
         let ready = self.move_to_ready(&mut tracked);
@@ -106,9 +106,11 @@ impl Driver {
 
     fn prepare(&mut self) -> Result<(), Failure> {
         self.phase(Phase::Preparing);
-        let control = self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
+        let control =
+            self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
         self.control = Some(control);
-        let proposal = self.proposal.clone().ok_or_else(|| Failure::new(SourceEvent::Failed, "nothing to propose"))?;
+        let proposal =
+            self.proposal.clone().ok_or_else(|| Failure::new(SourceEvent::Failed, "nothing to propose"))?;
         self.say(&Message::Propose(Box::new(proposal)))?;
         let patience = Duration::from_millis(self.context.config.timeouts.qemu_start_ms) * 2;
         match self.hear(Instant::now() + patience)? {
@@ -132,7 +134,8 @@ impl Driver {
     /// From here on writes of the guest are seen.
     fn track(&mut self) -> Result<memory::Tracked, Failure> {
         let context = Arc::clone(&self.context);
-        memory::Tracked::start(&context, self.vm()?).map_err(|error| Failure::local("cannot track the guest's writes", &error))
+        memory::Tracked::start(&context, self.vm()?)
+            .map_err(|error| Failure::local("cannot track the guest's writes", &error))
     }
 
     fn open_streams(&mut self, tracked: &memory::Tracked) -> Result<Sender, Failure> {
@@ -141,7 +144,11 @@ impl Driver {
         self.start_sender(tracked, streams)
     }
 
-    fn start_sender(&mut self, tracked: &memory::Tracked, streams: Vec<DataStream>) -> Result<Sender, Failure> {
+    fn start_sender(
+        &mut self,
+        tracked: &memory::Tracked,
+        streams: Vec<DataStream>,
+    ) -> Result<Sender, Failure> {
         let sender = Sender::start(tracked.ram(), streams)
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         self.inbox.interrupts(Some(sender.handle()));
@@ -180,7 +187,9 @@ impl Driver {
                 match decision {
                     Decision::NextRound { .. } => {}
                     Decision::StopAndCopy { .. } => return Ok((sender, readable.give_up())),
-                    Decision::GiveUp { reason } => return Err(Failure::new(SourceEvent::Failed, reason.to_string())),
+                    Decision::GiveUp { reason } => {
+                        return Err(Failure::new(SourceEvent::Failed, reason.to_string()));
+                    }
                 }
             }
             self.take_notices()?;
@@ -214,7 +223,9 @@ impl Driver {
 
     fn decided(&self, observed: &RoundObservation, decision: &Decision) {
         let (word, expected_us) = match decision {
-            Decision::NextRound { expected_downtime_ns } => ("another-round", Some(expected_downtime_ns / 1000)),
+            Decision::NextRound { expected_downtime_ns } => {
+                ("another-round", Some(expected_downtime_ns / 1000))
+            }
             Decision::StopAndCopy { expected_downtime_ns } => ("stop", Some(expected_downtime_ns / 1000)),
             Decision::GiveUp { .. } => ("abort", None),
         };
@@ -411,7 +422,11 @@ impl Driver {
     }
 
     /// Makes a new set of connections after a cut, for as long as the configuration has patience. The guest runs on.
-    fn reconnect(&mut self, tracked: &memory::Tracked, cause: &::memory::SendError) -> Result<Sender, Failure> {
+    fn reconnect(
+        &mut self,
+        tracked: &memory::Tracked,
+        cause: &::memory::SendError,
+    ) -> Result<Sender, Failure> {
         self.phase(Phase::Reconnecting);
         self.note("link-lost", crate::chain(cause));
         let timeouts = &self.context.config.timeouts;
@@ -445,7 +460,8 @@ impl Driver {
     }
 
     fn resume_streams(&mut self) -> Result<Vec<DataStream>, Failure> {
-        let control = self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
+        let control =
+            self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
         self.control = Some(control);
         self.say(&Message::Resume)?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
@@ -520,11 +536,14 @@ impl Driver {
                 Ok(None)
             }
             Notice::Message(Message::Pong) => Ok(None),
-            Notice::Message(Message::Refused { epoch, reason }) => {
-                Err(Failure::new(SourceEvent::Refused { epoch }, format!("the destination gave up: {reason}")))
-            }
+            Notice::Message(Message::Refused { epoch, reason }) => Err(Failure::new(
+                SourceEvent::Refused { epoch },
+                format!("the destination gave up: {reason}"),
+            )),
             Notice::Message(message) => Ok(Some(message)),
-            Notice::Lost { link, error } if self.control.as_ref().is_some_and(|control| control.link == link) => {
+            Notice::Lost { link, error }
+                if self.control.as_ref().is_some_and(|control| control.link == link) =>
+            {
                 Err(Failure::new(SourceEvent::PeerLost, format!("the control stream was lost: {error}")))
             }
             Notice::Lost { .. } => Ok(None),

@@ -119,7 +119,8 @@ impl SourceVm {
     /// The monitor, connected when it is first needed.
     pub(crate) fn monitor(&mut self) -> Result<&mut Qmp, VmError> {
         if self.qmp.is_none() {
-            let mut qmp = Qmp::connect(&self.qmp_path, self.qmp_patience).map_err(|source| self.failed(source))?;
+            let mut qmp =
+                Qmp::connect(&self.qmp_path, self.qmp_patience).map_err(|source| self.failed(source))?;
             qmp.set_timeout(self.qmp_patience);
             self.qmp = Some(qmp);
         }
@@ -181,7 +182,8 @@ impl SourceVm {
     /// Whether the balloon has moved since this was last asked: pages that are given back and read again leave no mark.
     /// Devices that give memory back without being told (free page reporting, virtio-mem) may do so at any time.
     pub(crate) fn gave_memory_back(&mut self) -> bool {
-        let actual = self.ask(|qmp| qmp.execute::<serde_json::Value>("query-balloon", serde_json::Value::Null));
+        let actual =
+            self.ask(|qmp| qmp.execute::<serde_json::Value>("query-balloon", serde_json::Value::Null));
         let actual = actual.ok().and_then(|balloon| balloon["actual"].as_u64());
         let moved = actual != self.balloon_bytes;
         self.balloon_bytes = actual;
@@ -306,12 +308,16 @@ struct Leavings {
 
 impl Leavings {
     fn sockets(process: &Process) -> Vec<PathBuf> {
-        let (Ok(descriptors), Ok(table)) = (process.descriptors(), fs::read_to_string(process.path("net/unix"))) else {
+        let (Ok(descriptors), Ok(table)) =
+            (process.descriptors(), fs::read_to_string(process.path("net/unix")))
+        else {
             return Vec::new();
         };
         let inodes: Vec<_> = descriptors
             .iter()
-            .filter_map(|(_, target)| target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']').map(str::to_owned))
+            .filter_map(|(_, target)| {
+                target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']').map(str::to_owned)
+            })
             .collect();
         let working_dir = fs::read_link(process.path("cwd")).unwrap_or_else(|_| PathBuf::from("/"));
         // Num RefCount Protocol Flags Type St Inode Path; a flag of 0x10000 says that it listens.

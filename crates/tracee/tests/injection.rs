@@ -148,3 +148,20 @@ fn a_sleep_that_was_continued_once_is_not_cut_short_by_a_killed_injector() {
         victim.assert_well();
     }
 }
+
+#[test]
+fn a_signal_on_its_way_survives_the_injector() {
+    for kind in ["signals-while-computing", "signals"] {
+        let injector = injector();
+        let mut victim = Victim::start(&[kind]);
+        injector.use_only_thread(victim.threads[kind]);
+        // The first stop, which is that of a signal if one comes first.
+        injector.die_at_step(3);
+        for _ in 0..if soak() { 5000 } else { 200 } {
+            let result = injector.take_userfaultfd(&victim.process);
+            assert!(matches!(result, Err(InjectError::Killed { .. })), "{result:?}");
+        }
+        victim.assert_goes_on();
+        victim.assert_well();
+    }
+}

@@ -5,8 +5,10 @@
 //! of receiving ([`arriving`]).
 
 mod arriving;
+mod ending;
 mod handover;
 mod inbox;
+mod loading;
 mod receiving;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -46,7 +48,7 @@ pub(crate) struct Driver {
     /// Events that effects led to, to be taken before anything from the inbox.
     follow_ups: VecDeque<DestinationEvent>,
     /// A device state on its way.
-    state_coming: Option<handover::StateComing>,
+    state_coming: Option<loading::StateComing>,
     /// Digest and time of the device state that was loaded.
     loaded: Option<(String, u64)>,
     /// How long `cont` took, in microseconds, from GO's arrival.

@@ -5,6 +5,8 @@
 //! ([`handover`]). Whatever happens outside (a message, a lost link, a user's word, QEMU's end) arrives in one
 //! [`inbox`], so that no phase can miss it.
 
+mod conversation;
+mod ending;
 mod handover;
 mod inbox;
 mod memory;

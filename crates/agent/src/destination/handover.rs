@@ -5,9 +5,7 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use engine::handover::destination::{
-    DestinationEffect, DestinationEvent, DestinationReport, DestinationState, destination,
-};
+use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::register::RegisterAnswer;
 use engine::handover::{Found, Illegal, Role, Step};
 use link::Incoming;
@@ -20,10 +18,10 @@ use super::arriving::ArriveError;
 use super::inbox::Notice;
 use super::receiving::Receiving;
 use crate::fault::Faults;
-use crate::journal::{Durability, JournalError, NewMigration, State, VmRecord};
+use crate::journal::{Durability, JournalError, NewMigration, State};
 use crate::machine::Machine;
-use crate::progress::{Phase, Standing};
-use crate::{owners, peers, verification};
+use crate::progress::Phase;
+use crate::{owners, peers};
 
 /// Why an effect could not be done.
 #[derive(Debug, thiserror::Error)]
@@ -277,75 +275,13 @@ impl Driver {
         }
     }
 
-    fn resume(&mut self) {
-        let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
-        match receiving.begin(self.generation) {
-            Ok(()) => {
-                info!(migration = %self.terms.migration, generation = %self.generation, "resumed");
-                self.state_coming = None;
-                self.say(&Message::Resumed);
-            }
-            Err(error) => self.fail(&format!("no thread for the data streams: {error}")),
-        }
-    }
-
-    fn verify(&mut self, block: u16, first_chunk: u64, hashes: &[String]) {
-        let name = self.proposal.ram.get(usize::from(block)).map(|block| block.name.clone());
-        let (Some(vm), Some(name)) = (&mut self.vm, name) else {
-            return self.fail("there is nothing to compare");
-        };
-        match verification::differences(&mut vm.qmp, vm.process.pid(), &name, first_chunk, hashes) {
-            Ok(different_chunks) => self.say(&Message::Verified { different_chunks }),
-            Err(error) => self.fail(&format!("memory cannot be compared: {}", crate::chain(&error))),
-        }
-    }
-
-    fn expect_state(&mut self, bytes: u64, digest: String) {
-        if bytes > proto::limits::DEVICE_STATE_BYTES {
-            return self.fail(&format!("a device state of {bytes} bytes is too large"));
-        }
-        self.state_coming = Some(StateComing { bytes, digest, received: Vec::new() });
-    }
-
-    fn blob(&mut self, blob: &[u8]) {
-        let Some(coming) = &mut self.state_coming else { return self.fail("device state came unannounced") };
-        coming.received.extend_from_slice(blob);
-        if (coming.received.len() as u64) < coming.bytes {
-            return;
-        }
-        let Some(coming) = self.state_coming.take() else { return };
-        let digest = blake3::hash(&coming.received).to_hex().to_string();
-        if coming.received.len() as u64 != coming.bytes || digest != coming.digest {
-            return self.fail("the device state was damaged on its way");
-        }
-        self.load(&coming.received, digest);
-    }
-
-    fn load(&mut self, state: &[u8], digest: String) {
-        let began = Instant::now();
-        // From here on nothing but QEMU writes to the guest's memory.
-        if let Some(receiving) = self.receiving.take() {
-            receiving.end();
-        }
-        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
-        match vm.load(state, patience) {
-            Ok(()) => {
-                self.loaded = Some((digest, began.elapsed().as_micros() as u64));
-                let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
-                self.take(&DestinationEvent::Loaded { incarnation });
-            }
-            Err(error) => self.fail(&crate::chain(&error)),
-        }
-    }
-
-    fn fail(&mut self, reason: &str) {
+    pub(super) fn fail(&mut self, reason: &str) {
         warn!(migration = %self.terms.migration, reason, "the migration cannot go on");
         self.reason.get_or_insert_with(|| reason.to_owned());
         self.take(&DestinationEvent::Failed);
     }
 
-    fn take(&mut self, event: &DestinationEvent) {
+    pub(super) fn take(&mut self, event: &DestinationEvent) {
         if let Err(error) = self.feed(event) {
             let reason = crate::chain(&error);
             error!(migration = %self.terms.migration, reason, "an effect failed");
@@ -379,7 +315,7 @@ impl Driver {
     }
 
     /// Says something on all connections of the source: which of them it still reads is not known.
-    fn say(&mut self, message: &Message) {
+    pub(super) fn say(&mut self, message: &Message) {
         self.links.retain(|_, writer| writer.send(message).is_ok());
     }
 
@@ -471,81 +407,6 @@ impl Driver {
             warn!(%error, "QEMU is not watched");
         }
     }
-
-    // ---- for people
-
-    fn tell_user(&mut self, report: DestinationReport) {
-        let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
-        let text = match report {
-            DestinationReport::Discarded => {
-                "the migration ended before the VM was complete; nothing is left here".into()
-            }
-            DestinationReport::SourceKept => format!("{from} keeps the VM; nothing is left here"),
-            DestinationReport::OperatorNeeded => format!(
-                "in doubt: {from} cannot be asked whether {vm} runs there; mend the link, or see `whimbrel recover {vm}`"
-            ),
-            DestinationReport::TooLate => "too late to cancel here".to_owned(),
-            DestinationReport::Active => "the VM is here".to_owned(),
-            DestinationReport::Refused => format!("this copy could not run and has not; {from} keeps the VM"),
-            DestinationReport::Crashed => {
-                "QEMU ended after it was told to run; the VM crashed here".to_owned()
-            }
-            DestinationReport::Bereft => {
-                format!("the host was booted with {vm} on its way here: the copy is gone")
-            }
-            DestinationReport::ContFailed => "QEMU does not continue the guest; trying again".to_owned(),
-            DestinationReport::RegisterForeign => {
-                format!(
-                    "the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
-                )
-            }
-        };
-        info!(migration = %self.terms.migration, text, "report");
-        let doubt = matches!(report, DestinationReport::OperatorNeeded | DestinationReport::RegisterForeign);
-        self.publisher.update(|progress| {
-            if doubt {
-                progress.phase = Phase::InDoubt;
-                progress.standing = Standing::InDoubt;
-            }
-            progress.message = Some(text.clone());
-        });
-        if let Err(error) = self.context.journal.set_message(&self.terms.migration, &text) {
-            warn!(error = crate::chain(&error), "the message is not in the journal");
-        }
-    }
-
-    /// The matter is settled: the VM is one of this host's, or nothing of it is left.
-    fn end(&mut self) {
-        let id = &self.terms.migration;
-        let journal = &self.context.journal;
-        let active = matches!(self.state, DestinationState::Active { .. });
-        let mut kept = Ok(());
-        if active && let Some(vm) = self.vm.take() {
-            let record = VmRecord::new(
-                id.vm.clone(),
-                self.proposal.description.clone(),
-                vm.process.pid(),
-                vm.process.start_time(),
-                vm.traces.qmp(),
-            );
-            kept = journal.put_vm(&record);
-        }
-        kept = kept.and_then(|()| journal.close(id));
-        if let Err(error) = kept {
-            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal");
-        }
-        self.publisher.update(|progress| {
-            progress.phase = Phase::Ended;
-            progress.standing = if active { Standing::Done } else { Standing::Failed };
-        });
-    }
-}
-
-/// A device state on its way.
-pub(crate) struct StateComing {
-    bytes: u64,
-    digest: String,
-    received: Vec<u8>,
 }
 
 /// Asks the source's journal.

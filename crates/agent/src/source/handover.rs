@@ -4,7 +4,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::register::{RegisterAnswer, Use};
-use engine::handover::source::{SourceEffect, SourceEvent, SourceReport, SourceState, source};
+use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Found, Illegal, Role, Step};
 use engine::precopy::FixedCost;
 use link::Incoming;
@@ -20,8 +20,8 @@ use crate::config::Timeouts;
 use crate::fault::Faults;
 use crate::journal::{Durability, JournalError, NewMigration, State};
 use crate::machine::Machine;
-use crate::progress::{Phase, Standing};
-use crate::report::{Downtime, Outcome};
+use crate::progress::Phase;
+use crate::report::Downtime;
 use crate::{owners, peers};
 
 /// Why an effect could not be done.
@@ -43,7 +43,7 @@ pub(crate) enum EffectError {
 pub(crate) struct Contact {
     heard: Instant,
     patience: Duration,
-    retry: Duration,
+    pub(super) retry: Duration,
 }
 
 impl Contact {
@@ -414,154 +414,6 @@ impl Driver {
         if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
             warn!(%error, "cannot ask the register");
             self.follow_ups.push_back(SourceEvent::RegisterSays(RegisterAnswer::Unreachable));
-        }
-    }
-
-    // ---- for people
-
-    /// The first reason is the one that people need to know; what follows from it is noise.
-    fn because(&mut self, reason: &str) {
-        self.telemetry.update(|progress| {
-            progress.message.get_or_insert_with(|| reason.to_owned());
-        });
-        if let Err(error) = self.context.journal.set_message(&self.terms.migration, reason) {
-            warn!(error = crate::chain(&error), "the reason is not in the journal");
-        }
-    }
-
-    fn tell_user(&mut self, report: SourceReport) {
-        let vm = &self.terms.migration.vm;
-        let to = &self.terms.destination;
-        let text = match report {
-            SourceReport::Cancelled => "cancelled; the VM is here".to_owned(),
-            SourceReport::Failed => "failed; the VM is here".to_owned(),
-            SourceReport::PeerGaveUp => format!("{to} gave up or was lost; the VM is here"),
-            SourceReport::Interrupted => "the agent was restarted meanwhile; the VM is here".to_owned(),
-            SourceReport::VmCrashed => "QEMU ended by itself".to_owned(),
-            SourceReport::Bereft => {
-                format!(
-                    "this side's QEMU is gone and {to} may have the only copy: asking it. Do not start {vm} here"
-                )
-            }
-            SourceReport::Returned => format!("{to} could not run it; the VM is here again"),
-            SourceReport::Done => format!("the VM is at {to}"),
-            SourceReport::TooLate => "too late to cancel: the point of no return has been passed".to_owned(),
-            SourceReport::OperatorNeeded => format!(
-                "{to} cannot be reached after the point of no return, and there is no register; mend the link, or see \
-                 `whimbrel recover {vm}`"
-            ),
-            SourceReport::DestinationOwns => format!("{to} owns the VM by the register; waiting for it"),
-            SourceReport::RegisterForeign => {
-                format!(
-                    "the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
-                )
-            }
-            SourceReport::DestinationCrashed => format!(
-                "the copy at {to} is gone and may have run; this side's stopped copy is kept, see `whimbrel recover {vm}`"
-            ),
-            SourceReport::ContinueFailed => "QEMU does not continue the guest; trying again".to_owned(),
-            SourceReport::Contradiction => {
-                format!("{to} says that it runs {vm}, which is this host's: two may be running, look at once")
-            }
-            SourceReport::CopyLost => format!("this side's stopped copy is gone; only that at {to} is left"),
-        };
-        info!(migration = %self.terms.migration, text, "report");
-        self.note("report", &*text);
-        self.outcome = match report {
-            SourceReport::Cancelled => Some(Outcome::Cancelled),
-            SourceReport::Returned => Some(Outcome::Returned),
-            SourceReport::Done => Some(Outcome::Moved),
-            SourceReport::Failed
-            | SourceReport::PeerGaveUp
-            | SourceReport::Interrupted
-            | SourceReport::VmCrashed => Some(Outcome::Aborted),
-            _ => self.outcome,
-        };
-        let waiting = matches!(
-            report,
-            SourceReport::Bereft
-                | SourceReport::OperatorNeeded
-                | SourceReport::RegisterForeign
-                | SourceReport::DestinationCrashed
-                | SourceReport::Contradiction
-        );
-        self.telemetry.update(|progress| {
-            if waiting {
-                progress.phase = Phase::InDoubt;
-                progress.standing = Standing::InDoubt;
-                progress.message = Some(text.clone());
-            } else {
-                progress.message.get_or_insert(text.clone());
-            }
-        });
-    }
-
-    /// The matter is settled: last entries, report, and what waits to be told.
-    fn end(&mut self) {
-        self.tracked = None;
-        self.part();
-        if let Some(state) = self.unjournalled.take() {
-            self.journal_at_last(&state);
-        }
-        let standing = match self.state {
-            SourceState::Done { .. } => Standing::Done,
-            _ => Standing::Failed,
-        };
-        if let Some(vm) = &mut self.vm {
-            let state = vm.run_state();
-            self.controls.report(|report| report.run_state_after = state);
-        }
-        let outcome = self.outcome.unwrap_or(if standing == Standing::Done {
-            Outcome::Moved
-        } else {
-            Outcome::Aborted
-        });
-        let reason = self.telemetry.now().message;
-        let (sent, received) = self.telemetry.counted();
-        let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.cpu_us());
-        let report = self.controls.report(|report| {
-            report.sent_bytes = sent;
-            report.received_bytes = received;
-            report.source.agent_cpu_us = Some(cpu_us);
-            report.end(outcome, reason.filter(|_| outcome != Outcome::Moved), total_us);
-            report.clone()
-        });
-        let journal = &self.context.journal;
-        let id = &self.terms.migration;
-        let mut kept = journal.put_report(&report);
-        if standing == Standing::Done {
-            kept = kept.and_then(|()| journal.remove_vm(&id.vm).map(drop));
-        }
-        if self.state != SourceState::Idle {
-            kept = kept.and_then(|()| journal.close(id));
-        }
-        if let Err(error) = kept {
-            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal");
-        }
-        self.telemetry.update(|progress| {
-            progress.phase = Phase::Ended;
-            progress.standing = standing;
-        });
-    }
-
-    /// Waits until the destination has read ABORT, or a moment.
-    fn part(&mut self) {
-        let Some(parting) = self.parting.take() else { return };
-        let until = Instant::now() + self.contact.retry;
-        while let Some(notice) = self.inbox.wait(until) {
-            if matches!(notice, Notice::Lost { link, .. } if link == parting.link) {
-                return;
-            }
-        }
-    }
-
-    /// Until it is in the journal, this agent must not forget it.
-    fn journal_at_last(&self, state: &SourceState) {
-        while let Err(error) =
-            self.context.journal.record_source(&self.terms.migration, state, Durability::Synced)
-        {
-            error!(migration = %self.terms.migration, error = crate::chain(&error), "ABORTED is not in the journal yet");
-            thread::sleep(self.contact.retry);
         }
     }
 }

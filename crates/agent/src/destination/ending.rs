@@ -1,0 +1,76 @@
+//! What people get to know of an arriving VM, and the last entries.
+
+use engine::handover::destination::{DestinationReport, DestinationState};
+use tracing::{error, info, warn};
+
+use super::Driver;
+use crate::journal::VmRecord;
+use crate::progress::{Phase, Standing};
+
+impl Driver {
+    pub(super) fn tell_user(&mut self, report: DestinationReport) {
+        let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
+        let text = match report {
+            DestinationReport::Discarded => {
+                "the migration ended before the VM was complete; nothing is left here".into()
+            }
+            DestinationReport::SourceKept => format!("{from} keeps the VM; nothing is left here"),
+            DestinationReport::OperatorNeeded => format!(
+                "in doubt: {from} cannot be asked whether {vm} runs there; mend the link, or see `whimbrel recover {vm}`"
+            ),
+            DestinationReport::TooLate => "too late to cancel here".to_owned(),
+            DestinationReport::Active => "the VM is here".to_owned(),
+            DestinationReport::Refused => format!("this copy could not run and has not; {from} keeps the VM"),
+            DestinationReport::Crashed => {
+                "QEMU ended after it was told to run; the VM crashed here".to_owned()
+            }
+            DestinationReport::Bereft => {
+                format!("the host was booted with {vm} on its way here: the copy is gone")
+            }
+            DestinationReport::ContFailed => "QEMU does not continue the guest; trying again".to_owned(),
+            DestinationReport::RegisterForeign => {
+                format!(
+                    "the register's record of {vm} does not fit this migration; see `whimbrel recover {vm}`"
+                )
+            }
+        };
+        info!(migration = %self.terms.migration, text, "report");
+        let doubt = matches!(report, DestinationReport::OperatorNeeded | DestinationReport::RegisterForeign);
+        self.publisher.update(|progress| {
+            if doubt {
+                progress.phase = Phase::InDoubt;
+                progress.standing = Standing::InDoubt;
+            }
+            progress.message = Some(text.clone());
+        });
+        if let Err(error) = self.context.journal.set_message(&self.terms.migration, &text) {
+            warn!(error = crate::chain(&error), "the message is not in the journal");
+        }
+    }
+
+    /// The matter is settled: the VM is one of this host's, or nothing of it is left.
+    pub(super) fn end(&mut self) {
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
+        let active = matches!(self.state, DestinationState::Active { .. });
+        let mut kept = Ok(());
+        if active && let Some(vm) = self.vm.take() {
+            let record = VmRecord::new(
+                id.vm.clone(),
+                self.proposal.description.clone(),
+                vm.process.pid(),
+                vm.process.start_time(),
+                vm.traces.qmp(),
+            );
+            kept = journal.put_vm(&record);
+        }
+        kept = kept.and_then(|()| journal.close(id));
+        if let Err(error) = kept {
+            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal");
+        }
+        self.publisher.update(|progress| {
+            progress.phase = Phase::Ended;
+            progress.standing = if active { Standing::Done } else { Standing::Failed };
+        });
+    }
+}

@@ -1,0 +1,81 @@
+//! What comes on the control stream while a VM arrives: new connections, hashes to compare, the device state.
+
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::DestinationEvent;
+use proto::message::Message;
+use tracing::info;
+
+use super::Driver;
+use crate::verification;
+
+/// A device state on its way.
+pub(crate) struct StateComing {
+    bytes: u64,
+    digest: String,
+    received: Vec<u8>,
+}
+
+impl Driver {
+    pub(super) fn resume(&mut self) {
+        let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
+        match receiving.begin(self.generation) {
+            Ok(()) => {
+                info!(migration = %self.terms.migration, generation = %self.generation, "resumed");
+                self.state_coming = None;
+                self.say(&Message::Resumed);
+            }
+            Err(error) => self.fail(&format!("no thread for the data streams: {error}")),
+        }
+    }
+
+    pub(super) fn verify(&mut self, block: u16, first_chunk: u64, hashes: &[String]) {
+        let name = self.proposal.ram.get(usize::from(block)).map(|block| block.name.clone());
+        let (Some(vm), Some(name)) = (&mut self.vm, name) else {
+            return self.fail("there is nothing to compare");
+        };
+        match verification::differences(&mut vm.qmp, vm.process.pid(), &name, first_chunk, hashes) {
+            Ok(different_chunks) => self.say(&Message::Verified { different_chunks }),
+            Err(error) => self.fail(&format!("memory cannot be compared: {}", crate::chain(&error))),
+        }
+    }
+
+    pub(super) fn expect_state(&mut self, bytes: u64, digest: String) {
+        if bytes > proto::limits::DEVICE_STATE_BYTES {
+            return self.fail(&format!("a device state of {bytes} bytes is too large"));
+        }
+        self.state_coming = Some(StateComing { bytes, digest, received: Vec::new() });
+    }
+
+    pub(super) fn blob(&mut self, blob: &[u8]) {
+        let Some(coming) = &mut self.state_coming else { return self.fail("device state came unannounced") };
+        coming.received.extend_from_slice(blob);
+        if (coming.received.len() as u64) < coming.bytes {
+            return;
+        }
+        let Some(coming) = self.state_coming.take() else { return };
+        let digest = blake3::hash(&coming.received).to_hex().to_string();
+        if coming.received.len() as u64 != coming.bytes || digest != coming.digest {
+            return self.fail("the device state was damaged on its way");
+        }
+        self.load(&coming.received, digest);
+    }
+
+    pub(super) fn load(&mut self, state: &[u8], digest: String) {
+        let began = Instant::now();
+        // From here on nothing but QEMU writes to the guest's memory.
+        if let Some(receiving) = self.receiving.take() {
+            receiving.end();
+        }
+        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
+        match vm.load(state, patience) {
+            Ok(()) => {
+                self.loaded = Some((digest, began.elapsed().as_micros() as u64));
+                let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
+                self.take(&DestinationEvent::Loaded { incarnation });
+            }
+            Err(error) => self.fail(&crate::chain(&error)),
+        }
+    }
+}

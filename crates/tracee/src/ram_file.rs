@@ -186,7 +186,8 @@ impl RamFile {
 
     /// Appends the parts of `range` that hold data; the rest are holes and read as zeros.
     pub fn data_runs(&self, range: FileRange, found: &mut Vec<FileRange>) -> Result<(), RamFileError> {
-        // A descriptor of our own for the position, which `lseek` moves and threads would share.
+        // Threads may do this at one time: `lseek` answers with what it found, and nobody uses the
+        // position that it leaves.
         let file = &self.file;
         let mut at = range.start;
         while at < range.end {

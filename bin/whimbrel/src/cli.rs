@@ -223,7 +223,7 @@ impl From<OnLimitArg> for OnLimit {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RamArg {
-    /// What the source has and the destination's host favours
+    /// The destination chooses: a shared memfd, of huge pages where the source has them
     Auto,
     /// A shared memfd
     Memfd,

@@ -14,7 +14,7 @@ pub(crate) enum Failure {
     /// The agent says no, or cannot be asked.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The agent went away while a migration was watched.
+    /// The agent went away while it was at work on a migration.
     #[error(
         "the agent went away; the migration is taken up when it is started again, see `whimbrel migrations` then"
     )]
@@ -47,6 +47,14 @@ pub(crate) enum Failure {
 }
 
 impl Failure {
+    /// For requests that move a VM or decide about one: without an answer it is not known what was done.
+    pub(crate) fn of_migration(error: ClientError) -> Self {
+        match error {
+            ClientError::Lost(_) => Self::Unwatched(error),
+            other => other.into(),
+        }
+    }
+
     /// The exit code that goes with it.
     pub(crate) fn code(&self) -> Code {
         match self {

@@ -58,7 +58,7 @@ pub(crate) fn migrate(
     output: &Output,
 ) -> Result<Code, Failure> {
     let detach = command.detach;
-    let status = client.migrate(&request(command))?;
+    let status = client.migrate(&request(command)).map_err(Failure::of_migration)?;
     if detach {
         output.show(&status, |status: &MigrationStatus| {
             let vm = &status.id.vm;
@@ -142,7 +142,7 @@ pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
 
 /// `whimbrel cancel`.
 pub(crate) fn cancel(client: &Client, vm: &VmName, output: &Output) -> Result<Code, Failure> {
-    let outcome = client.cancel(vm, Which::Latest)?;
+    let outcome = client.cancel(vm, Which::Latest).map_err(Failure::of_migration)?;
     output.show(&outcome, |outcome| match outcome {
         CancelOutcome::Cancelled => format!("{vm} stays where it is\n"),
         CancelOutcome::TooLate { state, .. } => format!(

@@ -17,7 +17,7 @@ pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output
     };
     let which = command.epoch.map_or(Which::Latest, Which::Epoch);
     let request = RecoverRequest { action, i_know_the_risk: command.i_know_the_risk };
-    let report = client.recover(&command.vm, which, &request)?;
+    let report = client.recover(&command.vm, which, &request).map_err(Failure::of_migration)?;
     output.show(&report, |report| text(report, command));
     Ok(match report.status.standing {
         Standing::InDoubt => Code::InDoubt,

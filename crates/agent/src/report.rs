@@ -160,7 +160,7 @@ pub struct Downtime {
     pub last_pages_us: u64,
     /// Comparing all of memory, where it was asked for, in microseconds.
     pub verify_us: u64,
-    /// Saving the device state and bringing it to the other side, in microseconds.
+    /// Bringing the device state to the other side, in microseconds; saving it runs beside the last round.
     pub device_state_us: u64,
     /// Loading it, by the destination's clock, in microseconds.
     pub load_us: u64,
@@ -181,7 +181,7 @@ pub struct Measured {
     pub last_pages_us: u64,
     /// Source: comparing memory; zero where it was not asked for.
     pub verify_us: u64,
-    /// Source: from the request to save device state until READY had arrived.
+    /// Source: from sending the device state until READY had arrived.
     pub save_to_ready_us: u64,
     /// Destination: loading, as READY tells.
     pub load_us: u64,

@@ -77,11 +77,11 @@ fn take(
     let name = match (name, &process.name) {
         (Some(name), _) => name,
         (None, Some(name)) => VmName::new(name.clone()).map_err(|error| {
-            Problem::caused_by(Kind::BadRequest, &error, "give it another name here with --name")
+            Problem::caused_by(Kind::BadRequest, &error, "give it another name here with --as")
         })?,
         (None, None) => {
             let error = format!("the QEMU of process {} has no name", process.pid);
-            return Err(Problem::new(Kind::BadRequest, error, "give it one with --name"));
+            return Err(Problem::new(Kind::BadRequest, error, "give it one with --as"));
         }
     };
     let journal = &context.journal;
@@ -98,7 +98,7 @@ fn take(
         && Process::open_exact(other.pid, other.start_time_ticks).is_ok()
     {
         let error = format!("another VM named {name} is here already (process {})", other.pid);
-        return Err(Problem::new(Kind::Conflict, error, "give this one another name with --name"));
+        return Err(Problem::new(Kind::Conflict, error, "give this one another name with --as"));
     }
     let described = qemu::describe::describe(qmp, &process.origin())
         .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, advice(&name)))?;
@@ -180,6 +180,18 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
 pub(crate) fn forget(context: &Context, record: &VmRecord) -> Result<(), Problem> {
     let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
     context.journal.remove_vm(&record.vm).map_err(failed)?;
+    remove_own_directory(context, record);
+    Ok(())
+}
+
+/// Removes what the agent made for a VM's QEMU that is gone.
+pub(crate) fn remove_leavings(context: &Context, vm: &VmName) {
+    if let Ok(Some(record)) = context.journal.vm(vm) {
+        remove_own_directory(context, &record);
+    }
+}
+
+fn remove_own_directory(context: &Context, record: &VmRecord) {
     let gone = Process::open_exact(record.pid, record.start_time_ticks).is_err();
     if gone && let Some(directory) = own_directory(context, &record.qmp) {
         match std::fs::remove_dir_all(&directory) {
@@ -189,7 +201,6 @@ pub(crate) fn forget(context: &Context, record: &VmRecord) -> Result<(), Problem
             _ => {}
         }
     }
-    Ok(())
 }
 
 /// The directory that the agent made for a VM's QEMU, if it did.

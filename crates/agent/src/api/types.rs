@@ -139,7 +139,7 @@ pub enum OnLimit {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RamChoice {
-    /// What the source has and the destination's host favours.
+    /// The destination chooses: at present a shared memfd, of huge pages where the source has them.
     #[default]
     Auto,
     /// A shared memfd.

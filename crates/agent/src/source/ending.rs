@@ -101,6 +101,10 @@ impl Driver {
             SourceState::Done { .. } => Standing::Done,
             _ => Standing::Failed,
         };
+        if let SourceState::Done { run, .. } = self.state {
+            let word = if run { "running" } else { "paused" };
+            self.controls.report(|report| report.run_state_after = Some(word.to_owned()));
+        }
         if let Some(vm) = &mut self.vm {
             let state = vm.run_state();
             self.controls.report(|report| report.run_state_after = state);

@@ -22,7 +22,7 @@ use crate::journal::{Durability, JournalError, NewMigration, State};
 use crate::machine::Machine;
 use crate::progress::Phase;
 use crate::report::Downtime;
-use crate::{owners, peers};
+use crate::{owners, peers, vms};
 
 /// Why an effect could not be done.
 #[derive(Debug, thiserror::Error)]
@@ -118,11 +118,11 @@ impl Machine for Driver {
                 };
                 self.follow_ups.push_back(event);
             }
-            SourceEffect::QuitQemu => {
-                if let Some(vm) = self.vm.take() {
-                    vm.quit();
-                }
-            }
+            SourceEffect::QuitQemu => match self.vm.take() {
+                Some(vm) => vm.quit(),
+                // An agent before this one may have died between ending QEMU and tidying up after it.
+                None => vms::remove_leavings(&self.context, &self.terms.migration.vm),
+            },
             SourceEffect::UndoAll => {
                 self.tracked = None;
                 self.inbox.interrupts(None);

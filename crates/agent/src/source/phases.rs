@@ -367,6 +367,8 @@ impl Driver {
                 .send_blob(piece)
                 .map_err(|error| Failure::peer("cannot send the device state", &error))?;
         }
+        // While the destination loads.
+        self.vm()?.check_unchanged().map_err(|error| Failure::local("the guest is not as it was", &error))?;
         let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
         match self.hear(Instant::now() + patience)? {
             Message::Ready { epoch, incarnation, digest: loaded, load_us } => {

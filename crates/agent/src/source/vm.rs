@@ -70,6 +70,8 @@ pub(crate) struct SourceVm {
     pub(crate) machine_type: String,
     /// RAM blocks at the start of the migration.
     pub(crate) blocks: Vec<RamBlock>,
+    /// What QEMU said of them at the start, to be compared at the stop.
+    ram_table: String,
     /// Devices at the start of the migration, to be compared at the stop.
     devices: DeviceTree,
     /// What QEMU made for itself, to be removed after it.
@@ -77,6 +79,12 @@ pub(crate) struct SourceVm {
     qmp_patience: Duration,
     /// Where the balloon was when it was last asked; none without one.
     balloon_bytes: Option<u64>,
+}
+
+/// QEMU's table of RAM blocks: names, sizes, places. To find their addresses again would take much longer.
+fn ram_table(qmp: &mut Qmp) -> Result<String, QmpError> {
+    let table: serde_json::Value = qmp.execute("x-query-ramblock", serde_json::Value::Null)?;
+    Ok(table["human-readable-text"].as_str().unwrap_or_default().to_owned())
 }
 
 /// Devices by which a guest gives memory back at any time.
@@ -91,6 +99,7 @@ impl SourceVm {
         let mut vm = Self::find(context, record)?;
         let pid = vm.process.pid();
         vm.blocks = qemu::ram::ram_blocks(vm.monitor()?, pid)?;
+        vm.ram_table = vm.ask(ram_table)?;
         vm.machine_type = vm.ask(device_state::machine_type)?;
         vm.devices = vm.ask(qemu::tree::device_tree)?;
         Ok(vm)
@@ -110,6 +119,7 @@ impl SourceVm {
             qmp_path: record.qmp.clone(),
             machine_type: String::new(),
             blocks: Vec::new(),
+            ram_table: String::new(),
             devices: DeviceTree::default(),
             qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
             balloon_bytes: None,
@@ -190,21 +200,22 @@ impl SourceVm {
         moved || self.devices.devices.iter().any(gives_back_by_itself)
     }
 
-    /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads; then looks whether
-    /// anything was plugged or unplugged since the start.
+    /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads.
     pub(crate) fn save_devices(&mut self) -> Result<Vec<u8>, VmError> {
         let raw = device_state::capture(self.monitor()?)?;
-        let stream = device_state::complete(&raw, &self.machine_type)?;
-        let pid = self.process.pid();
-        let blocks = qemu::ram::ram_blocks(self.monitor()?, pid)?;
-        if blocks != self.blocks {
+        Ok(device_state::complete(&raw, &self.machine_type)?)
+    }
+
+    /// Whether anything was plugged or unplugged since the start (design, trap 12). Takes some milliseconds: to be
+    /// asked while something else is waited for.
+    pub(crate) fn check_unchanged(&mut self) -> Result<(), VmError> {
+        if self.ask(ram_table)? != self.ram_table {
             return Err(VmError::Changed("the guest's memory".to_owned()));
         }
-        let devices = self.ask(qemu::tree::device_tree)?;
-        if devices != self.devices {
+        if self.ask(qemu::tree::device_tree)? != self.devices {
             return Err(VmError::Changed("the guest's devices".to_owned()));
         }
-        Ok(stream)
+        Ok(())
     }
 
     /// Whether somebody has continued the guest since it was stopped: another monitor's `cont`, an HA manager. What was

@@ -334,8 +334,7 @@ impl<'a> Build<'a> {
 
     fn finish(mut self) -> Result<BuiltCommand, CommandError> {
         let file = |name: &str| self.rules.run_dir.join(name);
-        let (qmp, log, state_socket) =
-            (file(QMP_FILE), file(LOG_FILE), file("whimbrel-state.sock"));
+        let (qmp, log, state_socket) = (file(QMP_FILE), file(LOG_FILE), file("whimbrel-state.sock"));
         if state_socket.as_os_str().len() > MAX_SOCKET_PATH {
             let what = format!("{} is too long for a unix socket", state_socket.display());
             self.problem("run-dir-too-long", what, "choose a run directory with a shorter path");

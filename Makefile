@@ -2,7 +2,7 @@
 #
 #   make test    format, lints, licences, and all tests but the long ones: about 20 minutes for a clean clone on two cores
 #   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
-#   make soak    the long tests too (those marked #[ignore]): hours
+#   make soak    the long tests too: all fault points, many seeds: hours
 #   make lint    format, lints and licences alone
 #   make guests  makes the guests and the newer QEMU anew
 #
@@ -28,7 +28,7 @@ lint:
 
 soak:
 	scripts/setup packages newer-qemu tiny-guest debian-guest
-	$(CARGO) test --locked --workspace -- --include-ignored --nocapture
+	WHIMBREL_SOAK=1 $(CARGO) test --locked --workspace -- --include-ignored --nocapture
 
 demo:
 	scripts/setup packages newer-qemu debian-guest

@@ -258,18 +258,19 @@ fn qemus_that_cannot_be_taken_charge_of() {
     drop(dumb);
 
     // Its only monitor is held by somebody else: before it is adopted, and after.
-    let mut spec = bare("vm1");
-    spec.extra.extend(["-qtest-log".to_owned(), "/dev/null".to_owned()]);
-    let guest = Guest::start(&cluster.lab.a, &cluster.environment, &spec).unwrap();
+    let guest = Guest::start(&cluster.lab.a, &cluster.environment, &bare("held")).unwrap();
     let held = guest.monitor().unwrap();
     let (pid, socket) = (guest.pid().to_string(), guest.qmp_socket().display().to_string());
-    refused(&a.cli(&["vm", "adopt", "--pid", &pid]), 1, &["vm1", "held by other clients", "end them"]);
+    refused(&a.cli(&["vm", "adopt", "--pid", &pid]), 1, &["held (process", "by other clients", "end them"]);
     refused(&a.cli(&["vm", "adopt", "--qmp", &socket]), 1, &[&socket, "close what holds the socket"]);
     assert_eq!(a.cli(&["vm", "list"]).ok().json(), json!([]), "nothing was adopted");
     drop(held);
     drop(guest);
 
+    let mut spec = bare("vm1");
+    spec.extra.extend(["-qtest-log".to_owned(), "/dev/null".to_owned()]);
     let vm = Watched::with(&cluster, "vm1", spec);
+    let socket = vm.guest.qmp_socket().display().to_string();
     let held = vm.guest.monitor().unwrap();
     refused(&a.cli(&["migrate", "vm1", "--to", "b"]), 1, &[&socket, "end that client"]);
     assert_eq!(a.vm("vm1").unwrap()["state"], "unreachable");
@@ -277,9 +278,7 @@ fn qemus_that_cannot_be_taken_charge_of() {
     vm.is_unharmed(&cluster, "a held monitor");
 
     // Another one of the same name.
-    let mut same = bare("vm1");
-    same.name = "twin".to_owned();
-    let twin = Guest::start(&cluster.lab.a, &cluster.environment, &same).unwrap();
+    let twin = Guest::start(&cluster.lab.a, &cluster.environment, &bare("twin")).unwrap();
     let pid = twin.pid().to_string();
     refused(&a.cli(&["vm", "adopt", "--pid", &pid, "--as", "vm1"]), 1, &["vm1", "already", "--as"]);
     a.cli(&["vm", "adopt", "--pid", &pid, "--as", "twin"]).ok();
@@ -352,7 +351,6 @@ fn configurations_with_errors_name_file_line_and_key() {
         said(Command::new(WHIMBREL).arg("agent").arg("--config").arg(&path))
     };
     let cases = [
-        ("[tls]\nplain = maybe\n", 6, "plain", ""),
         ("[tls]\nplain = 3\n", 6, "tls.plain", "boolean"),
         ("[tls]\nplan = true\n", 6, "tls.plan", "plain"),
         ("[tls]\nca = \"ca.pem\"\n", 5, "tls", "certificate"),
@@ -366,6 +364,7 @@ fn configurations_with_errors_name_file_line_and_key() {
         let place = format!("agent.toml, line {line}, key `{key}");
         refused(&start(&format!("{begin}{text}")), 2, &[&place, advice]);
     }
+    refused(&start(&format!("{begin}[tls]\nplain = maybe\n")), 2, &["agent.toml, line 6: ", "quoted"]);
     let missing = "[tls]\nca = \"ca.pem\"\ncertificate = \"a.pem\"\nkey = \"a.key\"\n";
     refused(&start(&format!("{begin}{missing}")), 1, &["[tls]", "ca.pem"]);
 }
@@ -522,10 +521,11 @@ fn hello(version: u16, purpose: Value) -> Vec<u8> {
 }
 
 /// The first frame that comes back.
-fn answer(stream: &mut TcpStream) -> Value {
+#[track_caller]
+fn answer(stream: &mut TcpStream, to: &str) -> Value {
     stream.set_read_timeout(Some(DEADLINE)).unwrap();
     let mut header = [0; 8];
-    stream.read_exact(&mut header).unwrap();
+    stream.read_exact(&mut header).unwrap_or_else(|error| panic!("no answer to {to}: {error}"));
     let mut payload = vec![0; u32::from_le_bytes(header[4..].try_into().unwrap()) as usize];
     stream.read_exact(&mut payload).unwrap();
     serde_json::from_slice(&payload).unwrap()
@@ -561,7 +561,7 @@ fn noise_at_the_port_of_an_agent_without_tls() {
         (hello(1, json!({ "for": "control", "migration": migration, "generation": 7 })), "not under way"),
     ];
     for (bytes, reason) in refusals {
-        let answer = answer(&mut connect(&bytes));
+        let answer = answer(&mut connect(&bytes), reason);
         assert_eq!(answer["answer"], "refused", "{answer}");
         assert!(answer["reason"].as_str().unwrap().contains(reason), "{reason:?} is missing: {answer}");
     }
@@ -599,10 +599,10 @@ fn noise_at_the_port_of_an_agent_without_tls() {
         (message(&endless), None),
     ] {
         let mut stream = connect(&hello(1, control.clone()));
-        assert_eq!(answer(&mut stream)["answer"], "accepted");
+        assert_eq!(answer(&mut stream, "a greeting")["answer"], "accepted");
         let _ = stream.write_all(&bytes);
         if let Some(word) = word {
-            let said = answer(&mut stream);
+            let said = answer(&mut stream, word);
             assert_eq!(said["type"], word, "{said}");
             assert!(!said["findings"][0]["advice"].as_str().unwrap().is_empty(), "{said}");
         }
@@ -638,4 +638,188 @@ fn noise_at_the_port_of_an_agent_without_tls() {
         vm.is_unharmed(&cluster, name);
     }
     vm.moves(&cluster);
+}
+
+// ---- room
+
+/// A small file system in memory, mounted on a directory; its files are lost at the end.
+struct Small(PathBuf);
+
+impl Small {
+    fn mount(directory: &Path) -> Self {
+        fs::create_dir_all(directory).unwrap();
+        let words = ["-t", "tmpfs", "-o", "size=4m,nr_inodes=256,mode=700", "tmpfs"];
+        assert!(Command::new("mount").args(words).arg(directory).status().unwrap().success());
+        Self(directory.to_owned())
+    }
+
+    /// Not a byte, and not a file, goes in any more.
+    fn fill(&self) {
+        let mut file = fs::File::create(self.0.join("full")).unwrap();
+        while file.write_all(&[1; 4096]).is_ok() {}
+        let mut number = 0;
+        while fs::File::create(self.0.join(format!("full{number}"))).is_ok() {
+            number += 1;
+        }
+    }
+
+    fn empty(&self) {
+        for name in common::entries(&self.0) {
+            if name.starts_with("full") {
+                fs::remove_file(self.0.join(name)).unwrap();
+            }
+        }
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn hosts_without_room() {
+    let mut cluster = Cluster::new();
+    let mut small = Vec::new();
+    for (agent, directory) in [("a", "state"), ("b", "state"), ("b", "run")] {
+        let agent = cluster.agent_mut(agent);
+        agent.kill();
+        small.push(Small::mount(&agent.directory.join(directory)));
+    }
+    cluster.a.start();
+    cluster.b.start();
+    let mut vm = Watched::new(&cluster, "vm1");
+    for (full, words) in [
+        // The source cannot journal that it begins.
+        (&small[0], ["full", "the VM is untouched"]),
+        // Nor the destination that it takes part.
+        (&small[1], ["full", "see that the destination's disk is not full"]),
+        // No place for the arriving QEMU's sockets.
+        (&small[2], ["No space left", "destination"]),
+    ] {
+        full.fill();
+        let failed = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
+        let what = format!("{} is full", full.0.display());
+        assert_eq!(failed.code, 1, "{what}: {failed:#?}");
+        full.empty();
+        refused(&failed, 1, &words);
+        vm.is_unharmed(&cluster, &what);
+    }
+    vm.counts();
+
+    // More memory than the destination has; the guest itself touches little of it.
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap();
+    let total = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:")).unwrap();
+    let kib: u64 = total.trim().trim_end_matches(" kB").parse().unwrap();
+    let mib = (kib >> 10).next_multiple_of(1024) + 1024;
+    let mut large = bare("large");
+    large.memory_mib = mib;
+    large.machine = "q35,memory-backend=ram".to_owned();
+    large.extra = vec!["-object".to_owned(), format!("memory-backend-ram,id=ram,size={mib}M,reserve=off")];
+    let large = Watched::with(&cluster, "large", large);
+    let needs = format!("needs {mib} MiB");
+    let check = cluster.a.cli(&["migrate", "large", "--to", "b", "--check"]);
+    refused(&check, 1, &["memory-short", &needs, "choose another host"]);
+    refused(&cluster.a.cli(&["migrate", "large", "--to", "b"]), 1, &[&needs, "choose another host"]);
+    large.is_unharmed(&cluster, "no memory");
+    vm.moves(&cluster);
+}
+
+#[test]
+fn qemus_that_are_too_old_or_not_there() {
+    let mut cluster = Cluster::new();
+    let newest = *cluster.environment.qemu_versions().last().unwrap();
+    let vm = Watched::with(&cluster, "vm1", GuestSpec { qemu: newest, ..bare("vm1") });
+    let mut cases =
+        vec![("/nonexistent/qemu-system-x86_64", ["/nonexistent/qemu-system-x86_64", "[qemu] binaries"])];
+    if newest == QemuVersion::Installed {
+        eprintln!("one QEMU only: an older one at the destination was not tried");
+    } else {
+        cases.push(("/usr/bin/qemu-system-x86_64", ["older", "QEMU"]));
+    }
+    for (binary, words) in cases {
+        configure(&mut cluster.b, |text| {
+            let ours = |line: &str| {
+                if line.starts_with("binaries") {
+                    format!("binaries = [{binary:?}]")
+                } else {
+                    line.to_owned()
+                }
+            };
+            text.lines().map(|line| ours(line) + "\n").collect()
+        });
+        refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
+        refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words);
+        vm.is_unharmed(&cluster, binary);
+    }
+}
+
+// ---- VMs and agents that somebody else is at work on
+
+#[test]
+fn a_vm_that_is_debugged_or_on_its_way_already() {
+    let cluster = Cluster::new();
+    let vm = Watched::new(&cluster, "vm1");
+    let pid = vm.guest.pid().to_string();
+    let traced = |traced: bool| {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        if status.contains("TracerPid:\t0\n") == traced { Err(status) } else { Ok(()) }
+    };
+    match Command::new("strace").args(["-f", "-e", "trace=none", "-o", "/dev/null", "-p", &pid]).spawn() {
+        Err(error) => eprintln!("no strace here ({error}): a debugger was not tried"),
+        Ok(mut debugger) => {
+            eventually("strace attaches", || traced(true));
+            let by = format!("debugged by process {}", debugger.id());
+            let words = [by.as_str(), "detach the debugger"];
+            refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
+            refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words);
+            nothing_is_left(&cluster, "a debugger");
+            debugger.kill().unwrap();
+            debugger.wait().unwrap();
+            eventually("strace is gone", || traced(false));
+            vm.is_unharmed(&cluster, "a debugger");
+        }
+    }
+
+    // Other agents on the same directories are sent away; this one goes on.
+    let holder = format!("pid {}", cluster.a.pid());
+    let config = cluster.a.config();
+    let second = || said(cluster.lab.a.command(WHIMBREL).arg("agent").arg("--config").arg(&config));
+    refused(&second(), 1, &["another agent", &holder, "state_dir"]);
+    vm.is_unharmed(&cluster, "a second agent");
+
+    // A second migration, and everything else that would disturb the first.
+    cluster
+        .a
+        .cli(&[
+            "migrate",
+            "vm1",
+            "--to",
+            "b",
+            "--verify",
+            "--on-limit",
+            "stop",
+            "--bandwidth",
+            "1MiB",
+            "--detach",
+        ])
+        .ok();
+    let cases: &[(&[&str], &[&str])] = &[
+        (&["migrate", "vm1", "--to", "b"], &["in a migration already, vm1#", "whimbrel cancel vm1"]),
+        (
+            &["migrate", "vm1", "--to", "b", "--check"],
+            &["in a migration already, vm1#", "whimbrel cancel vm1"],
+        ),
+        (&["vm", "forget", "vm1"], &["in a migration already, vm1#", "whimbrel cancel vm1"]),
+        (&["vm", "adopt", "--pid", &pid, "--as", "other"], &["vm1"]),
+    ];
+    for (words, expected) in cases {
+        refused(&cluster.a.cli(words), 1, expected);
+    }
+    refused(&second(), 1, &["another agent", &holder]);
+    cluster.a.cli(&["limit", "vm1", "--bandwidth", "0"]).ok();
+    let watched = cluster.a.cli(&["watch", "vm1"]).ok();
+    assert_eq!(watched.last_json()["outcome"], "moved", "the first one went on: {watched:?}");
+    assert_eq!(cluster.b.vm("vm1").unwrap()["state"], "running");
 }

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::path::Path;
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -92,11 +93,12 @@ pub fn run_demo(whimbrel: &Path, directory: &Path, mut say: impl FnMut(&str)) ->
 
     run(&mut agents.command(&lab.a, &["vm", "adopt", VM]))?;
     say("The VM moves to host b.");
-    let report = run(&mut agents.command(&lab.a, &["migrate", VM, "--to", lab.b.name(), "--json"]))?;
-    let migration = last_document(&report);
+    let mut migrate = agents.command(&lab.a, &["migrate", VM, "--to", lab.b.name(), "--json"]);
+    let migration = document(&run(migrate.stderr(Stdio::inherit()))?);
     client.wait_for_answers(ANSWERS)?;
     let client = client.finish();
 
+    let told = run(&mut agents.command(&lab.a, &["report", VM]))?;
     let moved = !runs_qemu(&lab.a)? && runs_qemu(&lab.b)?;
     let report = DemoReport { boot_ms, migration, client, moved };
     fs::create_dir_all(directory).context(|| format!("cannot make {}", directory.display()))?;
@@ -104,7 +106,9 @@ pub fn run_demo(whimbrel: &Path, directory: &Path, mut say: impl FnMut(&str)) ->
     let text = serde_json::to_string_pretty(&report).map_err(std::io::Error::from);
     fs::write(&path, text.context(|| "cannot write the report")?)
         .context(|| format!("cannot write {}", path.display()))?;
-    describe(&report, &path, &mut say);
+    say(&told);
+    describe(&report.client, &mut say);
+    say(&format!("All of it: {}", path.display()));
     drop(guest);
     Ok(report)
 }
@@ -116,11 +120,9 @@ impl DemoReport {
     }
 }
 
-/// The report is the last JSON document that the program prints; progress may come before.
-fn last_document(output: &str) -> Value {
-    serde_json::from_str(output)
-        .or_else(|_| serde_json::from_str(output.lines().last().unwrap_or_default()))
-        .unwrap_or_else(|_| Value::String(output.to_owned()))
+/// The one JSON document that the program prints; what is none is kept as text.
+fn document(output: &str) -> Value {
+    serde_json::from_str(output).unwrap_or_else(|_| Value::String(output.to_owned()))
 }
 
 fn runs_qemu(host: &Host) -> Result<bool> {
@@ -128,23 +130,8 @@ fn runs_qemu(host: &Host) -> Result<bool> {
     Ok(host.processes()?.iter().map(program).any(|path| path.display().to_string().contains("qemu-system")))
 }
 
-/// What a reader wants to know, in a few lines.
-fn describe(report: &DemoReport, path: &Path, say: &mut impl FnMut(&str)) {
-    let ms = |value: &Value| value.as_f64().unwrap_or_default() / 1e3;
-    let migration = &report.migration;
-    say(&format!(
-        "Migration: {}; {} rounds in {:.2} s.",
-        migration["outcome"].as_str().unwrap_or("unknown"),
-        migration["rounds"].as_array().map_or(0, Vec::len),
-        ms(&migration["total_us"]) / 1e3,
-    ));
-    if let Some(parts) = migration["downtime"].as_object() {
-        say(&format!("Downtime: {:.1} ms, of which", ms(&migration["downtime"]["total_us"])));
-        for (name, part) in parts.iter().filter(|(name, _)| *name != "total_us") {
-            say(&format!("  {:<14} {:6.1} ms", name.trim_end_matches("_us").replace('_', " "), ms(part)));
-        }
-    }
-    let client = &report.client;
+/// What the client saw, in a few lines.
+fn describe(client: &ClientReport, say: &mut impl FnMut(&str)) {
     for (name, watched) in [("page", &client.page), ("notes", &client.notes)] {
         say(&format!(
             "Client, {name}: {} answers, usually after {:.1} ms, the longest gap {:.1} ms; {}.",
@@ -156,5 +143,4 @@ fn describe(report: &DemoReport, path: &Path, say: &mut impl FnMut(&str)) {
     }
     let kept = client.notes_kept.map_or("nobody can tell how many".to_owned(), |notes| notes.to_string());
     say(&format!("Notes confirmed: {}; notes there: {kept}.", client.notes.answered));
-    say(&format!("All of it: {}", path.display()));
 }

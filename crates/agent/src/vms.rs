@@ -150,6 +150,7 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
     let directory = context.config.run_dir.join("vms").join(name.as_str());
     let failed =
         |error: &dyn std::error::Error, advice: &str| Problem::caused_by(Kind::Refused, error, advice);
+    let fresh = !directory.exists();
     std::fs::create_dir_all(&directory)
         .map_err(|error| failed(&error, "check `run_dir` in the configuration"))?;
     let mut launch = file.launch(&directory);
@@ -161,17 +162,26 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
     }
     let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
     let started = qemu::process::start(&launch, Instant::now() + patience);
-    let (started, mut qmp) = started.map_err(|error| failed(&error, "mend `args` in the file"))?;
+    let (started, mut qmp) = started.map_err(|error| {
+        if fresh {
+            remove(&directory);
+        }
+        failed(&error, "mend `args` or `qemu` in the file; QEMU's own words are in the message")
+    })?;
     let taken = find::find(&Selector::Pid(started.pid))
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))
         .and_then(|process| {
             take(context, Some(name), &process, &mut qmp, &context.config.qemu.allow_options)
         });
-    if taken.is_err()
-        && let Ok(process) = Process::open_exact(started.pid, started.start_time_ticks)
-        && let Err(error) = process.signal(tracee::Signal::KILL)
-    {
-        warn!(pid = started.pid, %error, "left behind");
+    if taken.is_err() {
+        if let Ok(process) = Process::open_exact(started.pid, started.start_time_ticks)
+            && let Err(error) = process.signal(tracee::Signal::KILL)
+        {
+            warn!(pid = started.pid, %error, "left behind");
+        }
+        if fresh {
+            remove(&directory);
+        }
     }
     taken
 }
@@ -194,12 +204,16 @@ pub(crate) fn remove_leavings(context: &Context, vm: &VmName) {
 fn remove_own_directory(context: &Context, record: &VmRecord) {
     let gone = Process::open_exact(record.pid, record.start_time_ticks).is_err();
     if gone && let Some(directory) = own_directory(context, &record.qmp) {
-        match std::fs::remove_dir_all(&directory) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                warn!(directory = %directory.display(), %error, "left behind");
-            }
-            _ => {}
+        remove(&directory);
+    }
+}
+
+fn remove(directory: &Path) {
+    match std::fs::remove_dir_all(directory) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            warn!(directory = %directory.display(), %error, "left behind");
         }
+        _ => {}
     }
 }
 

@@ -55,6 +55,8 @@ impl Daemon {
         let (vm, to) = (request.vm.clone(), request.to.clone());
         let record = self.known(&vm)?;
         self.reachable(request)?;
+        // Its monitor is the migration's.
+        self.not_in_migration(&vm)?;
         let offer = self.offer(&record, request, true)?;
         let mut report = CheckReport {
             vm: vm.clone(),
@@ -260,7 +262,12 @@ impl Daemon {
                     driver.run();
                 }
                 Err(error) => {
-                    let advice = "see the log of the destination's QEMU in the message";
+                    let advice = match error {
+                        ArriveError::Journal(_) | ArriveError::Directory { .. } => {
+                            "see that the destination's disk is not full"
+                        }
+                        _ => "see the log of the destination's QEMU in the message",
+                    };
                     driver.reject("start", &crate::chain(&error), advice);
                 }
             }

@@ -2,7 +2,14 @@
 //! the port, hosts without room, VMs that somebody else works on. After each the guest runs on at its source, nothing is
 //! left at the destination, and no descriptor is left in its QEMU. Needs root.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may fail")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::needless_pass_by_value,
+    clippy::unnecessary_debug_formatting,
+    reason = "a test may fail"
+)]
 
 mod common;
 
@@ -328,7 +335,6 @@ fn vm_files_with_errors_name_file_line_and_key() {
     for (text, line, key) in cases {
         let said = run(text);
         refused(&said, 2, &[&format!("{path}:{line}: "), key]);
-        assert!(!said.json()["advice"].as_str().unwrap().is_empty(), "{said:?}");
     }
     refused(&cluster.a.cli(&["vm", "run", "/nonexistent/vm.toml"]), 2, &["cannot read /nonexistent/vm.toml"]);
     // QEMU itself says what is wrong with its arguments.
@@ -354,7 +360,7 @@ fn configurations_with_errors_name_file_line_and_key() {
         ("[tls]\nplain = 3\n", 6, "tls.plain", "boolean"),
         ("[tls]\nplan = true\n", 6, "tls.plan", "plain"),
         ("[tls]\nca = \"ca.pem\"\n", 5, "tls", "certificate"),
-        ("tls.plain = true\n[hosts.b]\naddress = \"nowhere\"\n", 7, "hosts.b.address", "port"),
+        ("tls.plain = true\n[hosts.b]\naddress = \"nowhere\"\n", 7, "hosts.b.address", "HOST:PORT"),
         ("tls.plain = true\n[hosts.\"../b\"]\naddress = \"b:1\"\n", 6, "hosts", "name"),
         ("tls.plain = true\n[register]\nhost = \"w\"\n", 7, "register.host", "[hosts.w]"),
         ("tls.plain = true\n[limits]\nstreams = 65\n", 7, "limits.streams", "64"),
@@ -586,7 +592,7 @@ fn noise_at_the_port_of_an_agent_without_tls() {
         hung_up(stream);
     }
     // A good greeting, and then what does not belong there.
-    let rubbish = json!({ "type": "propose", "reply_to": "x:1", "streams": 4, "ram": [], "facts": {}, "description": {}, "check_only": false });
+    let rubbish = json!({ "type": "propose", "reply_to": "x:1", "streams": 4, "ram": [{ "name": "pc.ram", "bytes": 2097152, "page_bytes": 4096 }], "facts": {}, "description": {}, "check_only": false });
     let endless = json!({ "type": "propose", "reply_to": "x:1", "streams": 65, "ram": [{ "name": "pc.ram", "bytes": u64::MAX, "page_bytes": 4096 }], "facts": {}, "description": {}, "check_only": false });
     for (bytes, word) in [
         (frame(1, (4 << 20) + 1, b"{"), None),

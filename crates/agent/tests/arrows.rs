@@ -25,7 +25,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "whimbrel-tracee",
         ],
     ),
-    ("whimbrel-lab", &[]),
+    ("whimbrel-lab", &["whimbrel-guest-load"]),
     ("whimbrel-guest-load", &[]),
     ("whimbrel", &["whimbrel-agent", "whimbrel-lab", "whimbrel-tracee"]),
 ];

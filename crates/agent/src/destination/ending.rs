@@ -1,10 +1,13 @@
 //! What people get to know of an arriving VM, and the last entries.
 
+use std::thread;
+use std::time::Duration;
+
 use engine::handover::destination::{DestinationReport, DestinationState};
 use tracing::{error, info, warn};
 
 use super::Driver;
-use crate::journal::VmRecord;
+use crate::journal::{Durability, VmRecord};
 use crate::progress::{Phase, Standing};
 
 impl Driver {
@@ -53,20 +56,24 @@ impl Driver {
         let id = &self.terms.migration;
         let journal = &self.context.journal;
         let active = matches!(self.state, DestinationState::Active { .. });
-        let mut kept = Ok(());
-        if active && let Some(vm) = self.vm.take() {
-            let record = VmRecord::new(
-                id.vm.clone(),
-                self.proposal.description.clone(),
-                vm.process.pid(),
-                vm.process.start_time(),
-                vm.traces.qmp(),
-            );
-            kept = journal.put_vm(&record);
-        }
-        kept = kept.and_then(|()| journal.close(id));
-        if let Err(error) = kept {
-            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal");
+        let record = self.vm.take_if(|_| active).map(|vm| {
+            let description = self.proposal.description.clone();
+            let (pid, start) = (vm.process.pid(), vm.process.start_time());
+            VmRecord::new(id.vm.clone(), description, pid, start, vm.traces.qmp())
+        });
+        let enter = || {
+            if let Some(record) = &record {
+                journal.put_vm(record)?;
+            }
+            journal.close(id)
+        };
+        let mut entered = enter();
+        // Until it is in the journal, this agent must not forget it: it would not know its VM, or take the name for taken.
+        while let Err(error) = entered {
+            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
+            thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));
+            // The state that ended it may be missing, too.
+            entered = journal.record_destination(id, &self.state, Durability::Synced).and_then(|()| enter());
         }
         self.publisher.update(|progress| {
             progress.phase = Phase::Ended;

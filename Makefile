@@ -18,7 +18,7 @@ export PATH
 
 test: lint
 	scripts/setup newer-qemu tiny-guest
-	$(CARGO) test --locked --workspace
+	$(CARGO) test --locked --workspace --no-fail-fast
 
 lint:
 	scripts/setup packages deny

@@ -8,6 +8,7 @@
     clippy::panic,
     clippy::needless_pass_by_value,
     clippy::unnecessary_debug_formatting,
+    clippy::unreadable_literal,
     reason = "a test may fail"
 )]
 

@@ -100,6 +100,7 @@ fn take(
         let error = format!("another VM named {name} is here already (process {})", other.pid);
         return Err(Problem::new(Kind::Conflict, error, "give this one another name with --as"));
     }
+    no_open_migration(context, &name)?;
     let described = qemu::describe::describe(qmp, &process.origin())
         .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, advice(&name)))?;
     let mut findings = preflight::description_findings(&described, allowed);
@@ -117,6 +118,16 @@ fn take(
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
     info!(vm = %record.vm, pid = record.pid, "adopted");
     Ok((record, findings))
+}
+
+/// A VM that is between two hosts, or in doubt, keeps its name: what is known of it here must not be replaced.
+fn no_open_migration(context: &Context, name: &VmName) -> Result<(), Problem> {
+    let latest = context.journal.latest(name);
+    let latest = latest.map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    latest.filter(|migration| migration.open).map_or(Ok(()), |migration| {
+        let error = format!("{name} is in a migration, {}", migration.id());
+        Err(Problem::new(Kind::Conflict, error, format!("wait for it, or see `whimbrel recover {name}`")))
+    })
 }
 
 fn same_process(record: &VmRecord, process: &QemuProcess) -> bool {
@@ -147,6 +158,7 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
         let error = format!("{name} runs already");
         return Err(Problem::new(Kind::Conflict, error, format!("see `whimbrel vm show {name}`")));
     }
+    no_open_migration(context, &name)?;
     let directory = context.config.run_dir.join("vms").join(name.as_str());
     let failed =
         |error: &dyn std::error::Error, advice: &str| Problem::caused_by(Kind::Refused, error, advice);

@@ -18,7 +18,7 @@ export PATH
 
 test: lint
 	scripts/setup newer-qemu tiny-guest
-	$(CARGO) test --locked --workspace --no-fail-fast
+	. scripts/test-env && $(CARGO) test --locked --workspace --no-fail-fast
 
 lint:
 	scripts/setup packages deny
@@ -28,7 +28,7 @@ lint:
 
 soak:
 	scripts/setup packages newer-qemu tiny-guest debian-guest
-	WHIMBREL_SOAK=1 $(CARGO) test --locked --workspace -- --include-ignored --nocapture
+	. scripts/test-env && WHIMBREL_SOAK=1 $(CARGO) test --locked --workspace -- --include-ignored --nocapture
 
 demo:
 	scripts/setup packages newer-qemu debian-guest

@@ -29,6 +29,10 @@ impl Daemon {
                 return;
             }
         };
+        if let Err(reason) = self.may_come(&arrival) {
+            warn!(from = %arrival.host(), reason, "a connection was refused");
+            return arrival.refuse(reason);
+        }
         let Some(arrival) = self.context.router.deliver(arrival) else { return };
         match arrival.purpose().clone() {
             Purpose::Register => match &self.witness {
@@ -44,6 +48,29 @@ impl Daemon {
             }
             Purpose::Handover { migration } => self.questions(arrival, &migration),
             Purpose::Data { .. } => arrival.refuse("no data stream is expected here"),
+        }
+    }
+
+    /// Only the two hosts of a migration have a say in it: anybody else with a certificate could tell lies about it.
+    fn may_come(&self, arrival: &Arrival) -> Result<(), String> {
+        let host = arrival.host();
+        let (id, questions) = match arrival.purpose() {
+            Purpose::Control { migration, .. } | Purpose::Data { migration, .. } => (migration, false),
+            Purpose::Handover { migration } => (migration, true),
+            Purpose::Register => return Ok(()),
+        };
+        if i64::try_from(id.epoch.0).is_err() {
+            return Err(format!("{} is no epoch", id.epoch));
+        }
+        let known = self.context.journal.migration(id);
+        let known = known.map_err(|_| "the journal of this host cannot be read now; try again".to_owned())?;
+        let Some(record) = known else { return Ok(()) };
+        let terms = &record.terms;
+        let other = if terms.source == self.context.config.host { &terms.destination } else { &terms.source };
+        if host == other && (questions || *host == terms.source) {
+            Ok(())
+        } else {
+            Err(format!("{host} has no part in migration {id} that would allow this"))
         }
     }
 

@@ -131,9 +131,11 @@ impl Daemon {
         driver.begin(proposal).map_err(|error| {
             Problem::caused_by(Kind::Internal, &error, "the VM is untouched; see the agent's log")
         })?;
-        journal
-            .set_details(&id, &SourceDetails { boot_id: self.context.boot_id.clone() }, Durability::Synced)
-            .map_err(|error| internal(&error))?;
+        let details = SourceDetails { boot_id: self.context.boot_id.clone() };
+        if let Err(error) = journal.set_details(&id, &details, Durability::Synced) {
+            driver.give_up(&crate::chain(&error));
+            return Err(internal(&error));
+        }
         self.spawn(&id, driven, move || drop(driver.run()))?;
         self.status(&id)
     }
@@ -291,6 +293,7 @@ impl Daemon {
         let driven = Driven { mailbox, publisher: publisher.clone(), controls: None };
         let context = Arc::clone(&self.context);
         let driver = destination::Driver::new(context, terms, state, proposal, vm, inbox, publisher);
+        driver.watch_found();
         (driver, driven)
     }
 

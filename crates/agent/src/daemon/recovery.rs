@@ -8,15 +8,16 @@ use engine::handover::Found;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::message::Proposal;
+use tracee::ProcessError;
 use tracing::{error, info, warn};
 
 use super::Daemon;
-use super::drive::{DestinationDetails, SourceDetails};
-use crate::api::Problem;
-use crate::destination::{Arriving, Traces};
+use super::drive::{DestinationDetails, SourceDetails, internal};
+use crate::api::{Kind, Problem};
+use crate::destination::{ArriveError, Arriving, Traces};
 use crate::journal::{MigrationRecord, State};
 use crate::report::{Objective, Report};
-use crate::source::{Aims, Controls, SourceVm};
+use crate::source::{Aims, Controls, SourceVm, VmError};
 
 impl Daemon {
     /// Sets drivers to work on all open migrations.
@@ -42,14 +43,21 @@ impl Daemon {
     }
 
     fn take_up_source(self: &Arc<Self>, record: &MigrationRecord, state: SourceState) -> Result<(), Problem> {
-        let kept = self.context.journal.vm(&record.terms.migration.vm).ok().flatten();
-        let mut vm = kept.and_then(|kept| match SourceVm::find(&self.context, &kept) {
-            Ok(vm) => Some(vm),
-            Err(error) => {
-                warn!(migration = %record.id(), error = crate::chain(&error), "QEMU was not found");
+        let kept = self.context.journal.vm(&record.terms.migration.vm).map_err(|error| internal(&error))?;
+        let mut vm = match kept.map(|kept| SourceVm::find(&self.context, &kept)) {
+            Some(Ok(vm)) => Some(vm),
+            None | Some(Err(VmError::Process(ProcessError::Gone { .. } | ProcessError::Replaced { .. }))) => {
                 None
             }
-        });
+            // What cannot be looked at is not gone; to take it for gone could run the guest twice.
+            Some(Err(error)) => {
+                return Err(Problem::caused_by(
+                    Kind::Internal,
+                    &error,
+                    "restart the agent when that is mended",
+                ));
+            }
+        };
         if let Some(vm) = &vm {
             // An injector that was killed may have left a descriptor inside.
             match self.context.injector.close_leftovers(&vm.process, &[]) {
@@ -85,11 +93,20 @@ impl Daemon {
             || Traces::plan(&self.context.config.run_dir, record.id()),
             |details| details.traces,
         );
-        let mut vm = Arriving::find(traces, patience)
-            .inspect_err(
-                |error| warn!(migration = %record.id(), error = crate::chain(error), "QEMU was not found"),
-            )
-            .ok();
+        // A QEMU that lives and does not answer is not gone; to take it for gone could run the guest twice.
+        let mut vm = loop {
+            match Arriving::find(traces.clone(), patience) {
+                Ok(vm) => break Some(vm),
+                Err(
+                    ArriveError::Gone
+                    | ArriveError::Process(ProcessError::Gone { .. } | ProcessError::Replaced { .. }),
+                ) => break None,
+                Err(error) => {
+                    warn!(migration = %record.id(), error = crate::chain(&error), "QEMU lives and does not answer");
+                    std::thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));
+                }
+            }
+        };
         let found = match &mut vm {
             Some(vm) => vm.found(),
             None if rebooted => Found::Rebooted,

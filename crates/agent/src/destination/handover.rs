@@ -358,12 +358,18 @@ impl Driver {
         if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
             warn!(%error, "cannot ask the register");
             self.follow_ups.push_back(DestinationEvent::RegisterSays(RegisterAnswer::Unreachable));
+            // The state machine asks again; what waited is asked then.
+            drop(self.register.answered());
         }
     }
 
     fn cont(&mut self) {
         let began = self.go_heard.unwrap_or_else(Instant::now);
         let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
+        // Gone before it was told anything: no vCPU has run.
+        if !vm.process.is_alive() && matches!(self.state, DestinationState::Starting { again: false, .. }) {
+            return self.follow_ups.push_back(DestinationEvent::ContFailed);
+        }
         let event = match qemu::control::cont(&mut vm.qmp) {
             Ok(()) => {
                 self.continue_us = began.elapsed().as_micros() as u64;
@@ -391,6 +397,13 @@ impl Driver {
         match self.vm.take() {
             Some(vm) => vm.discard(),
             None => super::arriving::Traces::of(&self.context, &self.terms.migration).remove(),
+        }
+    }
+
+    /// A QEMU that was found again is watched as one that was started.
+    pub(crate) fn watch_found(&self) {
+        if let Some(vm) = &self.vm {
+            self.watch(vm);
         }
     }
 

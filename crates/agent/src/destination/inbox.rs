@@ -65,6 +65,11 @@ impl Mailbox {
         self.notices.send(notice).is_ok()
     }
 
+    /// Puts a notice in unless too many wait. For threads that the driver may be waiting for.
+    pub(crate) fn try_put(&self, notice: Notice) {
+        drop(self.notices.try_send(notice));
+    }
+
     /// Reads a connection of the source into the inbox until it ends. Returns at once.
     pub(crate) fn connected(
         &self,

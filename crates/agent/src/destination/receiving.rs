@@ -48,7 +48,7 @@ impl Receiving {
                     debug!(stream, %cause, "a data stream ended");
                 } else {
                     let error = crate::chain(&cause);
-                    notices.put(Notice::Broken { generation, error });
+                    notices.try_put(Notice::Broken { generation, error });
                 }
             }
         };

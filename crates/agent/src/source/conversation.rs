@@ -64,7 +64,10 @@ impl Driver {
                     self.phase(Phase::PreCopy);
                     return self.start_sender(tracked, streams);
                 }
-                Err(failure) if failure.event != SourceEvent::PeerLost || Instant::now() >= give_up => {
+                Err(failure)
+                    if !matches!(failure.event, SourceEvent::PeerLost | SourceEvent::PeerSilent)
+                        || Instant::now() >= give_up =>
+                {
                     return Err(failure);
                 }
                 Err(failure) => warn!(reason = failure.reason, "not reconnected yet"),
@@ -148,7 +151,13 @@ impl Driver {
                 self.say(&Message::Pong)?;
                 Ok(None)
             }
-            Notice::Message(Message::Pong) => Ok(None),
+            Notice::Message(Message::Pong) | Notice::Event(SourceEvent::Repeat) => Ok(None),
+            // Of another attempt.
+            Notice::Message(Message::Refused { epoch, .. }) | Notice::Asked { epoch, .. }
+                if epoch != self.terms.epoch() =>
+            {
+                Ok(None)
+            }
             Notice::Message(Message::Refused { epoch, reason }) => Err(Failure::new(
                 SourceEvent::Refused { epoch },
                 format!("the destination gave up: {reason}"),

@@ -126,7 +126,10 @@ impl Driver {
         });
         let journal = &self.context.journal;
         let id = &self.terms.migration;
-        let mut kept = journal.put_report(&report);
+        if let Err(error) = journal.put_report(&report) {
+            warn!(migration = %id, error = crate::chain(&error), "the report is not in the journal");
+        }
+        let mut kept = Ok(());
         if standing == Standing::Done {
             kept = kept.and_then(|()| journal.remove_vm(&id.vm).map(drop));
         }

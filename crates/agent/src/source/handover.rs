@@ -152,7 +152,7 @@ impl Driver {
     /// PREPARED: journalled, before anybody else hears of it.
     pub(crate) fn begin(&mut self, proposal: Proposal) -> Result<(), EffectError> {
         self.proposal = Some(proposal);
-        let run = self.vm.as_mut().is_some_and(SourceVm::is_running);
+        let run = self.vm.as_mut().map_or(Err(VmError::Gone), SourceVm::is_running)?;
         self.feed(&SourceEvent::Begin { run })
     }
 
@@ -167,7 +167,18 @@ impl Driver {
             }
         };
         self.take(&event);
+        // Whatever it was that ended the phases: nobody sends any more, and a stopped guest must not wait for nothing.
+        if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
+            self.take(&SourceEvent::Failed);
+        }
         self.settle()
+    }
+
+    /// The migration has begun, and this side cannot go on with it: its last word.
+    pub(crate) fn give_up(mut self, reason: &str) {
+        self.because(reason);
+        self.take(&SourceEvent::Failed);
+        self.settle();
     }
 
     /// A migration that an agent before this one left behind.
@@ -414,6 +425,8 @@ impl Driver {
         if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
             warn!(%error, "cannot ask the register");
             self.follow_ups.push_back(SourceEvent::RegisterSays(RegisterAnswer::Unreachable));
+            // The state machine asks again; what waited is asked then.
+            drop(self.register.answered());
         }
     }
 }

@@ -47,8 +47,12 @@ pub(crate) struct Mailbox {
 impl Mailbox {
     /// Puts a notice in. Says whether somebody is there to read it.
     pub(crate) fn put(&self, notice: Notice) -> bool {
+        let harmless = matches!(
+            notice,
+            Notice::Message(Message::Ping | Message::Pong) | Notice::Event(SourceEvent::Repeat)
+        );
         let there = self.notices.send(notice).is_ok();
-        if let Some(round) = self.round.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        if !harmless && let Some(round) = self.round.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
             round.cancel();
         }
         there

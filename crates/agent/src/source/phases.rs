@@ -242,7 +242,7 @@ impl Driver {
 
     fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
-        let run = self.vm.as_mut().is_some_and(SourceVm::is_running);
+        let run = self.vm()?.is_running().map_err(|error| Failure::local("QEMU does not answer", &error))?;
         self.clock.stopped_at = Some(Instant::now());
         self.feed(&SourceEvent::Stop { run })
             .map_err(|error| Failure::local("cannot stop the guest", &error))?;

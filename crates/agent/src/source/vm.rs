@@ -155,8 +155,8 @@ impl SourceVm {
         self.ask(qemu::control::status).ok().map(|status| status.status)
     }
 
-    pub(crate) fn is_running(&mut self) -> bool {
-        self.ask(qemu::control::status).is_ok_and(|status| status.running)
+    pub(crate) fn is_running(&mut self) -> Result<bool, VmError> {
+        Ok(self.ask(qemu::control::status)?.running)
     }
 
     /// What a restarted agent finds. A process held by SIGSTOP is not asked.
@@ -165,7 +165,7 @@ impl SourceVm {
             Found::Gone
         } else if self.is_held() {
             Found::Paused
-        } else if self.is_running() {
+        } else if self.is_running().unwrap_or(false) {
             Found::Running
         } else {
             Found::Paused

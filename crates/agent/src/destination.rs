@@ -57,6 +57,8 @@ pub(crate) struct Driver {
     heard: Instant,
     /// A question to the source is under way.
     asking: Arc<AtomicBool>,
+    /// An event whose effects failed.
+    not_taken: Option<DestinationEvent>,
     /// Its questions to the register.
     register: owners::Desk,
     /// Why the migration ended, for the source.
@@ -93,6 +95,7 @@ impl Driver {
             go_heard: None,
             heard: Instant::now(),
             asking: Arc::default(),
+            not_taken: None,
             register: owners::Desk::default(),
             reason: None,
         }

@@ -104,7 +104,7 @@ pub enum JournalError {
     },
     /// Not a database, or a damaged one.
     #[error(
-        "the journal {path} is damaged; restore it from a backup, or move it away: then no migration is remembered, and the VMs on this host have to be adopted anew", path = path.display())]
+        "the journal {path} is damaged; restore it from a backup; without it this host would give wrong answers about a VM that is between two hosts, so move it away only if none is, and adopt this host's VMs anew", path = path.display())]
     Damaged {
         /// The database.
         path: PathBuf,

@@ -129,6 +129,8 @@ pub(crate) struct Driver {
     asker: Option<inbox::Reply>,
     /// Events that effects led to, to be taken before anything from the inbox.
     follow_ups: VecDeque<SourceEvent>,
+    /// An effect has failed since the last repetition.
+    effects_failed: bool,
     /// What the journal did not take and has to take before the end.
     unjournalled: Option<SourceState>,
     proposal: Option<Proposal>,
@@ -169,6 +171,7 @@ impl Driver {
             tracked: None,
             asker: None,
             follow_ups: VecDeque::new(),
+            effects_failed: false,
             unjournalled: None,
             proposal: None,
             register: owners::Desk::default(),

@@ -236,6 +236,9 @@ impl Driver {
 
     /// Nothing happened for a while.
     fn quiet(&mut self) {
+        if let Some(event) = self.not_taken.take() {
+            return self.take(&event);
+        }
         let timeouts = &self.context.config.timeouts;
         let silence = self.heard.elapsed();
         if self.state == DestinationState::Prepared {
@@ -286,9 +289,12 @@ impl Driver {
             let reason = crate::chain(&error);
             error!(migration = %self.terms.migration, reason, "an effect failed");
             self.reason.get_or_insert(reason);
-            // What cannot be journalled is not begun. Later states repeat what they wait for.
             if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
+                // What cannot be journalled is not begun.
                 self.take(&DestinationEvent::Failed);
+            } else {
+                // What happened has happened: it is taken again until the journal takes it, too.
+                self.not_taken = Some(event.clone());
             }
         }
     }

@@ -221,6 +221,11 @@ impl Driver {
                     }
                 }
                 None if self.contact.lost_for_good() => self.take(&SourceEvent::ContactLostForGood),
+                // As after a restart: that QEMU is held comes before GO goes out.
+                None if std::mem::take(&mut self.effects_failed) => {
+                    let found = self.vm.as_mut().map_or(Found::Gone, SourceVm::found);
+                    self.take(&SourceEvent::Restarted(found));
+                }
                 None => self.take(&SourceEvent::Repeat),
             }
         }
@@ -242,6 +247,7 @@ impl Driver {
         let reason = crate::chain(&error);
         error!(migration = %self.terms.migration, reason, "an effect failed");
         self.because(&reason);
+        self.effects_failed = true;
         // Not COMMITTED, because that could not be journalled, or never tried: the guest goes on here.
         if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. })
             && *event != SourceEvent::Failed

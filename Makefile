@@ -22,6 +22,7 @@ test: lint
 
 lint:
 	scripts/setup packages deny
+	$(CARGO) fetch --locked
 	$(CARGO) fmt --all --check
 	$(CARGO) deny --offline --log-level error check licenses bans sources
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings

@@ -94,7 +94,10 @@ impl TrackedBlock {
         }
         scanned?;
         if let Some(drops) = &mut self.drops {
-            pages += drops.take(&mut self.dirty, given_back)?;
+            drops.written(&self.dirty);
+            if given_back {
+                pages += drops.find_zeros(&mut self.dirty)?;
+            }
         }
         Ok(pages)
     }

@@ -30,11 +30,11 @@ pub(crate) fn drop_watches(
 ) -> Result<Vec<Option<DropWatch>>, RamError> {
     let watch = |(region, place): (&RamRegion, Place)| match place {
         Place::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
-            DropWatch::new(process, region, file, offset).map(Some)
+            Some(DropWatch::new(region, file, offset))
         }
-        _ => Ok(None),
+        _ => None,
     };
-    regions.iter().zip(find(process, regions)?).map(watch).collect()
+    Ok(regions.iter().zip(find(process, regions)?).map(watch).collect())
 }
 
 fn find_one(process: &Process, map: &[Mapping], region: &RamRegion) -> Result<Place, RamError> {

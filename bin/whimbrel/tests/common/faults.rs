@@ -81,6 +81,11 @@ impl Harness {
         *self.wanted.lock().unwrap() = Some(point.to_owned());
     }
 
+    /// Whether nobody has reached the point that is wanted yet.
+    pub fn is_wanted(&self) -> bool {
+        self.wanted.lock().unwrap().is_some()
+    }
+
     /// Waits until an agent stands at the point that is wanted; none if that does not happen in time.
     pub fn held(&self, patience: Duration) -> Option<Held> {
         self.held.recv_timeout(patience).ok()

@@ -1,0 +1,252 @@
+//! Where the cells of the matrix are run: two hosts, a guest that goes to and fro, and what must hold after each injury.
+
+use std::fs;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use lab::Direction;
+
+use crate::common::faults::Harness;
+use crate::common::{self, Cluster, Guest, GuestSpec, Load, Setup};
+use crate::way::{Injury, Way};
+
+/// A cluster with one guest, wherever it is at the moment.
+pub struct Arena {
+    pub cluster: Cluster,
+    guest: Option<Guest>,
+    /// The host where the guest is.
+    pub at: &'static str,
+}
+
+impl Arena {
+    pub fn new(witness: bool) -> Self {
+        let cluster = Cluster::with(&Setup { witness, fault_harness: true, ..Setup::default() });
+        let mut arena = Self { cluster, guest: None, at: "a" };
+        arena.start_guest();
+        arena
+    }
+
+    fn start_guest(&mut self) {
+        let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
+        self.guest = None;
+        // The log of an earlier guest would tell of ticks that this one has not made yet.
+        let _ = fs::remove_dir_all(self.cluster.lab.a.directory().join("vm1"));
+        self.guest = Some(self.cluster.guest(&GuestSpec::tiny("vm1", load)));
+        self.at = "a";
+    }
+
+    fn other(&self) -> &'static str {
+        if self.at == "a" { "b" } else { "a" }
+    }
+
+    fn host(&self, name: &str) -> &lab::Host {
+        if name == "a" { &self.cluster.lab.a } else { &self.cluster.lab.b }
+    }
+
+    /// QEMUs of the VM on a host.
+    pub fn qemus(&self, name: &str) -> Vec<u32> {
+        let is_qemu = |pid: &u32| {
+            let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            let zombie = state.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z'));
+            let exe = fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+            !zombie && exe.to_string_lossy().contains("qemu-system")
+        };
+        self.host(name).processes().unwrap().into_iter().filter(is_qemu).collect()
+    }
+
+    pub fn migrate(&self) -> Child {
+        let words = ["migrate", "vm1", "--to", self.other(), "--verify", "--on-limit", "stop"];
+        let mut command = self.cluster.agent(self.at).command(&words);
+        command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap()
+    }
+
+    pub fn injure(&mut self, injury: Injury) {
+        let (source, destination) = (self.at, self.other());
+        let towards = if source == "a" { Direction::AToB } else { Direction::BToA };
+        let back = if source == "a" { Direction::BToA } else { Direction::AToB };
+        match injury {
+            Injury::SourceAgent => self.cluster.agent_mut(source).kill(),
+            Injury::DestinationAgent => self.cluster.agent_mut(destination).kill(),
+            Injury::DestinationQemu => {
+                for pid in self.qemus(destination) {
+                    lab::kill_pid(pid).unwrap();
+                }
+            }
+            Injury::CutToDestination => self.cluster.lab.cut(towards).unwrap(),
+            Injury::CutToSource => self.cluster.lab.cut(back).unwrap(),
+            Injury::CutBoth => self.cluster.lab.cut_both().unwrap(),
+        }
+    }
+
+    /// Agents run again, links are whole, and what was begun comes to its end.
+    fn mend(&mut self) {
+        self.heal_and_restart();
+        self.cluster.a.wait_settled();
+        self.cluster.b.wait_settled();
+    }
+
+    fn heal_and_restart(&mut self) {
+        self.cluster.lab.heal().unwrap();
+        for name in ["a", "b"] {
+            if !self.cluster.agent_mut(name).is_running() {
+                self.cluster.agent_mut(name).kill();
+                self.cluster.agent_mut(name).start();
+            }
+        }
+    }
+
+    /// Leaves a link cut until that is felt: until the migration waits for something, or is over, or (`next`) an agent
+    /// stands at the point that is wanted next. Where nothing more has to be said a cut is never felt, so the patience
+    /// has an end; nothing is asserted of it.
+    fn let_it_be_felt(&self, next: bool) {
+        let until = Instant::now() + Duration::from_secs(4);
+        while Instant::now() < until && !(next && !self.faults().is_wanted()) {
+            let list = self.cluster.agent(self.at).cli(&["migrations"]);
+            if list.code == 0 {
+                let phase = list.json()[0]["progress"]["phase"].clone();
+                if phase.is_null() || phase == "reconnecting" || phase == "in-doubt" {
+                    return;
+                }
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    /// The guest runs on exactly one side, whole; nothing is left behind.
+    fn check(&mut self, what: &str, way: &Way) {
+        let (a, b) = (self.qemus("a"), self.qemus("b"));
+        let logs =
+            || format!("--- a\n{}\n--- b\n{}", tail(&self.cluster.a.log()), tail(&self.cluster.b.log()));
+        if a.is_empty() && b.is_empty() {
+            // Killed after `cont` was sent: the VM crashed, as it may on any host.
+            let killed = way.0.iter().any(|step| step.injury == Injury::DestinationQemu);
+            assert!(killed, "{what}: no guest is left\n{}", logs());
+            let state =
+                |agent: &str| self.cluster.agent(agent).cli(&["migrations"]).ok().json()[0]["state"].clone();
+            assert!(
+                ["crashed", "active"].iter().any(|word| state(self.other()) == *word),
+                "{what}: lost without having run: {} / {}\n{}",
+                state(self.at),
+                state(self.other()),
+                logs()
+            );
+            for agent in ["a", "b"] {
+                if self.cluster.agent(agent).vm("vm1").is_some() {
+                    self.cluster.agent(agent).cli(&["vm", "forget", "vm1"]).ok();
+                }
+            }
+            self.start_guest();
+            return;
+        }
+        assert_eq!(a.len() + b.len(), 1, "{what}: {a:?} and {b:?} are there\n{}", logs());
+        self.at = if a.is_empty() { "b" } else { "a" };
+        let (here, there) = (self.cluster.agent(self.at), self.cluster.agent(self.other()));
+        let vm =
+            here.vm("vm1").unwrap_or_else(|| panic!("{what}: {} does not know its VM\n{}", self.at, logs()));
+        assert_eq!(vm["state"], "running", "{what}: {vm}\n{}", logs());
+        assert!(there.vm("vm1").is_none(), "{what}: both have it\n{}", logs());
+        self.check_guest(what);
+        let pid = a.iter().chain(&b).next().unwrap();
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        assert!(status.contains("TracerPid:\t0"), "{what}: still traced");
+        for descriptor in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
+            let target = fs::read_link(descriptor.unwrap().path()).unwrap_or_default();
+            assert!(
+                !target.to_string_lossy().contains("userfaultfd"),
+                "{what}: a descriptor is left in QEMU"
+            );
+        }
+        let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+        let tracked =
+            smaps.lines().filter(|line| line.starts_with("VmFlags:")).any(|line| line.contains(" uw"));
+        assert!(!tracked, "{what}: ranges are still tracked");
+        let left = common::entries(&there.directory.join("run/vms"));
+        assert!(left.is_empty(), "{what}: {left:?} is left at {}", there.name);
+        assert!(
+            common::entries(&here.directory.join("run/vms")).len() <= 1,
+            "{what}: leavings at {}",
+            here.name
+        );
+    }
+
+    /// What QEMU says of a guest that says nothing itself, twice, to see whether it moves.
+    fn registers(&self) -> String {
+        let shown = self.cluster.agent(self.at).cli(&["vm", "show", "vm1"]);
+        let Ok(shown) = serde_json::from_str::<serde_json::Value>(&shown.stdout) else { return shown.stderr };
+        let ask = || {
+            let mut monitor = lab::Monitor::connect(std::path::Path::new(shown["qmp"].as_str()?)).ok()?;
+            let status = monitor.command("query-status", &serde_json::json!({})).ok()?;
+            let line = serde_json::json!({ "command-line": "info registers" });
+            let registers = monitor.command("human-monitor-command", &line).ok()?;
+            Some(format!("{status} {}", registers.as_str()?.lines().take(6).collect::<Vec<_>>().join(" ")))
+        };
+        format!("{:?}\n{:?}", ask(), ask())
+    }
+
+    pub fn check_guest(&self, what: &str) {
+        let serial =
+            if self.at == "a" && self.guest.as_ref().is_some_and(|guest| self.qemus("a") == [guest.pid()]) {
+                self.guest.as_ref().unwrap().serial().check()
+            } else {
+                self.cluster.serial(self.at, "vm1").check()
+            };
+        let check = serial.unwrap_or_else(|error| {
+            let logs = ["a", "b"].map(|name| tail(&self.cluster.agent(name).log()));
+            let registers = self.registers();
+            panic!(
+                "{what}: the guest at {} does not answer: {error}\n{registers}\n{}\n---\n{}",
+                self.at, logs[0], logs[1]
+            )
+        });
+        assert!(check.ok && check.wrong == 0, "{what}: {check:?}");
+    }
+
+    pub fn faults(&self) -> &Harness {
+        self.cluster.faults.as_ref().unwrap()
+    }
+
+    /// One cell of the matrix: a migration, injured at each step of the way and mended after it, comes to its end. Says
+    /// whether all points of the way were reached.
+    pub fn run(&mut self, way: &Way) -> bool {
+        let what = format!("{way}, from {}", self.at);
+        self.faults().want(&way.0[0].point);
+        let mut migration = self.migrate();
+        let mut reached = true;
+        for (index, step) in way.0.iter().enumerate() {
+            let Some(held) = self.faults().held(Duration::from_secs(20)) else {
+                reached = false;
+                break;
+            };
+            self.injure(step.injury);
+            let next = way.0.get(index + 1);
+            if let Some(next) = next {
+                self.faults().want(&next.point);
+            }
+            held.release();
+            if step.injury.is_cut() {
+                self.let_it_be_felt(next.is_some());
+            }
+            self.heal_and_restart();
+        }
+        self.faults().forget();
+        self.mend();
+        let _ = migration.kill();
+        let _ = migration.wait();
+        self.check(&what, way);
+        eprintln!("{}: {what}; now at {}", if reached { "done" } else { "not reached" }, self.at);
+        reached
+    }
+
+    /// Moves the guest once with all of memory compared: what was injured before has left nothing in the way.
+    pub fn retry(&mut self) {
+        let to = self.other();
+        self.cluster.migrate("vm1", self.at, to, &[]);
+        self.at = to;
+        self.check_guest("a retry");
+    }
+}
+
+fn tail(log: &str) -> String {
+    let lines: Vec<_> = log.lines().collect();
+    lines[lines.len().saturating_sub(25)..].join("\n")
+}

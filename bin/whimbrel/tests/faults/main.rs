@@ -1,0 +1,232 @@
+//! The kill matrix: at the fault points of the handover, agents and QEMUs are killed and links cut. Afterwards, with
+//! agents restarted and the link healed, the guest runs on exactly one side, whole; nothing is left behind; and it can
+//! be moved again. Needs root.
+//!
+//! Fault points are generated from the engine's transition table. `fault_points.txt` says of each transition which
+//! scenario reaches it, or that only the model does; a transition without a line there fails the test. A seeded sample
+//! is run here, all of it with `WHIMBREL_SOAK=1` (`make soak`).
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
+
+mod arena;
+#[path = "../common/mod.rs"]
+mod common;
+mod way;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{Duration, Instant};
+
+use common::DEADLINE;
+use engine::handover::table::{fault_points, transitions};
+use lab::Direction;
+
+use arena::Arena;
+use way::{Draw, INJURIES, Injury, Way};
+
+fn soak() -> bool {
+    std::env::var_os("WHIMBREL_SOAK").is_some()
+}
+
+/// The points of an undisturbed migration, in the order of the table.
+fn points_of(arena: &mut Arena) -> Vec<String> {
+    arena.retry();
+    arena.cluster.a.wait_settled();
+    arena.cluster.b.wait_settled();
+    let seen = arena.faults().seen();
+    let all: Vec<_> = fault_points().iter().map(ToString::to_string).collect();
+    for point in seen.keys() {
+        assert!(all.contains(point), "{point} is not in the table");
+    }
+    all.into_iter().filter(|point| seen.contains_key(point)).collect()
+}
+
+/// A sample of the cells that lie on the way of an undisturbed migration; each must be reached.
+fn sample(witness: bool, cells: usize) {
+    let seed = std::env::var("WHIMBREL_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or(0x5eed + u64::from(witness));
+    let mut arena = Arena::new(witness);
+    let points = points_of(&mut arena);
+    eprintln!(
+        "{} fault points in the table, {} on the way of an undisturbed migration",
+        fault_points().len(),
+        points.len()
+    );
+    let nothing = Way(Vec::new());
+    let mut all: Vec<_> =
+        points.iter().flat_map(|point| INJURIES.map(|injury| nothing.and(point, injury))).collect();
+    let mut draw = Draw(seed);
+    let mut ways: Vec<_> = (0..cells).map(|_| all.swap_remove(draw.below(all.len()))).collect();
+    eprintln!("{cells} cells drawn with WHIMBREL_SEED={seed}");
+    // One cell again and again, to look into it: WHIMBREL_CELL="CutBoth at destination/starting/contd:before-effects".
+    if let Ok(cell) = std::env::var("WHIMBREL_CELL") {
+        ways = vec![Way::parse(&cell); 10];
+    }
+    for (turn, way) in ways.iter().enumerate() {
+        assert!(arena.run(way), "{way} was not reached");
+        if turn % 4 == 3 || turn + 1 == ways.len() {
+            arena.retry();
+        }
+    }
+}
+
+/// The whole matrix: each injury at each point of an undisturbed migration; then at each point that only an injury led
+/// to; and so on, until no new point is found or a way has grown to three injuries. A cell that fails is told at the
+/// end, with the others.
+fn whole(witness: bool) {
+    const LONGEST_WAY: usize = 3;
+    let mut arena = Arena::new(witness);
+    let points = points_of(&mut arena);
+    let mut known: BTreeSet<String> = points.iter().cloned().collect();
+    let mut open: VecDeque<_> = points.into_iter().map(|point| (Way(Vec::new()), point)).collect();
+    let (mut done, mut failed, mut unreached) = (0, Vec::new(), Vec::new());
+    let mut injured = BTreeSet::new();
+    while let Some((before, point)) = open.pop_front() {
+        for injury in INJURIES {
+            let way = before.and(&point, injury);
+            let seen_before = arena.faults().seen();
+            let cell = catch_unwind(AssertUnwindSafe(|| {
+                let reached = arena.run(&way);
+                arena.retry();
+                reached
+            }));
+            let seen = arena.faults().seen();
+            match cell {
+                Ok(reached) => {
+                    done += 1;
+                    if reached {
+                        injured.insert(point.clone());
+                    } else {
+                        unreached.push(way.to_string());
+                    }
+                }
+                Err(_) => {
+                    failed.push(way.to_string());
+                    eprintln!("FAILED: {way}");
+                    arena = Arena::new(witness);
+                }
+            }
+            let is_new = |name: &&String| seen_before.get(*name) != seen.get(*name) && !known.contains(*name);
+            let new: Vec<_> = seen.keys().filter(is_new).cloned().collect();
+            for point in new {
+                known.insert(point.clone());
+                if way.0.len() < LONGEST_WAY {
+                    open.push_back((way.clone(), point));
+                }
+            }
+        }
+    }
+    let all = fault_points();
+    println!("{done} cells, {} of {} fault points injured, {} seen", injured.len(), all.len(), known.len());
+    println!("not reached a second time: {unreached:#?}");
+    // For the lines of fault_points.txt.
+    if let Ok(path) = std::env::var("WHIMBREL_SEEN") {
+        let transition = |point: &String| point.split_once(':').map(|(name, _)| name.to_owned());
+        let lines: BTreeSet<_> = injured.iter().filter_map(transition).collect();
+        let lines: Vec<_> = lines.into_iter().collect();
+        fs::write(format!("{path}-{}", if witness { "register" } else { "plain" }), lines.join("\n"))
+            .unwrap();
+    }
+    assert!(failed.is_empty(), "{} cells failed: {failed:#?}", failed.len());
+}
+
+fn matrix(witness: bool, cells: usize) {
+    if soak() { whole(witness) } else { sample(witness, cells) }
+}
+
+#[test]
+fn a_sample_of_the_matrix() {
+    matrix(false, 8);
+}
+
+#[test]
+fn a_sample_of_the_matrix_with_a_register() {
+    matrix(true, 6);
+}
+
+/// A host that is gone for good after COMMITTED: the other side takes over, by the register.
+#[test]
+fn with_a_register_the_other_side_takes_over() {
+    // The destination is lost with its host: the source takes the VM back.
+    let mut arena = Arena::new(true);
+    hold(&mut arena, "source/stopped/ready[register]:after-1-journal", |arena| {
+        arena.cluster.b.kill();
+        arena.injure(Injury::DestinationQemu);
+    });
+    arena.cluster.a.wait_settled();
+    assert_eq!(arena.cluster.a.vm("vm1").unwrap()["state"], "running", "{}", arena.cluster.a.log());
+    arena.check_guest("taken back");
+    arena.cluster.b.start();
+    arena.cluster.b.wait_settled();
+    arena.retry();
+
+    // The source is lost with its host before GO gets through: the destination finds COMMITTED in the register.
+    let mut arena = Arena::new(true);
+    let point = "source/stopped/ready[register]:after-effects";
+    hold(&mut arena, "source/stopped/ready[register]:after-1-journal", |arena| {
+        arena.cluster.lab.cut(Direction::AToB).unwrap();
+        arena.faults().want(point);
+    });
+    let held = arena.faults().held(DEADLINE).unwrap();
+    wait_for_offer(&arena);
+    arena.cluster.a.kill();
+    for pid in arena.qemus("a") {
+        lab::kill_pid(pid).unwrap();
+    }
+    held.release();
+    arena.cluster.b.wait_settled();
+    assert_eq!(arena.cluster.b.vm("vm1").unwrap()["state"], "running", "{}", arena.cluster.b.log());
+    arena.at = "b";
+    arena.check_guest("taken over");
+}
+
+fn hold(arena: &mut Arena, point: &str, then: impl FnOnce(&mut Arena)) {
+    arena.faults().want(point);
+    let mut migration = arena.migrate();
+    let held = arena.faults().held(DEADLINE).unwrap();
+    then(arena);
+    held.release();
+    let _ = migration.kill();
+    let _ = migration.wait();
+}
+
+/// The offer goes to the witness without being waited for.
+fn wait_for_offer(arena: &Arena) {
+    let path = arena.cluster.witness.as_ref().unwrap().directory.join("state");
+    let deadline = Instant::now() + DEADLINE;
+    let has_offer =
+        |name: &str| fs::read(path.join(name)).is_ok_and(|bytes| contains(&bytes, b"incarnation"));
+    while !common::entries(&path).iter().any(|name| has_offer(name)) {
+        assert!(Instant::now() < deadline, "no offer in the register");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn contains(bytes: &[u8], wanted: &[u8]) -> bool {
+    bytes.windows(wanted.len()).any(|window| window == wanted)
+}
+
+/// A transition that nobody has thought of testing fails this.
+#[test]
+fn every_transition_has_its_line() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/faults/fault_points.txt");
+    let text = fs::read_to_string(path).unwrap_or_default();
+    let lines: BTreeMap<_, _> = text
+        .lines()
+        .filter(|line| !line.starts_with('#') && !line.trim().is_empty())
+        .map(|line| line.split_once(' ').unwrap_or((line, "")))
+        .collect();
+    let table: BTreeSet<String> = transitions()
+        .iter()
+        .filter(|transition| !transition.effects.is_empty())
+        .map(engine::handover::table::Transition::name)
+        .collect();
+    let missing: Vec<_> = table.iter().filter(|name| !lines.contains_key(name.as_str())).collect();
+    let surplus: Vec<_> = lines.keys().filter(|name| !table.contains(**name)).collect();
+    println!("{} fault points in {} transitions", fault_points().len(), table.len());
+    assert!(missing.is_empty(), "without a line in {path}: {missing:#?}");
+    assert!(surplus.is_empty(), "no such transition any more: {surplus:#?}");
+}

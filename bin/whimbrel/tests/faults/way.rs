@@ -1,0 +1,79 @@
+//! Cells of the matrix: what is done where.
+
+use std::fmt;
+
+/// What is done at a fault point.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Injury {
+    SourceAgent,
+    DestinationAgent,
+    DestinationQemu,
+    CutToDestination,
+    CutToSource,
+    CutBoth,
+}
+
+pub const INJURIES: [Injury; 6] = [
+    Injury::SourceAgent,
+    Injury::DestinationAgent,
+    Injury::DestinationQemu,
+    Injury::CutToDestination,
+    Injury::CutToSource,
+    Injury::CutBoth,
+];
+
+impl Injury {
+    pub fn is_cut(self) -> bool {
+        matches!(self, Self::CutToDestination | Self::CutToSource | Self::CutBoth)
+    }
+}
+
+/// What is done to one migration: at each of these points in turn, an injury. Each point is reached only because of the
+/// injuries before it.
+#[derive(Clone, Debug)]
+pub struct Way(pub Vec<Step>);
+
+#[derive(Clone, Debug)]
+pub struct Step {
+    pub point: String,
+    pub injury: Injury,
+}
+
+impl Way {
+    /// The words of its `Display`.
+    pub fn parse(words: &str) -> Self {
+        let step = |words: &str| {
+            let (injury, point) = words.split_once(" at ").unwrap();
+            let injury = INJURIES.into_iter().find(|known| format!("{known:?}") == injury).unwrap();
+            Step { point: point.to_owned(), injury }
+        };
+        Self(words.split(", then ").map(step).collect())
+    }
+
+    /// This way, and one injury more.
+    pub fn and(&self, point: &str, injury: Injury) -> Self {
+        let step = Step { point: point.to_owned(), injury };
+        Self(self.0.iter().cloned().chain([step]).collect())
+    }
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, Step { point, injury }) in self.0.iter().enumerate() {
+            write!(f, "{}{injury:?} at {point}", if index == 0 { "" } else { ", then " })?;
+        }
+        Ok(())
+    }
+}
+
+/// A small generator, so that a sample can be drawn again from its seed.
+pub struct Draw(pub u64);
+
+impl Draw {
+    pub fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % limit as u64) as usize
+    }
+}

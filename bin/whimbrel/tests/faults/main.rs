@@ -7,6 +7,7 @@
 //! is run here, all of it with `WHIMBREL_SOAK=1` (`make soak`).
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
+#![allow(unreachable_pub, missing_docs, reason = "what the modules of a test share is seen by them alone")]
 
 mod arena;
 #[path = "../common/mod.rs"]

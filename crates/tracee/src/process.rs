@@ -14,6 +14,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open, pidfd_send_signal};
 
+use crate::{AddressRange, abi};
+
 pub use rustix::process::Signal;
 
 /// Why a process could not be looked at.
@@ -159,6 +161,24 @@ impl Process {
             rustix::io::Errno::PERM => ProcessError::NotPermitted { pid: self.pid },
             error => self.io("signal", error.into()),
         })
+    }
+
+    /// Asks the kernel to page out a range of its memory now, as a host does that is short of memory. What it holds
+    /// stays the same; pages that are in use, or that other processes have mapped too, stay where they are.
+    ///
+    /// # Errors
+    /// If a part of the range is not mapped, or cannot be paged out (huge pages of hugetlbfs).
+    pub fn page_out(&self, range: AddressRange) -> Result<(), ProcessError> {
+        let mut at = range.start;
+        while at < range.end {
+            match abi::page_out(&self.pidfd, at, range.end - at) {
+                Ok(0) => return Err(self.io("page out", io::ErrorKind::UnexpectedEof.into())),
+                Ok(done) => at += done,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(self.explain("page out", error)),
+            }
+        }
+        Ok(())
     }
 
     /// Waits until it has ended, at most `timeout` (`None`: for ever). Returns whether it has.

@@ -147,8 +147,7 @@ impl Arriving {
         let waiting = (|| {
             let process = Process::open_exact(started.pid, started.start_time_ticks)?;
             let blocks = in_order(qemu::ram::ram_blocks(&mut qmp, started.pid)?, proposed)?;
-            let socket = traces.directory.join("incoming.sock");
-            let incoming = Incoming::prepare(&mut qmp, &socket, Some(&traces.log()))?;
+            let incoming = Incoming::prepare(&mut qmp, Some(&traces.log()))?;
             Ok((process, blocks, incoming))
         })();
         match waiting {

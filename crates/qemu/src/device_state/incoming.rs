@@ -1,6 +1,7 @@
 //! The destination's side: a QEMU that waits for a device state, and takes it.
 
 use std::io::{self, Write as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -10,6 +11,9 @@ use serde_json::{Value, json};
 use crate::control;
 use crate::process::log_tail;
 use crate::qmp::{Qmp, QmpError};
+
+/// What QEMU calls the descriptor from which it reads the device state.
+const DESCRIPTOR: &str = "whimbrel-device-state";
 
 /// Why a device state could not be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -24,10 +28,8 @@ pub enum LoadError {
         status: String,
     },
     /// The state could not be handed over to QEMU.
-    #[error("cannot hand the device state to QEMU at {path}: {log}")]
+    #[error("cannot hand the device state to QEMU: {log}")]
     Socket {
-        /// QEMU's socket.
-        path: PathBuf,
         /// The end of QEMU's log.
         log: String,
         /// What the kernel said.
@@ -47,26 +49,29 @@ pub enum LoadError {
     },
 }
 
-/// A QEMU that listens for its device state.
+/// A QEMU that waits for its device state.
 ///
 /// Made early, before the guest is stopped on the source, so that nothing but the transfer and the
 /// loading itself falls into the downtime.
 #[derive(Debug)]
 pub struct Incoming {
-    socket: PathBuf,
+    stream: UnixStream,
     log: Option<PathBuf>,
 }
 
 impl Incoming {
-    /// Makes a QEMU that was started with `-S -incoming defer` listen at `socket`, so that after
+    /// Makes a QEMU that was started with `-S -incoming defer` wait for its device state, so that after
     /// loading it has run no virtual CPU, taken no image lock and sent no packet:
     ///
     /// - capability `late-block-activate`: the images stay locked by the source until `cont`;
     /// - parameter `announce-rounds` 0: no packets in the guest's name at load;
     /// - `-S` (asserted by [`load`](Self::load)): the saved state says that the guest runs.
     ///
+    /// It is given a descriptor to read from through the monitor, because one without privileges (`-runas`) or in a
+    /// chroot could not make a socket for us.
+    ///
     /// `log` is where QEMU's messages go; their end becomes part of errors.
-    pub fn prepare(qmp: &mut Qmp, socket: &Path, log: Option<&Path>) -> Result<Self, LoadError> {
+    pub fn prepare(qmp: &mut Qmp, log: Option<&Path>) -> Result<Self, LoadError> {
         let status = control::status(qmp)?;
         if status.status != "inmigrate" {
             return Err(LoadError::NotWaiting { status: status.status });
@@ -77,7 +82,10 @@ impl Incoming {
             json!({ "capabilities": [on("late-block-activate"), on("events")] }),
         )?;
         qmp.run("migrate-set-parameters", json!({ "announce-rounds": 0 }))?;
-        let uri = format!("unix:{}", socket.display());
+        let failed = |source| LoadError::Socket { log: String::new(), source };
+        let (stream, theirs) = UnixStream::pair().map_err(failed)?;
+        qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": DESCRIPTOR }), theirs.as_fd())?;
+        let uri = format!("fd:{DESCRIPTOR}");
         let version = qmp.version();
         // Since 9.1 QEMU can stay when loading fails, and tell why.
         let arguments = if (version.major, version.minor) >= (9, 1) {
@@ -86,7 +94,7 @@ impl Incoming {
             json!({ "uri": uri })
         };
         qmp.run("migrate-incoming", arguments)?;
-        Ok(Self { socket: socket.to_owned(), log: log.map(Path::to_owned) })
+        Ok(Self { stream, log: log.map(Path::to_owned) })
     }
 
     /// Hands over a completed stream and waits until QEMU has loaded it. Afterwards the guest is
@@ -124,14 +132,13 @@ impl Incoming {
 
     fn hand_over(&self, stream: &[u8], deadline: Instant) -> io::Result<()> {
         let left = deadline.saturating_duration_since(Instant::now());
-        let mut socket = UnixStream::connect(&self.socket)?;
-        socket.set_write_timeout(Some(left.max(std::time::Duration::from_millis(1))))?;
-        socket.write_all(stream)?;
-        socket.shutdown(std::net::Shutdown::Write)
+        self.stream.set_write_timeout(Some(left.max(std::time::Duration::from_millis(1))))?;
+        (&self.stream).write_all(stream)?;
+        self.stream.shutdown(std::net::Shutdown::Write)
     }
 
     fn socket_error(&self, source: io::Error) -> LoadError {
-        LoadError::Socket { path: self.socket.clone(), log: self.tail(), source }
+        LoadError::Socket { log: self.tail(), source }
     }
 
     fn failed(&self, qmp: Option<&mut Qmp>) -> LoadError {

@@ -68,9 +68,7 @@ impl World {
     fn move_over(&self, source: &mut Vm, destination: &mut Vm) {
         let differences = compare(&mut source.qmp, &mut destination.qmp).unwrap();
         assert!(differences.is_empty(), "{differences:#?}");
-        let socket = self.dir().join("state");
-        let incoming =
-            Incoming::prepare(&mut destination.qmp, &socket, Some(&destination.started.log)).unwrap();
+        let incoming = Incoming::prepare(&mut destination.qmp, Some(&destination.started.log)).unwrap();
         stop(&mut source.qmp).unwrap();
         let machine = machine_type(&mut source.qmp).unwrap();
         let state = complete(&capture(&mut source.qmp).unwrap(), &machine).unwrap();

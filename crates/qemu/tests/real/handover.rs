@@ -70,9 +70,8 @@ impl Pair {
     }
 
     fn prepare(&mut self) -> Incoming {
-        let socket = self.dir.path().join("state");
         let log = self.destination.started.log.clone();
-        Incoming::prepare(&mut self.destination.qmp, &socket, Some(&log)).unwrap()
+        Incoming::prepare(&mut self.destination.qmp, Some(&log)).unwrap()
     }
 
     fn hand_over(&mut self) {
@@ -352,8 +351,7 @@ fn a_running_guest_is_not_saved() {
         drain(&mut pair.source.qmp).unwrap();
         assert_eq!(blocked_reasons(&mut pair.source.qmp).unwrap(), Vec::<String>::new());
         // A destination that does not wait is told apart, too.
-        let socket = pair.dir.path().join("x");
-        let error = Incoming::prepare(&mut pair.source.qmp, &socket, None).unwrap_err();
+        let error = Incoming::prepare(&mut pair.source.qmp, None).unwrap_err();
         assert!(matches!(error, LoadError::NotWaiting { .. }));
         assert!(instruction_pointer(&mut pair.source).contains("IP="));
     });

@@ -387,14 +387,15 @@ impl Sockets {
     }
 }
 
-/// The unit in `/proc/PID/cgroup`: the last component that is a service or a scope.
+/// The unit in `/proc/PID/cgroup`: the last component that is a service or a scope. Where both of systemd's hierarchies
+/// are there, one of them may know nothing.
 fn unit(cgroup: &str) -> Option<String> {
-    let path = cgroup.lines().find_map(|line| {
+    let paths = cgroup.lines().filter_map(|line| {
         line.strip_prefix("0::").or_else(|| line.split_once(":name=systemd:").map(|(_, path)| path))
-    })?;
-    path.rsplit('/')
-        .find(|part| matches!(part.rsplit_once('.'), Some((_, "service" | "scope"))))
-        .map(str::to_owned)
+    });
+    let mut parts = paths.flat_map(|path| path.rsplit('/'));
+    let unit = parts.find(|part| matches!(part.rsplit_once('.'), Some((_, "service" | "scope"))));
+    unit.map(str::to_owned)
 }
 
 #[cfg(test)]
@@ -427,6 +428,8 @@ mod tests {
         assert_eq!(unit("0::/system.slice/vm@web1.service\n").as_deref(), Some("vm@web1.service"));
         assert_eq!(unit("0::/machine.slice/qemu.scope/libvirt/emulator\n").as_deref(), Some("qemu.scope"));
         assert_eq!(unit("0::/\n"), None);
+        let hybrid = "9:name=systemd:/\n4:memory:/user.slice\n0::/system.slice/web1.service\n";
+        assert_eq!(unit(hybrid).as_deref(), Some("web1.service"));
     }
 
     #[test]

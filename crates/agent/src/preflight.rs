@@ -86,6 +86,12 @@ pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, 
     let process = find::find(&Selector::Pid(vm.process.pid()))?;
     let facts = gather::source(vm.monitor()?, &process)?;
     let mut findings = description_findings(&facts.vm, allowed);
+    // Only what ends it here: the rest the destination tells, together with what it finds itself.
+    for found in rules::check_source(&facts).into_iter().map(finding) {
+        if found.severity == Severity::Blocker && !findings.contains(&found) {
+            findings.push(found);
+        }
+    }
     findings.extend(kernel_finding());
     let files = gather::needed_files(&facts.vm);
     let qemu_version = facts.vm.program.version.clone();

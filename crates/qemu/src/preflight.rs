@@ -128,10 +128,20 @@ pub struct DestinationFacts {
     pub cpu_unavailable: Option<Vec<String>>,
 }
 
+/// What speaks against moving the guest wherever it goes, the gravest first. [`check`] finds it, too.
+pub fn check_source(source: &SourceFacts) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    checks::problems(&source.vm.problems, &mut findings);
+    checks::guest(source, &mut findings);
+    checks::shared_memory(source, &mut findings);
+    findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
+    findings
+}
+
 /// Everything that speaks against moving the guest, the gravest first.
 pub fn check(source: &SourceFacts, destination: &DestinationFacts) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    checks::guest(source, destination, &mut findings);
+    let mut findings = check_source(source);
+    checks::problems(&destination.problems, &mut findings);
     checks::qemu(source, destination, &mut findings);
     checks::processor(source, destination, &mut findings);
     checks::memory(source, destination, &mut findings);

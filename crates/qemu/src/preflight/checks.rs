@@ -1,6 +1,7 @@
 //! The checks, by what they look at.
 
 use super::{DestinationFacts, Finding, Severity, SourceFacts};
+use crate::describe::Problem;
 use crate::options::Value;
 use crate::ram::RamBlock;
 
@@ -30,11 +31,15 @@ pub(super) fn add(
 
 use Severity::{Blocker, Info, Warning};
 
-/// The guest itself: what it has that cannot be moved, and what it is doing.
-pub(super) fn guest(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
-    for problem in source.vm.problems.iter().chain(&destination.problems) {
+/// What cannot be described, or not built again.
+pub(super) fn problems(problems: &[Problem], findings: &mut Findings) {
+    for problem in problems {
         add(findings, Blocker, &problem.code, &problem.what, &problem.what_to_do);
     }
+}
+
+/// The guest itself: what it has that cannot be moved, and what it is doing.
+pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
     for reason in &source.blocked_reasons {
         add(
             findings,
@@ -235,8 +240,8 @@ fn lacking(flags: &[&str]) -> String {
     if flags.is_empty() { String::new() } else { format!(" (missing: {})", flags.join(", ")) }
 }
 
-/// Blocks of memory, and room for them.
-pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
+/// Others in the guest's memory.
+pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
     if !source.other_mappers.is_empty() {
         add(
             findings,
@@ -249,6 +254,10 @@ pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findi
             "unplug the devices that they serve (vhost-user, virtiofsd), or end them",
         );
     }
+}
+
+/// Blocks of memory, and room for them.
+pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
     if let Some(theirs) = &destination.ram_blocks {
         blocks(&source.ram_blocks, theirs, findings);
     }

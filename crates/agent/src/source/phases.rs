@@ -323,6 +323,8 @@ impl Driver {
     fn verify(&mut self) -> Result<(), Failure> {
         self.phase(Phase::Verifying);
         let began = Instant::now();
+        // Otherwise memory that was plugged meanwhile would be taken for memory that was lost.
+        self.check_unchanged()?;
         let vm = self.vm()?;
         let hashes = vm.hashes().map_err(|error| Failure::local("cannot read the guest's memory", &error))?;
         let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
@@ -368,7 +370,7 @@ impl Driver {
                 .map_err(|error| Failure::peer("cannot send the device state", &error))?;
         }
         // While the destination loads.
-        self.vm()?.check_unchanged().map_err(|error| Failure::local("the guest is not as it was", &error))?;
+        self.check_unchanged()?;
         let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
         match self.hear(Instant::now() + patience)? {
             Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
@@ -389,6 +391,11 @@ impl Driver {
             }
             other => Err(unexpected(&other)),
         }
+    }
+
+    fn check_unchanged(&mut self) -> Result<(), Failure> {
+        let unchanged = self.vm()?.check_unchanged();
+        unchanged.map_err(|error| Failure::local("the guest is not as it was", &error))
     }
 
     fn vm(&mut self) -> Result<&mut SourceVm, Failure> {

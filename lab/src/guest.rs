@@ -3,6 +3,7 @@
 use std::fs;
 use std::io;
 use std::mem::MaybeUninit;
+use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -38,7 +39,19 @@ impl Guest {
             }
         }
         let qemu = environment.qemu(spec.qemu)?;
-        let mut command = host.command(&qemu.program);
+        let mut command = match spec.user {
+            None => host.command(&qemu.program),
+            Some(user) => {
+                chown(&directory, Some(user), Some(user))
+                    .context(|| format!("cannot give away {}", directory.display()))?;
+                let mut command = host.command("setpriv");
+                command.args([format!("--reuid={user}"), format!("--regid={user}")]);
+                command
+                    .args(["--clear-groups", "--inh-caps=-all", "--no-new-privs", "--"])
+                    .arg(&qemu.program);
+                command
+            }
+        };
         command.args(qemu.arguments()).args(spec.arguments(environment, &directory)?);
         let daemon = Daemon::start(&mut command, &directory.join("qemu.log"))?;
         let serial =

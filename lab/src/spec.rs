@@ -34,6 +34,8 @@ pub struct GuestSpec {
     pub boot: Boot,
     /// A second monitor, `lab.sock`, for a test that needs QEMU while somebody else holds the first.
     pub second_monitor: bool,
+    /// The user and group, by number, that QEMU runs as from its beginning, without any privilege. None: as we do.
+    pub user: Option<u32>,
     /// More arguments for QEMU.
     pub extra: Vec<String>,
 }
@@ -219,6 +221,7 @@ impl GuestSpec {
             devices: Vec::new(),
             boot: Boot::Tiny(load),
             second_monitor: false,
+            user: None,
             extra: Vec::new(),
         }
     }

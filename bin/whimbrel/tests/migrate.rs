@@ -184,9 +184,9 @@ fn cut_and_resumed(plain: bool) {
         .command(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"])
         .spawn()
         .unwrap();
-    wait_for_sent(&cluster, 20 << 20);
+    cluster.wait_for_sent(20 << 20);
     cluster.lab.cut(Direction::AToB).unwrap();
-    wait_for_phase(&cluster, "reconnecting");
+    cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
     cluster.lab.heal().unwrap();
     assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
@@ -212,7 +212,7 @@ fn cancelled_then_hurried() {
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
     let slow = ["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop", "--bandwidth", "4MiB"];
     let migration = cluster.a.command(&slow).spawn().unwrap();
-    wait_for_sent(&cluster, 4 << 20);
+    cluster.wait_for_sent(4 << 20);
     cluster.a.cli(&["cancel", "vm1"]).ok();
     assert_eq!(migration.wait_with_output().unwrap().status.code(), Some(1));
     cluster.a.wait_settled();
@@ -221,7 +221,7 @@ fn cancelled_then_hurried() {
     assert_eq!(cluster.a.vm("vm1").unwrap()["state"], "running");
 
     let migration = cluster.a.command(&slow).spawn().unwrap();
-    wait_for_sent(&cluster, 4 << 20);
+    cluster.wait_for_sent(4 << 20);
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "0"]).ok();
     assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
     cluster.guest_is_whole("b", "vm1");
@@ -250,26 +250,5 @@ fn real_kvm() {
         let mut output = cluster.serial("b", "vm1").follow_from_now().unwrap();
         progress.wait(&mut output, vcpus as usize, 5, common::DEADLINE).unwrap();
         assert_eq!(progress.wrong, 0);
-    }
-}
-
-/// Waits until so many bytes are on their way.
-fn wait_for_sent(cluster: &Cluster, bytes: u64) {
-    wait_for(cluster, |progress| progress["sent_bytes"].as_u64().is_some_and(|sent| sent >= bytes));
-}
-
-fn wait_for_phase(cluster: &Cluster, phase: &str) {
-    wait_for(cluster, |progress| progress["phase"] == phase);
-}
-
-fn wait_for(cluster: &Cluster, enough: impl Fn(&serde_json::Value) -> bool) {
-    let deadline = std::time::Instant::now() + common::DEADLINE;
-    loop {
-        let list = cluster.a.cli(&["migrations"]).ok().json();
-        if list[0]["progress"].is_object() && enough(&list[0]["progress"]) {
-            return;
-        }
-        assert!(std::time::Instant::now() < deadline, "{list:#}\n{}", cluster.a.log());
-        std::thread::sleep(std::time::Duration::from_millis(20));
     }
 }

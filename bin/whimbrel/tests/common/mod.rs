@@ -16,7 +16,7 @@ pub mod faults;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -67,6 +67,8 @@ pub struct Cluster {
 pub struct Agent {
     pub name: &'static str,
     pub directory: PathBuf,
+    /// What the daemon is started by, such as `nsenter` with its options; nothing to start it as it is.
+    pub starter: Vec<String>,
     host: lab::Host,
     daemon: Option<lab::Daemon>,
 }
@@ -142,7 +144,7 @@ impl Cluster {
             }
             config.push_str(&setup.extra);
             fs::write(directory.join("agent.toml"), config).unwrap();
-            Agent { name, directory, host: host.clone(), daemon: None }
+            Agent { name, directory, starter: Vec::new(), host: host.clone(), daemon: None }
         };
         let a = agent(&lab.a, "a", "host", format!("{}:7740", lab.a.address()));
         let b = agent(&lab.b, "b", "host", format!("{}:7740", lab.b.address()));
@@ -190,6 +192,33 @@ impl Cluster {
         report
     }
 
+    /// Starts to move a VM from the first host to the second, as slowly as is asked for; it is compared in the end.
+    pub fn migrate_slowly(&self, vm: &str, bandwidth: &str) -> Child {
+        let words = ["migrate", vm, "--to", "b", "--verify", "--on-limit", "stop", "--bandwidth", bandwidth];
+        let mut command = self.a.command(&words);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// Waits until the first host has sent so many bytes of a VM.
+    #[track_caller]
+    pub fn wait_for_sent(&self, bytes: u64) {
+        self.wait_for_progress(|progress| progress["sent_bytes"].as_u64().is_some_and(|sent| sent >= bytes));
+    }
+
+    /// Waits until the first host's only migration has come as far as that.
+    #[track_caller]
+    pub fn wait_for_progress(&self, enough: impl Fn(&Value) -> bool) {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let list = self.a.cli(&["migrations"]).ok().json();
+            if list[0]["progress"].is_object() && enough(&list[0]["progress"]) {
+                return;
+            }
+            assert!(Instant::now() < deadline, "{list:#}\n{}", self.a.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
     /// The guest itself finds every page as it wrote it.
     #[track_caller]
     pub fn guest_is_whole(&self, agent: &str, vm: &str) {
@@ -232,8 +261,10 @@ impl Agent {
 
     /// Starts the agent and waits until it answers.
     pub fn start(&mut self) {
-        let mut command = self.host.command(WHIMBREL);
-        command.arg("agent").arg("--config").arg(self.config()).env("RUST_LOG", "info");
+        let whimbrel = WHIMBREL.to_owned();
+        let mut words = self.starter.iter().chain([&whimbrel]);
+        let mut command = self.host.command(words.next().unwrap());
+        command.args(words).arg("agent").arg("--config").arg(self.config()).env("RUST_LOG", "info");
         let mut daemon = lab::Daemon::start(&mut command, &self.directory.join("agent.log")).unwrap();
         let deadline = Instant::now() + DEADLINE;
         while self.cli(&["vm", "list"]).code != 0 {

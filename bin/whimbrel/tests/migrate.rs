@@ -25,11 +25,17 @@ fn there_and_back(version: QemuVersion, ram: Ram, moves: usize) {
     let spec = GuestSpec { qemu: version, ram, ..GuestSpec::tiny("vm1", busy()) };
     let _guest = cluster.guest(&spec);
     let hosts = ["a", "b"];
+    let mut came_as = "";
     for turn in 0..moves {
         let (from, to) = (hosts[turn % 2], hosts[(turn + 1) % 2]);
         let kind = ["memfd", "anonymous", "anonymous"][turn % 3];
         let report = cluster.migrate("vm1", from, to, &["--ram", kind]);
         assert_eq!(report["destination"]["ram_kind"], kind);
+        // What QEMU's memory map says, not what was planned.
+        if turn > 0 {
+            assert_eq!(report["source"]["ram_kind"], came_as, "as it was promised");
+        }
+        came_as = kind;
         cluster.guest_is_whole(to, "vm1");
         assert!(cluster.agent(from).vm("vm1").is_none(), "it is on one side only");
     }

@@ -14,12 +14,19 @@
 //! migration is closed, and at a clean end. A synced write holds up an unsynced one of another migration as long as the
 //! disk takes.
 //!
+//! # Room
+//!
+//! A guest must never stand still for a full disk, nor go on without the entry that says so. So each write that begins
+//! something keeps room for the entries by which what is open can end ([`reserve`]): it fails itself, before anything is
+//! risked, when that room is not there.
+//!
 //! # Who may write
 //!
 //! One agent: it holds a lock on the directory as long as it lives. The lock goes with the process, however that ends.
 
 mod migrations;
 mod record;
+mod reserve;
 mod schema;
 mod vms;
 
@@ -34,6 +41,7 @@ use rusqlite::{Connection, ErrorCode};
 use rustix::fs::{FlockOperation, flock};
 
 pub use record::{MigrationRecord, NewMigration, State};
+use reserve::Reserve;
 pub use vms::VmRecord;
 
 /// Name of the database within the state directory.
@@ -58,6 +66,15 @@ pub enum Durability {
     Process,
 }
 
+/// What a write may use.
+#[derive(Clone, Copy, Debug)]
+enum Room {
+    /// What is left beside the reserve, for a document of so many bytes.
+    Free(usize),
+    /// The reserve, too: it ends something.
+    Reserved,
+}
+
 /// The journal of one agent.
 #[derive(Debug)]
 pub struct Journal {
@@ -71,6 +88,8 @@ pub struct Journal {
 struct Open {
     connection: Connection,
     durability: Durability,
+    // Closed after the connection, see there.
+    reserve: Reserve,
 }
 
 /// Why the journal cannot be used.
@@ -169,7 +188,8 @@ impl Journal {
         let lock = lock(state_dir)?;
         let path = state_dir.join(FILE_NAME);
         let connection = schema::open(&path)?;
-        let open = Open { connection, durability: Durability::Synced };
+        let reserve = Reserve::open(&path).map_err(directory(&path))?;
+        let open = Open { connection, durability: Durability::Synced, reserve };
         Ok(Self { connection: Mutex::new(open), path, _lock: lock })
     }
 
@@ -191,9 +211,13 @@ impl Journal {
         &self,
         doing: &'static str,
         durability: Durability,
+        room: Room,
         work: impl FnOnce(&rusqlite::Transaction<'_>) -> Result<T, Inner>,
     ) -> Result<T, JournalError> {
         let mut open = self.guard();
+        if let Room::Free(bytes) = room {
+            open.keep_room(bytes).map_err(self.failed(doing))?;
+        }
         open.set_durability(durability).map_err(self.failed(doing))?;
         let transaction = open
             .connection
@@ -231,6 +255,15 @@ impl Journal {
 }
 
 impl Open {
+    /// Room for a document, and for the ends of all that is open and one more.
+    fn keep_room(&mut self, bytes: usize) -> rusqlite::Result<()> {
+        let open: u64 = self
+            .connection
+            .prepare_cached("SELECT count(*) FROM migrations WHERE open = 1")?
+            .query_row([], |row| row.get::<_, i64>(0))? as u64;
+        self.reserve.keep(open + 1, bytes)
+    }
+
     /// `synchronous` belongs to the connection and cannot change within a transaction.
     fn set_durability(&mut self, durability: Durability) -> rusqlite::Result<()> {
         if self.durability != durability {

@@ -6,7 +6,7 @@ use proto::VmName;
 use rusqlite::{OptionalExtension, Row, params};
 
 use super::record::parsed;
-use super::{Durability, Inner, Journal, JournalError};
+use super::{Durability, Inner, Journal, JournalError, Room};
 use crate::report::unix_ms_now;
 
 /// A VM that the agent has taken charge of.
@@ -42,7 +42,9 @@ impl VmRecord {
 impl Journal {
     /// Keeps a VM, in place of what was kept under its name.
     pub fn put_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
-        self.write("keep a VM", Durability::Synced, |transaction| {
+        let description = record.description.to_string();
+        let room = Room::Free(description.len());
+        self.write("keep a VM", Durability::Synced, room, |transaction| {
             transaction
                 .prepare_cached(
                     "INSERT OR REPLACE INTO vms (vm, description, pid, start_time_ticks, qmp, adopted_unix_ms)
@@ -50,7 +52,7 @@ impl Journal {
                 )?
                 .execute(params![
                     record.vm.as_str(),
-                    record.description.to_string(),
+                    description,
                     record.pid,
                     record.start_time_ticks as i64,
                     record.qmp.to_string_lossy(),
@@ -80,7 +82,7 @@ impl Journal {
 
     /// Forgets a VM; says whether it was known. Its migrations and epochs are not forgotten.
     pub fn remove_vm(&self, vm: &VmName) -> Result<bool, JournalError> {
-        self.write("forget a VM", Durability::Synced, |transaction| {
+        self.write("forget a VM", Durability::Synced, Room::Reserved, |transaction| {
             Ok(transaction.prepare_cached("DELETE FROM vms WHERE vm = ?1")?.execute([vm.as_str()])? > 0)
         })
     }

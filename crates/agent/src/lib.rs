@@ -29,5 +29,6 @@ pub mod report;
 mod source;
 mod verification;
 mod vms;
+mod watch;
 
 pub(crate) use api::with_causes as chain;

@@ -152,7 +152,8 @@ impl Daemon {
         let publisher = Publisher::new();
         let mailbox = Mail::Source(inbox.mailbox());
         let driven = Driven { mailbox, publisher: publisher.clone(), controls: Some(Arc::clone(&controls)) };
-        if let Some(vm) = &vm {
+        let mut vm = vm;
+        if let Some(vm) = &mut vm {
             vm.watch(inbox.mailbox());
         }
         let context = Arc::clone(&self.context);
@@ -292,7 +293,7 @@ impl Daemon {
         let mailbox = Mail::Destination(inbox.mailbox());
         let driven = Driven { mailbox, publisher: publisher.clone(), controls: None };
         let context = Arc::clone(&self.context);
-        let driver = destination::Driver::new(context, terms, state, proposal, vm, inbox, publisher);
+        let mut driver = destination::Driver::new(context, terms, state, proposal, vm, inbox, publisher);
         driver.watch_found();
         (driver, driven)
     }

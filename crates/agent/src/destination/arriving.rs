@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use engine::handover::Found;
+use engine::handover::destination::DestinationEvent;
 use proto::message::RamBlock as ProposedBlock;
 use proto::{Generation, Incarnation, MigrationId};
 use qemu::device_state::{Incoming, LoadError};
@@ -16,7 +17,9 @@ use serde::{Deserialize, Serialize};
 use tracee::{Process, ProcessError, Signal};
 use tracing::{info, warn};
 
+use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
+use crate::watch::Watch;
 
 /// How long a killed process may take to be gone.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
@@ -132,6 +135,7 @@ pub(crate) struct Arriving {
     pub(crate) blocks: Vec<RamBlock>,
     /// Absent once the device state was loaded.
     incoming: Option<Incoming>,
+    watch: Option<Watch>,
 }
 
 impl Arriving {
@@ -152,7 +156,7 @@ impl Arriving {
         })();
         match waiting {
             Ok((process, blocks, incoming)) => {
-                Ok(Self { process, qmp, traces, blocks, incoming: Some(incoming) })
+                Ok(Self { process, qmp, traces, blocks, incoming: Some(incoming), watch: None })
             }
             Err(error) => {
                 traces.remove();
@@ -166,7 +170,14 @@ impl Arriving {
         let (pid, start) = traces.process.ok_or(ArriveError::Gone)?;
         let process = Process::open_exact(pid, start)?;
         let qmp = Qmp::connect(&traces.qmp(), patience)?;
-        Ok(Self { process, qmp, traces, blocks: Vec::new(), incoming: None })
+        Ok(Self { process, qmp, traces, blocks: Vec::new(), incoming: None, watch: None })
+    }
+
+    /// QEMU's end becomes an event, for as long as this is held.
+    pub(crate) fn watch(&mut self, mailbox: Mailbox) {
+        self.watch = Watch::start(&self.process, move || {
+            mailbox.put(Notice::Event(DestinationEvent::QemuDied));
+        });
     }
 
     /// Loads the device state. The guest stays paused.

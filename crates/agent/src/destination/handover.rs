@@ -132,8 +132,8 @@ impl Driver {
         receiving
             .begin(self.generation)
             .map_err(|source| ArriveError::Directory { path: vm.traces.directory.clone(), source })?;
-        self.watch(&vm);
         self.vm = Some(vm);
+        self.watch_found();
         self.receiving = Some(receiving);
         Ok(())
     }
@@ -407,23 +407,10 @@ impl Driver {
     }
 
     /// A QEMU that was found again is watched as one that was started.
-    pub(crate) fn watch_found(&self) {
-        if let Some(vm) = &self.vm {
-            self.watch(vm);
-        }
-    }
-
-    /// QEMU's end becomes an event.
-    pub(crate) fn watch(&self, vm: &super::Arriving) {
-        let Ok(process) = vm.process.try_clone() else { return };
+    pub(crate) fn watch_found(&mut self) {
         let mailbox = self.inbox.mailbox();
-        let watch = move || {
-            if process.wait_exit(None).unwrap_or(true) {
-                mailbox.put(Notice::Event(DestinationEvent::QemuDied));
-            }
-        };
-        if let Err(error) = thread::Builder::new().name("qemu-watch".to_owned()).spawn(watch) {
-            warn!(%error, "QEMU is not watched");
+        if let Some(vm) = &mut self.vm {
+            vm.watch(mailbox);
         }
     }
 }

@@ -20,6 +20,7 @@ use crate::context::Context;
 use crate::journal::VmRecord;
 use crate::verification::{self, CompareError, Hashes};
 use crate::vms;
+use crate::watch::Watch;
 
 /// How long a signal may take to have its effect.
 const SIGNAL_PATIENCE: Duration = Duration::from_secs(5);
@@ -79,6 +80,7 @@ pub(crate) struct SourceVm {
     qmp_patience: Duration,
     /// Where the balloon was when it was last asked; none without one.
     balloon_bytes: Option<u64>,
+    watch: Option<Watch>,
 }
 
 /// QEMU's table of RAM blocks: names, sizes, places. To find their addresses again would take much longer.
@@ -123,6 +125,7 @@ impl SourceVm {
             devices: DeviceTree::default(),
             qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
             balloon_bytes: None,
+            watch: None,
         })
     }
 
@@ -295,17 +298,11 @@ impl SourceVm {
         largest.map(crate::ram::kind).unwrap_or_default()
     }
 
-    /// QEMU's end becomes an event.
-    pub(crate) fn watch(&self, mailbox: Mailbox) {
-        let Ok(process) = self.process.try_clone() else { return };
-        let watch = move || {
-            if process.wait_exit(None).unwrap_or(true) {
-                mailbox.put(Notice::Event(SourceEvent::QemuDied));
-            }
-        };
-        if let Err(error) = thread::Builder::new().name("qemu-watch".to_owned()).spawn(watch) {
-            warn!(%error, "QEMU is not watched");
-        }
+    /// QEMU's end becomes an event, for as long as this is held.
+    pub(crate) fn watch(&mut self, mailbox: Mailbox) {
+        self.watch = Watch::start(&self.process, move || {
+            mailbox.put(Notice::Event(SourceEvent::QemuDied));
+        });
     }
 }
 

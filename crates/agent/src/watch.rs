@@ -1,0 +1,77 @@
+//! QEMU's end, as an event.
+
+use std::os::unix::net::UnixStream;
+use std::thread;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use tracee::Process;
+use tracing::warn;
+
+/// A thread that waits for a process's end. Dropping this ends the thread, so that attempts to move a VM that lives for
+/// years leave none behind.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    /// The thread has the other end, and sees this one close.
+    _end: UnixStream,
+}
+
+impl Watch {
+    /// Does something when a process has ended. None if the system gives no more threads or descriptors: QEMU's end is
+    /// noticed later then, by whoever talks to it.
+    pub(crate) fn start(process: &Process, ended: impl FnOnce() + Send + 'static) -> Option<Self> {
+        let started = (|| {
+            let process = process.try_clone().map_err(std::io::Error::other)?;
+            let (end, dropped) = UnixStream::pair()?;
+            let watch = move || {
+                if has_ended(&process, &dropped) {
+                    ended();
+                }
+            };
+            thread::Builder::new().name("qemu-watch".to_owned()).spawn(watch)?;
+            Ok::<_, std::io::Error>(Self { _end: end })
+        })();
+        started.inspect_err(|error| warn!(%error, "QEMU is not watched")).ok()
+    }
+}
+
+/// Waits until the process has ended, or nobody wants to know any more.
+fn has_ended(process: &Process, dropped: &UnixStream) -> bool {
+    loop {
+        let mut both = [PollFd::new(process, PollFlags::IN), PollFd::new(dropped, PollFlags::IN)];
+        match poll(&mut both, None) {
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                warn!(%error, "QEMU is not watched any more");
+                return false;
+            }
+            Ok(_) => return both[1].revents().is_empty(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn the_end_is_told_and_a_dropped_watch_ends_without_a_word() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = Process::open(child.id()).unwrap();
+        let (sender, told) = mpsc::channel();
+        let watch = |word: &'static str| {
+            let sender = sender.clone();
+            Watch::start(&process, move || sender.send(word).unwrap()).unwrap()
+        };
+        let (dropped, kept) = (watch("dropped"), watch("kept"));
+        drop(dropped);
+        drop(sender);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        // The channel ends when both threads have ended.
+        assert_eq!(told.iter().collect::<Vec<_>>(), ["kept"]);
+        drop(kept);
+    }
+}

@@ -628,7 +628,7 @@ fn noise_at_the_port_of_an_agent_without_tls() {
     let wide = message(&json!({ "answer": "accepted", "version": 1, "host": "b" }));
     let peers: [(&str, u16, Vec<u8>, &[&str]); 3] = [
         ("newer", 7745, newer, &["newer", "install releases"]),
-        ("babble", 7746, babble, &["babble"]),
+        ("babble", 7746, babble, &["babble", "protocol"]),
         ("wrong", 7747, wide, &["correct the address or the name"]),
     ];
     configure(&mut cluster.a, |text| {

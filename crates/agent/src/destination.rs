@@ -18,7 +18,7 @@ use std::time::Instant;
 
 use engine::handover::Terms;
 use engine::handover::destination::{DestinationEvent, DestinationState};
-use link::Writer;
+use link::{Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
 
@@ -42,7 +42,7 @@ pub(crate) struct Driver {
     publisher: Publisher,
     generation: Generation,
     /// Connections on which the source listens, control stream and questions alike, by the driver's own count.
-    links: BTreeMap<u64, Writer>,
+    links: BTreeMap<u64, (Writer, Handle)>,
     /// The control stream among them.
     control: Option<u64>,
     /// Events that effects led to, to be taken before anything from the inbox.

@@ -19,8 +19,8 @@ pub(crate) trait Machine {
     type Event: fmt::Debug;
     /// What it has to do.
     type Effect: fmt::Debug;
-    /// Why an effect could not be done.
-    type Error;
+    /// Why an effect could not be done, or an event not taken.
+    type Error: From<Illegal>;
 
     /// Which side this is.
     const ROLE: Role;
@@ -49,18 +49,11 @@ pub(crate) trait Machine {
     /// Where fault points are told to.
     fn faults(&self) -> &Faults;
 
-    /// Takes an event. Events that the engine calls illegal change nothing; they are logged, because they come from a
-    /// peer that does not keep to the protocol, or from an error here.
+    /// Takes an event. One that the engine calls illegal changes nothing and is an error: it comes from a peer that does
+    /// not keep to the protocol, whose connection the driver then ends, or from a mistake here.
     fn feed(&mut self, event: &Self::Event) -> Result<(), Self::Error> {
         let (state, name) = Self::names(self.state(), event);
-        let step = match self.decide(event) {
-            Ok(step) => step,
-            Err(illegal) => {
-                tracing::warn!(%illegal, "passed over");
-                return Ok(());
-            }
-        };
-        let transition = match step {
+        let transition = match self.decide(event)? {
             Step::Ignored(why) => {
                 debug!(role = %Self::ROLE, state, event = name, ?why, "ignored");
                 return Ok(());

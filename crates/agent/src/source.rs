@@ -117,9 +117,7 @@ pub(crate) struct Driver {
     controls: Arc<Controls>,
     telemetry: Telemetry,
     generation: Generation,
-    /// How many connections to the destination were made for messages.
-    links: u64,
-    /// The one for messages: the control stream of the present generation, later one for questions.
+    /// The connection for messages: the control stream of the present generation, later one for questions.
     control: Option<phases::Control>,
     /// The last one, on which ABORT is on its way.
     parting: Option<phases::Control>,
@@ -165,7 +163,6 @@ impl Driver {
             controls,
             telemetry: Telemetry::new(publisher),
             generation: Generation(1),
-            links: 0,
             control: None,
             parting: None,
             tracked: None,

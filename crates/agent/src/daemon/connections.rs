@@ -129,7 +129,11 @@ impl Daemon {
                     return;
                 }
             };
-            for answer in self.answers(id, message) {
+            let Some(answers) = self.answers(id, message) else {
+                warn!(migration = %id, peer = %connection.peer(), "hung up: that is no question");
+                return;
+            };
+            for answer in answers {
                 if connection.send(&answer).is_err() {
                     return;
                 }
@@ -137,8 +141,9 @@ impl Daemon {
         }
     }
 
-    fn answers(&self, id: &MigrationId, message: Message) -> Vec<Message> {
-        match message {
+    /// None to a message that does not belong among questions.
+    fn answers(&self, id: &MigrationId, message: Message) -> Option<Vec<Message>> {
+        Some(match message {
             Message::Ping => vec![Message::Pong],
             Message::Ask { epoch } => vec![self.verdict(id, epoch)],
             Message::Go { epoch, incarnation, run } => {
@@ -153,16 +158,13 @@ impl Daemon {
                 vec![]
             }
             Message::Abort { .. } | Message::Pong => vec![],
-            other => {
-                warn!(migration = %id, ?other, "a message that does not belong among questions");
-                vec![]
-            }
-        }
+            _ => return None,
+        })
     }
 
     fn pass_on(&self, id: &MigrationId, message: Message) {
         if let Some(Mail::Source(mailbox)) = self.mailbox(id) {
-            mailbox.put(from::Notice::Message(message));
+            mailbox.put(from::Notice::Message { link: None, message });
         }
     }
 

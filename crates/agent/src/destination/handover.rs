@@ -29,6 +29,9 @@ pub(crate) enum EffectError {
     /// The journal did not take the new state.
     #[error(transparent)]
     Journal(#[from] JournalError),
+    /// The state does not know the event.
+    #[error(transparent)]
+    Illegal(#[from] Illegal),
 }
 
 impl Machine for Driver {
@@ -171,6 +174,9 @@ impl Driver {
 
     /// Takes notices until the matter is settled.
     fn settle(mut self) -> DestinationState {
+        let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
+        // Whatever comes meanwhile: a source that says GO again and again must not put it off.
+        let mut repeat_at = Instant::now() + retry;
         loop {
             if let Some(event) = self.follow_ups.pop_front() {
                 self.take(&event);
@@ -179,10 +185,14 @@ impl Driver {
             if self.state.is_final() {
                 break;
             }
-            let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
-            match self.inbox.wait(Instant::now() + retry) {
-                Some(notice) => self.notice(notice),
-                None => self.quiet(),
+            if Instant::now() < repeat_at
+                && let Some(notice) = self.inbox.wait(repeat_at)
+            {
+                self.notice(notice);
+            } else {
+                self.quiet();
+                // However long that took, what has come meanwhile is looked at first.
+                repeat_at = Instant::now() + retry;
             }
         }
         self.end();
@@ -199,9 +209,9 @@ impl Driver {
                 }
                 self.take(&event);
             }
-            Notice::Connected { link, writer, generation } => {
+            Notice::Connected { link, writer, handle, generation } => {
                 self.heard = Instant::now();
-                self.links.insert(link, writer);
+                self.links.insert(link, (writer, handle));
                 match generation {
                     Some(generation) if generation >= self.generation => {
                         if let Some(old) = self.control.replace(link) {
@@ -217,7 +227,8 @@ impl Driver {
                 self.heard = Instant::now();
                 self.message(link, message);
             }
-            Notice::Blob(blob) => self.blob(&blob),
+            Notice::Blob { link, bytes } if self.control == Some(link) => self.blob(&bytes),
+            Notice::Blob { link, .. } => self.does_not_belong(link, "device state"),
             Notice::Lost { link, error } => {
                 self.links.remove(&link);
                 if self.control == Some(link) {
@@ -234,7 +245,7 @@ impl Driver {
         }
     }
 
-    /// Nothing happened for a while.
+    /// Some time has passed.
     fn quiet(&mut self) {
         if let Some(event) = self.not_taken.take() {
             return self.take(&event);
@@ -255,26 +266,52 @@ impl Driver {
         }
     }
 
+    /// What concerns the handover names its epoch and holds on whatever connection it comes; the rest belongs to the
+    /// control stream.
     fn message(&mut self, link: u64, message: Message) {
-        match message {
+        let control = self.control == Some(link);
+        let event = match message {
             Message::Go { epoch, incarnation, run } => {
                 self.go_heard.get_or_insert_with(Instant::now);
-                self.take(&DestinationEvent::Go { epoch, incarnation, run });
+                DestinationEvent::Go { epoch, incarnation, run }
             }
             Message::Abort { epoch, reason } => {
                 self.reason.get_or_insert(reason);
-                self.take(&DestinationEvent::AbortReceived { epoch });
+                DestinationEvent::AbortReceived { epoch }
             }
-            Message::Inquire { epoch } => self.take(&DestinationEvent::Asked { epoch }),
-            Message::Verdict { epoch, verdict } => {
-                self.take(&DestinationEvent::SourceSays { epoch, verdict });
+            Message::Inquire { epoch } => DestinationEvent::Asked { epoch },
+            Message::Verdict { epoch, verdict } => DestinationEvent::SourceSays { epoch, verdict },
+            Message::Ping => return self.say(&Message::Pong),
+            Message::Pong => return,
+            Message::Resume if control => return self.resume(),
+            Message::Verify { block, first_chunk, hashes } if control => {
+                return self.verify(block, first_chunk, &hashes);
             }
-            Message::Ping => self.say(&Message::Pong),
-            Message::Pong => {}
-            Message::Resume if self.control == Some(link) => self.resume(),
-            Message::Verify { block, first_chunk, hashes } => self.verify(block, first_chunk, &hashes),
-            Message::DeviceState { bytes, digest } => self.expect_state(bytes, digest),
-            other => self.fail(&format!("the source sent a message that does not belong here: {other:?}")),
+            Message::DeviceState { bytes, digest } if control => return self.expect_state(bytes, digest),
+            other => return self.does_not_belong(link, &kind(&other)),
+        };
+        match self.feed(&event) {
+            Err(EffectError::Illegal(illegal)) => self.broken_protocol(link, &illegal.to_string()),
+            done => self.done(&event, done),
+        }
+    }
+
+    /// Something came where it has no place. From a connection that has been replaced it comes late, and means nothing.
+    fn does_not_belong(&mut self, link: u64, what: &str) {
+        if self.links.contains_key(&link) {
+            self.broken_protocol(link, &format!("the source sent `{what}` where it does not belong"));
+        }
+    }
+
+    /// The source does not keep to the protocol: it is not listened to any more on that connection, and what nobody
+    /// counts on yet ends.
+    fn broken_protocol(&mut self, link: u64, what: &str) {
+        warn!(migration = %self.terms.migration, what, "the source does not keep to the protocol");
+        if let Some((_, handle)) = self.links.remove(&link) {
+            handle.shutdown();
+        }
+        if self.state == DestinationState::Prepared {
+            self.fail(what);
         }
     }
 
@@ -285,17 +322,25 @@ impl Driver {
     }
 
     pub(super) fn take(&mut self, event: &DestinationEvent) {
-        if let Err(error) = self.feed(event) {
-            let reason = crate::chain(&error);
-            error!(migration = %self.terms.migration, reason, "an effect failed");
-            self.reason.get_or_insert(reason);
-            if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
-                // What cannot be journalled is not begun.
-                self.take(&DestinationEvent::Failed);
-            } else {
-                // What happened has happened: it is taken again until the journal takes it, too.
-                self.not_taken = Some(event.clone());
-            }
+        let done = self.feed(event);
+        self.done(event, done);
+    }
+
+    fn done(&mut self, event: &DestinationEvent, done: Result<(), EffectError>) {
+        let error = match done {
+            Ok(()) => return,
+            Err(EffectError::Illegal(illegal)) => return warn!(%illegal, "passed over"),
+            Err(error) => error,
+        };
+        let reason = crate::chain(&error);
+        error!(migration = %self.terms.migration, reason, "an effect failed");
+        self.reason.get_or_insert(reason);
+        if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
+            // What cannot be journalled is not begun.
+            self.take(&DestinationEvent::Failed);
+        } else {
+            // What happened has happened: it is taken again until the journal takes it, too.
+            self.not_taken = Some(event.clone());
         }
     }
 
@@ -322,7 +367,7 @@ impl Driver {
 
     /// Says something on all connections of the source: which of them it still reads is not known.
     pub(super) fn say(&mut self, message: &Message) {
-        self.links.retain(|_, writer| writer.send(message).is_ok());
+        self.links.retain(|_, (writer, _)| writer.send(message).is_ok());
     }
 
     fn ask_source(&mut self) {
@@ -413,6 +458,12 @@ impl Driver {
             vm.watch(mailbox);
         }
     }
+}
+
+/// A message's name in the protocol.
+fn kind(message: &Message) -> String {
+    let value = serde_json::to_value(message).unwrap_or_default();
+    value["type"].as_str().unwrap_or_default().to_owned()
 }
 
 /// Asks the source's journal.

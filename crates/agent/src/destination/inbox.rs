@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::DestinationEvent;
-use link::{Connection, Incoming, Writer};
+use link::{Connection, Handle, Incoming, Writer};
 use proto::{Generation, Message};
 
 /// Most notices that wait to be read. Whoever has more to say waits too.
@@ -24,6 +24,8 @@ pub(crate) enum Notice {
         link: u64,
         /// For answers.
         writer: Writer,
+        /// To end it.
+        handle: Handle,
         /// The set of connections, for a control stream; none for questions.
         generation: Option<Generation>,
     },
@@ -35,7 +37,12 @@ pub(crate) enum Notice {
         message: Message,
     },
     /// A piece of device state came.
-    Blob(Vec<u8>),
+    Blob {
+        /// On which connection.
+        link: u64,
+        /// The piece.
+        bytes: Vec<u8>,
+    },
     /// A connection ended.
     Lost {
         /// Which one.
@@ -77,15 +84,16 @@ impl Mailbox {
         generation: Option<Generation>,
     ) -> std::io::Result<()> {
         let link = self.links.fetch_add(1, Ordering::Relaxed);
+        let handle = connection.handle();
         let (mut reader, writer) = connection.split();
         let mailbox = self.clone();
-        if !mailbox.put(Notice::Connected { link, writer, generation }) {
+        if !mailbox.put(Notice::Connected { link, writer, handle, generation }) {
             return Ok(());
         }
         let read = move || loop {
             let notice = match reader.recv(None) {
                 Ok(Incoming::Message(message)) => Notice::Message { link, message },
-                Ok(Incoming::Blob(blob)) => Notice::Blob(blob),
+                Ok(Incoming::Blob(bytes)) => Notice::Blob { link, bytes },
                 Err(error) => Notice::Lost { link, error: crate::chain(&error) },
             };
             let last = matches!(notice, Notice::Lost { .. });

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{DataStream, Sender};
 use engine::handover::source::SourceEvent;
+use link::{LinkError, Writer};
 use proto::Purpose;
 use proto::message::Message;
 use tracing::warn;
@@ -91,8 +92,36 @@ impl Driver {
     }
 
     pub(super) fn say(&mut self, message: &Message) -> Result<(), Failure> {
+        self.send("cannot send to the destination", |writer| writer.send(message))
+    }
+
+    /// Sends something on the control stream.
+    pub(super) fn send(
+        &mut self,
+        doing: &str,
+        send: impl FnOnce(&mut Writer) -> Result<(), LinkError>,
+    ) -> Result<(), Failure> {
         let control = self.control.as_mut().ok_or_else(no_control)?;
-        control.writer.send(message).map_err(|error| Failure::peer("cannot send to the destination", &error))
+        let link = control.link;
+        send(&mut control.writer).map_err(|error| self.why_unsent(link, doing, &error))
+    }
+
+    /// A connection that takes nothing any more has ended for its reading thread too, whose last word is on its way. It
+    /// comes before the write's error, which may be only its echo: of a peer's nonsense, or of its last message.
+    fn why_unsent(&mut self, link: u64, doing: &str, error: &LinkError) -> Failure {
+        let deadline = Instant::now() + Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        while let Some(notice) = self.inbox.wait(deadline) {
+            match notice {
+                Notice::Message { message: Message::Ping, .. } => {}
+                Notice::Lost { link: lost, error: None } if lost == link => break,
+                notice => {
+                    if let Err(failure) = self.noticed(notice) {
+                        return failure;
+                    }
+                }
+            }
+        }
+        Failure::peer(doing, error)
     }
 
     /// Waits for the destination's next message.
@@ -144,29 +173,37 @@ impl Driver {
         if connection { Ok(()) } else { Err(Failure::local("cannot send the guest's memory", cause)) }
     }
 
+    /// Whether a connection is the present one for messages.
+    pub(super) fn is_control(&self, link: u64) -> bool {
+        self.control.as_ref().is_some_and(|control| control.link == link)
+    }
+
     /// Deals with a notice during the phases: a message is given back, the rest ends the migration or is answered.
     pub(super) fn noticed(&mut self, notice: Notice) -> Result<Option<Message>, Failure> {
         match notice {
-            Notice::Message(Message::Ping) => {
+            // What was said on a connection that has been replaced answers no question of the present one.
+            Notice::Message { link: Some(link), .. } if !self.is_control(link) => Ok(None),
+            Notice::Message { message: Message::Ping, .. } => {
                 self.say(&Message::Pong)?;
                 Ok(None)
             }
-            Notice::Message(Message::Pong) | Notice::Event(SourceEvent::Repeat) => Ok(None),
+            Notice::Message { message: Message::Pong, .. } | Notice::Event(SourceEvent::Repeat) => Ok(None),
             // Of another attempt.
-            Notice::Message(Message::Refused { epoch, .. }) | Notice::Asked { epoch, .. }
+            Notice::Message { message: Message::Refused { epoch, .. }, .. } | Notice::Asked { epoch, .. }
                 if epoch != self.terms.epoch() =>
             {
                 Ok(None)
             }
-            Notice::Message(Message::Refused { epoch, reason }) => Err(Failure::new(
+            Notice::Message { message: Message::Refused { epoch, reason }, .. } => Err(Failure::new(
                 SourceEvent::Refused { epoch },
                 format!("the destination gave up: {reason}"),
             )),
-            Notice::Message(message) => Ok(Some(message)),
-            Notice::Lost { link, error }
-                if self.control.as_ref().is_some_and(|control| control.link == link) =>
-            {
-                Err(Failure::new(SourceEvent::PeerLost, format!("the control stream was lost: {error}")))
+            Notice::Message { link: Some(_), message } => Ok(Some(message)),
+            // Answers come on the connection on which the question went.
+            Notice::Message { link: None, message } => Err(unexpected(&message)),
+            Notice::Lost { link, error } if self.is_control(link) => {
+                let why = error.unwrap_or_else(|| "it was ended on this side".to_owned());
+                Err(Failure::new(SourceEvent::PeerLost, format!("the control stream was lost: {why}")))
             }
             Notice::Lost { .. } => Ok(None),
             Notice::Asked { epoch, reply } => {

@@ -7,14 +7,14 @@ use engine::handover::register::{RegisterAnswer, Use};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Found, Illegal, Role, Step};
 use engine::precopy::FixedCost;
-use link::Incoming;
+use link::{Incoming, LinkError};
 use proto::Purpose;
 use proto::message::{Message, Proposal, RegisterRequest};
 use tracing::{error, info, warn};
 
 use super::Driver;
 use super::inbox::Notice;
-use super::phases::Control;
+use super::phases::{Control, unexpected};
 use super::vm::{SourceVm, VmError};
 use crate::config::Timeouts;
 use crate::fault::Faults;
@@ -33,6 +33,9 @@ pub(crate) enum EffectError {
     /// QEMU did not do what it was told.
     #[error(transparent)]
     Vm(#[from] VmError),
+    /// The state does not know the event.
+    #[error(transparent)]
+    Illegal(#[from] Illegal),
     /// A migration without its proposal cannot begin.
     #[error("the migration has no proposal")]
     NoProposal,
@@ -190,6 +193,8 @@ impl Driver {
     /// Takes events until the handover is over.
     fn settle(mut self) -> SourceState {
         self.contact.heard = Instant::now();
+        // Whatever comes meanwhile: a peer that says something again and again must not put it off.
+        let mut repeat_at = Instant::now() + self.contact.retry;
         loop {
             if let Some(event) = self.follow_ups.pop_front() {
                 self.take(&event);
@@ -199,8 +204,10 @@ impl Driver {
                 break;
             }
             self.phase(self.waiting_phase());
-            match self.inbox.wait(Instant::now() + self.contact.retry) {
-                Some(Notice::Message(message)) => self.message(message),
+            let notice = (Instant::now() < repeat_at).then(|| self.inbox.wait(repeat_at)).flatten();
+            let quiet = notice.is_none();
+            match notice {
+                Some(Notice::Message { link, message }) => self.message(link, message),
                 Some(Notice::Asked { epoch, reply }) => {
                     self.contact.heard = Instant::now();
                     self.asker = Some(reply);
@@ -216,7 +223,7 @@ impl Driver {
                     self.take(&event);
                 }
                 Some(Notice::Lost { link, .. }) => {
-                    if self.control.as_ref().is_some_and(|control| control.link == link) {
+                    if self.is_control(link) {
                         self.control = None;
                     }
                 }
@@ -227,6 +234,10 @@ impl Driver {
                     self.take(&SourceEvent::Restarted(found));
                 }
                 None => self.take(&SourceEvent::Repeat),
+            }
+            if quiet {
+                // However long that took, what has come meanwhile is looked at first.
+                repeat_at = Instant::now() + self.contact.retry;
             }
         }
         self.end();
@@ -243,7 +254,16 @@ impl Driver {
 
     /// Takes an event; if an effect fails, what the state waits for is tried again later.
     fn take(&mut self, event: &SourceEvent) {
-        let Err(error) = self.feed(event) else { return };
+        let done = self.feed(event);
+        self.done(event, done);
+    }
+
+    fn done(&mut self, event: &SourceEvent, done: Result<(), EffectError>) {
+        let error = match done {
+            Ok(()) => return,
+            Err(EffectError::Illegal(illegal)) => return warn!(%illegal, "passed over"),
+            Err(error) => error,
+        };
         let reason = crate::chain(&error);
         error!(migration = %self.terms.migration, reason, "an effect failed");
         self.because(&reason);
@@ -256,29 +276,51 @@ impl Driver {
         }
     }
 
-    fn message(&mut self, message: Message) {
+    /// What concerns the handover names its epoch and holds on whatever connection it comes.
+    fn message(&mut self, link: Option<u64>, message: Message) {
         self.contact.heard = Instant::now();
-        match message {
+        let own = self.terms.epoch();
+        let event = match message {
             Message::Running { epoch, continue_us } => {
-                if epoch == self.terms.epoch() {
+                if epoch == own {
                     self.running(continue_us);
                 }
-                self.take(&SourceEvent::Running { epoch });
+                SourceEvent::Running { epoch }
             }
             Message::Refused { epoch, reason } => {
-                self.because(&format!("the destination could not run the guest: {reason}"));
-                self.take(&SourceEvent::Refused { epoch });
+                if epoch == own {
+                    self.because(&format!("the destination could not run the guest: {reason}"));
+                }
+                SourceEvent::Refused { epoch }
             }
             Message::Crashed { epoch, reason } => {
-                self.because(&reason);
-                self.take(&SourceEvent::Crashed { epoch });
+                if epoch == own {
+                    self.because(&reason);
+                }
+                SourceEvent::Crashed { epoch }
             }
-            Message::Ready { epoch, incarnation, .. } => {
-                self.take(&SourceEvent::Ready { epoch, incarnation });
-            }
-            Message::Ask { epoch } => self.take(&SourceEvent::Asked { epoch }),
-            Message::Ping => self.tell(&Message::Pong),
-            other => warn!(?other, "a message that does not belong into a handover"),
+            Message::Ready { epoch, incarnation, .. } => SourceEvent::Ready { epoch, incarnation },
+            Message::Ask { epoch } => SourceEvent::Asked { epoch },
+            Message::Ping => return self.tell(&Message::Pong),
+            Message::Pong => return,
+            other => return self.broken_protocol(link, &unexpected(&other).reason),
+        };
+        match self.feed(&event) {
+            Err(EffectError::Illegal(illegal)) => self.broken_protocol(link, &illegal.to_string()),
+            done => self.done(&event, done),
+        }
+    }
+
+    /// The destination does not keep to the protocol: it is not listened to any more on that connection, and what is not
+    /// committed ends.
+    fn broken_protocol(&mut self, link: Option<u64>, what: &str) {
+        warn!(migration = %self.terms.migration, what, "the destination does not keep to the protocol");
+        if link.is_some_and(|link| self.is_control(link)) {
+            self.control = None;
+        }
+        if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
+            self.because(what);
+            self.take(&SourceEvent::Failed);
         }
     }
 
@@ -359,15 +401,15 @@ impl Driver {
         self.telemetry.count(handle.clone());
         let (mut reader, writer) = connection.split();
         let mailbox = self.inbox.mailbox();
-        self.links += 1;
-        let link = self.links;
+        let link = self.inbox.next_link();
         let read = move || loop {
             let notice = match reader.recv(None) {
-                Ok(Incoming::Message(message)) => Notice::Message(message),
+                Ok(Incoming::Message(message)) => Notice::Message { link: Some(link), message },
                 Ok(Incoming::Blob(_)) => {
-                    Notice::Lost { link, error: "the destination sent device state".to_owned() }
+                    Notice::Lost { link, error: Some("the destination sent device state".to_owned()) }
                 }
-                Err(error) => Notice::Lost { link, error: crate::chain(&error) },
+                Err(LinkError::Closed) => Notice::Lost { link, error: None },
+                Err(error) => Notice::Lost { link, error: Some(crate::chain(&error)) },
             };
             let last = matches!(notice, Notice::Lost { .. });
             if !mailbox.put(notice) || last {

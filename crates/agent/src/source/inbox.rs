@@ -1,5 +1,6 @@
 //! Everything that happens to a migration from outside, in one row.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -26,14 +27,19 @@ pub(crate) enum Notice {
         /// Where the answer goes.
         reply: Reply,
     },
-    /// A message on the control stream.
-    Message(Message),
+    /// A message of the destination.
+    Message {
+        /// On which connection, by the inbox's own count; none for one that the destination opened.
+        link: Option<u64>,
+        /// What it says.
+        message: Message,
+    },
     /// A connection to the destination ended.
     Lost {
-        /// Which one, by the driver's own count.
+        /// Which one.
         link: u64,
-        /// Why.
-        error: String,
+        /// Why; none if this side ended it.
+        error: Option<String>,
     },
 }
 
@@ -42,20 +48,32 @@ pub(crate) enum Notice {
 pub(crate) struct Mailbox {
     notices: SyncSender<Notice>,
     round: Arc<Mutex<Option<SenderHandle>>>,
+    links: Arc<AtomicU64>,
 }
 
 impl Mailbox {
     /// Puts a notice in. Says whether somebody is there to read it.
     pub(crate) fn put(&self, notice: Notice) -> bool {
-        let harmless = matches!(
-            notice,
-            Notice::Message(Message::Ping | Message::Pong) | Notice::Event(SourceEvent::Repeat)
-        );
+        let interrupts = self.interrupts(&notice);
         let there = self.notices.send(notice).is_ok();
-        if !harmless && let Some(round) = self.round.lock().unwrap_or_else(PoisonError::into_inner).as_ref() {
+        if interrupts && let Some(round) = self.round.lock().unwrap_or_else(PoisonError::into_inner).as_ref()
+        {
             round.cancel();
         }
         there
+    }
+
+    /// Whether a round has to end for it.
+    fn interrupts(&self, notice: &Notice) -> bool {
+        match notice {
+            Notice::Message { message: Message::Ping | Message::Pong, .. }
+            | Notice::Event(SourceEvent::Repeat) => false,
+            // A connection that has been replaced has no say any more.
+            Notice::Message { link: Some(link), .. } | Notice::Lost { link, .. } => {
+                *link == self.links.load(Ordering::Acquire)
+            }
+            _ => true,
+        }
     }
 }
 
@@ -69,11 +87,16 @@ pub(crate) struct Inbox {
 impl Inbox {
     pub(crate) fn new() -> Self {
         let (sender, notices) = mpsc::sync_channel(WAITING);
-        Self { notices, mailbox: Mailbox { notices: sender, round: Arc::default() } }
+        Self { notices, mailbox: Mailbox { notices: sender, round: Arc::default(), links: Arc::default() } }
     }
 
     pub(crate) fn mailbox(&self) -> Mailbox {
         self.mailbox.clone()
+    }
+
+    /// A number for a connection that takes the place of all earlier ones.
+    pub(crate) fn next_link(&self) -> u64 {
+        self.mailbox.links.fetch_add(1, Ordering::AcqRel) + 1
     }
 
     /// From now on a notice interrupts this sender's rounds. What came in before is found by [`Inbox::waiting`], which
@@ -92,5 +115,24 @@ impl Inbox {
         let left = deadline.saturating_duration_since(Instant::now());
         // The inbox holds a mailbox itself, so that the row is never abandoned.
         self.notices.recv_timeout(left.max(Duration::from_micros(1))).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_connection_that_was_replaced_interrupts_no_round() {
+        let inbox = Inbox::new();
+        let mailbox = inbox.mailbox();
+        let (old, new) = (inbox.next_link(), inbox.next_link());
+        for (link, interrupts) in [(old, false), (new, true)] {
+            assert_eq!(mailbox.interrupts(&Notice::Lost { link, error: None }), interrupts);
+            let late = Notice::Message { link: Some(link), message: Message::Resumed };
+            assert_eq!(mailbox.interrupts(&late), interrupts);
+        }
+        let refused = Message::Refused { epoch: Epoch(1), reason: String::new() };
+        assert!(mailbox.interrupts(&Notice::Message { link: None, message: refused }));
     }
 }

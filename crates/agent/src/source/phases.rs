@@ -363,11 +363,7 @@ impl Driver {
         let digest = blake3::hash(state).to_hex().to_string();
         self.say(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
         for piece in state.chunks(proto::limits::BLOB_BYTES) {
-            let control = self.control.as_mut().ok_or_else(no_control)?;
-            control
-                .writer
-                .send_blob(piece)
-                .map_err(|error| Failure::peer("cannot send the device state", &error))?;
+            self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
         }
         // While the destination loads.
         self.check_unchanged()?;

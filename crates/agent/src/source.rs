@@ -106,6 +106,17 @@ impl Controls {
     }
 }
 
+/// What the journal keeps of a migration for its driver's successor.
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Details {
+    /// The boot of the host on which it began.
+    pub(crate) boot_id: String,
+    /// Whether the destination has accepted. Without that it never had anything, whatever else was not synced: there is
+    /// nothing to ask it, and a destination that is asked about what its journal does not know has lost its journal.
+    #[serde(default)]
+    pub(crate) accepted: bool,
+}
+
 /// The source's side of one migration.
 pub(crate) struct Driver {
     context: Arc<Context>,

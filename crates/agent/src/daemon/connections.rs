@@ -183,8 +183,12 @@ impl Daemon {
                 State::Source(state) => decided(&record.terms, state, epoch),
                 State::Destination(_) => Verdict::Undecided,
             },
-            // PREPARED is journalled before the destination hears of a migration: what is not there was never begun.
-            Ok(None) => Verdict::Aborted,
+            // PREPARED is journalled before the destination hears of a migration: whoever asks about one that is not
+            // there knows more than this journal, which must have been emptied or made anew. It says nothing.
+            Ok(None) => {
+                warn!(migration = %id, "asked about a migration that the journal does not know; is it the right one?");
+                Verdict::Undecided
+            }
             Err(error) => {
                 warn!(migration = %id, error = crate::chain(&error), "the journal cannot be asked");
                 Verdict::Undecided
@@ -195,25 +199,16 @@ impl Daemon {
 
     /// What this side, as the destination, answers about a migration that no driver is at work on.
     fn as_journalled(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
-        let epoch = id.epoch;
         let (terms, state) = match self.context.journal.migration(id) {
             Ok(Some(record)) => match record.state {
                 State::Destination(state) => (record.terms, state),
                 State::Source(_) => return vec![],
             },
-            // PREPARED is synced before the source hears of it, so this epoch was never here; and because the journal
-            // gives no epoch twice, saying that it will never be is safe once the epoch is noted.
+            // PREPARED is synced before the source hears of it, and the source asks only what has accepted: this journal
+            // has been emptied or made anew. The VM may run here, so REFUSED could make two of it.
             Ok(None) => {
-                return match self.context.journal.learn_epoch(&id.vm, epoch) {
-                    Ok(()) => vec![Message::Refused {
-                        epoch,
-                        reason: "this host knows no such migration".to_owned(),
-                    }],
-                    Err(error) => {
-                        warn!(migration = %id, error = crate::chain(&error), "the journal cannot note an epoch");
-                        vec![]
-                    }
-                };
+                warn!(migration = %id, "asked about a migration that the journal does not know; is it the right one?");
+                return vec![];
             }
             Err(error) => {
                 warn!(migration = %id, error = crate::chain(&error), "the journal cannot be asked");

@@ -23,13 +23,6 @@ use crate::report::Report;
 use crate::source::{self, Aims, Controls};
 use crate::{owners, vms};
 
-/// What the journal keeps of a migration for its driver's successor, on the source.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct SourceDetails {
-    /// The boot of the host on which it began.
-    pub(super) boot_id: String,
-}
-
 /// What the journal keeps of a migration for its driver's successor, on the destination.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
 pub(super) struct DestinationDetails {
@@ -131,8 +124,8 @@ impl Daemon {
         driver.begin(proposal).map_err(|error| {
             Problem::caused_by(Kind::Internal, &error, "the VM is untouched; see the agent's log")
         })?;
-        let details = SourceDetails { boot_id: self.context.boot_id.clone() };
-        if let Err(error) = journal.set_details(&id, &details, Durability::Synced) {
+        let details = source::Details { boot_id: self.context.boot_id.clone(), accepted: false };
+        if let Err(error) = self.context.journal.set_details(&id, &details, Durability::Synced) {
             driver.give_up(&crate::chain(&error));
             return Err(internal(&error));
         }

@@ -12,12 +12,12 @@ use tracee::ProcessError;
 use tracing::{error, info, warn};
 
 use super::Daemon;
-use super::drive::{DestinationDetails, SourceDetails, internal};
+use super::drive::{DestinationDetails, internal};
 use crate::api::{Kind, Problem};
 use crate::destination::{ArriveError, Arriving, Traces};
 use crate::journal::{MigrationRecord, State};
 use crate::report::{Objective, Report};
-use crate::source::{Aims, Controls, SourceVm, VmError};
+use crate::source::{Aims, Controls, Details, SourceVm, VmError};
 
 impl Daemon {
     /// Sets drivers to work on all open migrations.
@@ -70,11 +70,10 @@ impl Daemon {
                 }
             }
         }
-        let details: Option<SourceDetails> = serde_json::from_value(record.details.clone()).ok();
+        let details: Option<Details> = serde_json::from_value(record.details.clone()).ok();
         let found = match &mut vm {
             Some(vm) => vm.found(),
-            None if details.is_some_and(|details| details.boot_id != self.context.boot_id) => Found::Rebooted,
-            None => Found::Gone,
+            None => left_of_source(details.as_ref(), &self.context.boot_id),
         };
         let controls = Arc::new(self.controls_of(record));
         let (driver, driven) = self.source_driver(record.terms.clone(), state, vm, controls);
@@ -149,5 +148,29 @@ impl Daemon {
             aims: Mutex::new(aims),
             report: Mutex::new(report),
         }
+    }
+}
+
+/// What a source finds whose QEMU is gone. Entries that may be missing after a reboot matter only if the destination had
+/// accepted, which is synced before anything is sent.
+fn left_of_source(details: Option<&Details>, boot_id: &str) -> Found {
+    if details.is_some_and(|details| details.accepted && details.boot_id != boot_id) {
+        Found::Rebooted
+    } else {
+        Found::Gone
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_that_was_never_accepted_has_nobody_to_ask_after_a_reboot() {
+        let details = |accepted| Details { boot_id: "last".to_owned(), accepted };
+        assert_eq!(left_of_source(None, "this"), Found::Gone);
+        assert_eq!(left_of_source(Some(&details(false)), "this"), Found::Gone);
+        assert_eq!(left_of_source(Some(&details(true)), "this"), Found::Rebooted);
+        assert_eq!(left_of_source(Some(&details(true)), "last"), Found::Gone);
     }
 }

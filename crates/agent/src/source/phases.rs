@@ -23,7 +23,8 @@ use proto::message::{Finding, Message, Severity};
 use tracing::info;
 
 use super::vm::SourceVm;
-use super::{Driver, memory};
+use super::{Details, Driver, memory};
+use crate::journal::Durability;
 use crate::machine::Machine;
 use crate::progress::Phase;
 use crate::report::{Measured, Round};
@@ -113,6 +114,7 @@ impl Driver {
         let patience = Duration::from_millis(self.context.config.timeouts.qemu_start_ms) * 2;
         match self.hear(Instant::now() + patience)? {
             Message::Accept(acceptance) => {
+                self.accepted()?;
                 self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
                 self.controls.report(|report| {
                     report.destination.ram_kind = Some(acceptance.ram_kind);
@@ -127,6 +129,15 @@ impl Driver {
             }
             other => Err(unexpected(&other)),
         }
+    }
+
+    /// Noted before anything is sent: only a destination that has accepted is ever asked what it has.
+    fn accepted(&self) -> Result<(), Failure> {
+        let details = Details { boot_id: self.context.boot_id.clone(), accepted: true };
+        self.context
+            .journal
+            .set_details(&self.terms.migration, &details, Durability::Synced)
+            .map_err(|error| Failure::local("cannot note that the destination has accepted", &error))
     }
 
     /// From here on writes of the guest are seen.

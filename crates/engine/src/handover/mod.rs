@@ -35,8 +35,10 @@
 //!    must be harmless when done twice.
 //! 5. **Messages** of a peer go to the machine of their epoch, out of the journal if need be: a source that has begun
 //!    another attempt still answers for the older one. One that the journal does not know meets a fresh machine
-//!    (`Idle`), which answers REFUSED. The epoch is compared here again. The register's answers go to the machine that
-//!    asked and to no other.
+//!    (`Idle`), which answers REFUSED; that is right only for a journal that is known to be whole. An agent that cannot
+//!    know that says nothing, and a source then has to note durably that the destination has accepted before it sends
+//!    anything: until then a reboot has lost it no entry that matters, and it need not ask. The epoch is compared here
+//!    again. The register's answers go to the machine that asked and to no other.
 //! 6. **`Repeat`** comes from a timer whenever the last event is some time ago, and when a link has come back.
 //! 7. An [`Illegal`] event changes nothing. Coming from a peer it is a protocol error: close the connection and, before
 //!    COMMITTED, feed `Failed`.

@@ -100,7 +100,7 @@ impl Agent {
             beginning: Mutex::default(),
             witness,
         });
-        daemon.take_up();
+        daemon.take_up()?;
         let peers = Arc::clone(&daemon);
         let address = listener.address();
         let serving = listener.serve(move |arrival| peers.arrival(arrival))?;

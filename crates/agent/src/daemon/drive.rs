@@ -1,6 +1,7 @@
 //! Setting drivers to work: a migration that a user asks for, a VM that a peer proposes.
 
-use std::sync::{Arc, Mutex};
+use std::collections::btree_map::Entry;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 
 use engine::handover::Terms;
@@ -120,7 +121,21 @@ impl Daemon {
             report: Mutex::new(report),
         });
         let id = terms.migration.clone();
+        self.set_out(terms, vm, proposal, controls)?;
+        self.status(&id)
+    }
+
+    /// Journals PREPARED and sets a driver to work. Whatever it needs for that it has before.
+    pub(super) fn set_out(
+        self: &Arc<Self>,
+        terms: Terms,
+        vm: source::SourceVm,
+        proposal: Proposal,
+        controls: Arc<Controls>,
+    ) -> Result<(), Problem> {
+        let id = terms.migration.clone();
         let (mut driver, driven) = self.source_driver(terms, SourceState::Idle, Some(vm), controls);
+        let place = self.place(&id, driven)?;
         driver.begin(proposal).map_err(|error| {
             Problem::caused_by(Kind::Internal, &error, "the VM is untouched; see the agent's log")
         })?;
@@ -129,8 +144,8 @@ impl Daemon {
             driver.give_up(&crate::chain(&error));
             return Err(internal(&error));
         }
-        self.spawn(&id, driven, move || drop(driver.run()))?;
-        self.status(&id)
+        place.work(move || drop(driver.run()));
+        Ok(())
     }
 
     /// A driver for a source, and how it is reached.
@@ -186,14 +201,6 @@ impl Daemon {
         id: &MigrationId,
         proposal: Proposal,
     ) -> Result<preflight::Considered, Vec<Finding>> {
-        let blocker = |code: &str, what: String, advice: &str| {
-            vec![Finding {
-                severity: Severity::Blocker,
-                code: code.to_owned(),
-                what,
-                advice: advice.to_owned(),
-            }]
-        };
         proposal.validate().map_err(|error| {
             blocker("proposal", crate::chain(&error), "use the same version of whimbrel on both hosts")
         })?;
@@ -217,13 +224,22 @@ impl Daemon {
 
     fn receive(
         self: &Arc<Self>,
-        connection: Connection,
+        mut connection: Connection,
         id: &MigrationId,
         considered: preflight::Considered,
     ) {
         let preflight::Considered { terms, proposal, launch, traces, findings, ram_kind } = considered;
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal, None);
+        let place = match self.place(id, driven) {
+            Ok(place) => place,
+            Err(problem) => {
+                error!(migration = %id, error = problem.error, "nobody receives it");
+                let findings = blocker("in-migration", problem.error, &problem.advice);
+                drop(connection.send(&Message::Reject { findings }));
+                return;
+            }
+        };
         if let Err(error) = driver.meet(connection) {
             warn!(migration = %id, %error, "no thread for the control stream");
             return;
@@ -268,9 +284,7 @@ impl Daemon {
                 }
             }
         };
-        if let Err(problem) = self.spawn(id, driven, work) {
-            error!(migration = %id, error = problem.error, "nobody receives it");
-        }
+        place.work(work);
     }
 
     /// A driver for a destination that was left behind, and how it is reached.
@@ -291,26 +305,26 @@ impl Daemon {
         (driver, driven)
     }
 
-    /// A driver's thread; its place in the list goes with it.
-    pub(super) fn spawn(
-        self: &Arc<Self>,
-        id: &MigrationId,
-        driven: Driven,
-        work: impl FnOnce() + Send + 'static,
-    ) -> Result<(), Problem> {
-        self.drivers().insert(id.clone(), driven);
-        let daemon = Arc::clone(self);
-        let own = id.clone();
+    /// A place in the list of drivers, and a thread that waits for its work. To be had before anything is journalled that
+    /// only a driver can end. Refused where another is at work: it must not be put out of reach.
+    pub(super) fn place(self: &Arc<Self>, id: &MigrationId, driven: Driven) -> Result<Place, Problem> {
+        match self.drivers().entry(id.clone()) {
+            Entry::Vacant(free) => drop(free.insert(driven)),
+            Entry::Occupied(_) => {
+                let error = format!("{id} is under way already");
+                return Err(Problem::new(Kind::Conflict, error, "wait for it"));
+            }
+        }
+        let held = Held { daemon: Arc::clone(self), id: id.clone() };
+        let (work, given) = mpsc::channel::<(Held, Work)>();
         let run = move || {
-            let _place = Place { daemon, id: own };
-            work();
+            if let Ok((_held, work)) = given.recv() {
+                work();
+            }
         };
         match thread::Builder::new().name(format!("driver-{}", id.vm)).spawn(run) {
-            Ok(_) => Ok(()),
-            Err(error) => {
-                self.drivers().remove(id);
-                Err(Problem::caused_by(Kind::Internal, &error, "the system gives no more threads"))
-            }
+            Ok(_) => Ok(Place { held, thread: work }),
+            Err(error) => Err(Problem::caused_by(Kind::Internal, &error, "the system gives no more threads")),
         }
     }
 
@@ -397,6 +411,11 @@ impl Daemon {
     }
 }
 
+/// The one thing that stands in the way.
+fn blocker(code: &str, what: String, advice: &str) -> Vec<Finding> {
+    vec![Finding { severity: Severity::Blocker, code: code.to_owned(), what, advice: advice.to_owned() }]
+}
+
 fn keep_traces(context: &Context, id: &MigrationId, traces: &Traces) -> Result<(), ArriveError> {
     let details = DestinationDetails { boot_id: context.boot_id.clone(), traces: traces.clone() };
     Ok(context.journal.set_details(id, &details, Durability::Synced)?)
@@ -406,13 +425,29 @@ pub(super) fn internal(error: &JournalError) -> Problem {
     Problem::caused_by(Kind::Internal, error, "see the agent's log")
 }
 
-/// A driver's place in the list.
-struct Place {
+type Work = Box<dyn FnOnce() + Send>;
+
+/// A driver's place in the list, and a thread for it. Dropping it without work gives both back.
+pub(super) struct Place {
+    held: Held,
+    thread: mpsc::Sender<(Held, Work)>,
+}
+
+impl Place {
+    /// Sets the thread to work; the place is given back when that is done.
+    pub(super) fn work(self, work: impl FnOnce() + Send + 'static) {
+        // The thread waits for nothing else.
+        drop(self.thread.send((self.held, Box::new(work))));
+    }
+}
+
+/// An entry in the list of drivers.
+struct Held {
     daemon: Arc<Daemon>,
     id: MigrationId,
 }
 
-impl Drop for Place {
+impl Drop for Held {
     fn drop(&mut self) {
         self.daemon.drivers().remove(&self.id);
     }

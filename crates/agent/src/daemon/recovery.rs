@@ -15,21 +15,15 @@ use super::Daemon;
 use super::drive::{DestinationDetails, internal};
 use crate::api::{Kind, Problem};
 use crate::destination::{ArriveError, Arriving, Traces};
-use crate::journal::{MigrationRecord, State};
+use crate::journal::{JournalError, MigrationRecord, State};
 use crate::report::{Objective, Report};
 use crate::source::{Aims, Controls, Details, SourceVm, VmError};
 
 impl Daemon {
-    /// Sets drivers to work on all open migrations.
-    pub(super) fn take_up(self: &Arc<Self>) {
-        let open = match self.context.journal.open_migrations() {
-            Ok(open) => open,
-            Err(error) => {
-                error!(error = crate::chain(&error), "the journal does not tell what was left open");
-                return;
-            }
-        };
-        for record in open {
+    /// Sets drivers to work on all open migrations. An agent that cannot read which they are must not begin: it would
+    /// take VMs for its own that are between two hosts.
+    pub(super) fn take_up(self: &Arc<Self>) -> Result<(), JournalError> {
+        for record in self.context.journal.open_migrations()? {
             let id = record.id().clone();
             info!(migration = %id, role = %record.role(), state = record.state.name(), "taken up");
             let taken = match record.state.clone() {
@@ -40,6 +34,7 @@ impl Daemon {
                 error!(migration = %id, error = problem.error, "nobody is at work on it");
             }
         }
+        Ok(())
     }
 
     fn take_up_source(self: &Arc<Self>, record: &MigrationRecord, state: SourceState) -> Result<(), Problem> {
@@ -77,7 +72,8 @@ impl Daemon {
         };
         let controls = Arc::new(self.controls_of(record));
         let (driver, driven) = self.source_driver(record.terms.clone(), state, vm, controls);
-        self.spawn(record.id(), driven, move || drop(driver.run_on(found)))
+        self.place(record.id(), driven)?.work(move || drop(driver.run_on(found)));
+        Ok(())
     }
 
     fn take_up_destination(
@@ -124,7 +120,8 @@ impl Daemon {
                 allow_options: Vec::new(),
             });
         let (driver, driven) = self.destination_driver(record.terms.clone(), state, proposal, vm);
-        self.spawn(record.id(), driven, move || drop(driver.run_on(found)))
+        self.place(record.id(), driven)?.work(move || drop(driver.run_on(found)));
+        Ok(())
     }
 
     /// What a migration aimed at is of no use any more; its report goes on.

@@ -59,6 +59,8 @@ pub(crate) struct Driver {
     asking: Arc<AtomicBool>,
     /// An event whose effects failed.
     not_taken: Option<DestinationEvent>,
+    /// What QEMU does is not known.
+    look_again: bool,
     /// Its questions to the register.
     register: owners::Desk,
     /// Why the migration ended, for the source.
@@ -96,6 +98,7 @@ impl Driver {
             heard: Instant::now(),
             asking: Arc::default(),
             not_taken: None,
+            look_again: false,
             register: owners::Desk::default(),
             reason: None,
         }

@@ -250,6 +250,10 @@ impl Driver {
         if let Some(event) = self.not_taken.take() {
             return self.take(&event);
         }
+        if std::mem::take(&mut self.look_again) {
+            let found = self.vm.as_mut().map_or(Found::Gone, super::Arriving::found);
+            return self.take(&DestinationEvent::Restarted(found));
+        }
         let timeouts = &self.context.config.timeouts;
         let silence = self.heard.elapsed();
         if self.state == DestinationState::Prepared {
@@ -432,10 +436,11 @@ impl Driver {
                 DestinationEvent::ContFailed
             }
             Err(_) if !vm.process.is_alive() => DestinationEvent::QemuDied,
-            // Whether it ran is not known: look again as a restarted agent would.
+            // Whether it ran is not known: after a while this looks again as a restarted agent would.
             Err(error) => {
                 error!(error = crate::chain(&error), "`cont` was not answered");
-                DestinationEvent::Restarted(vm.found())
+                self.look_again = true;
+                return;
             }
         };
         self.follow_ups.push_back(event);

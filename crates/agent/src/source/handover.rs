@@ -129,6 +129,10 @@ impl Machine for Driver {
             SourceEffect::UndoAll => {
                 self.tracked = None;
                 self.inbox.interrupts(None);
+                // Held for a handover that did not come about; a guest that is to run was let go by its `cont`.
+                if let Err(error) = self.with_vm(SourceVm::release) {
+                    warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU is not let go");
+                }
             }
             SourceEffect::SendGo { incarnation, run } => {
                 let (epoch, incarnation) = (self.terms.epoch(), incarnation.clone());

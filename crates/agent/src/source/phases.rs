@@ -387,10 +387,7 @@ impl Driver {
                         "the destination has loaded another device state than the one that was sent",
                     ));
                 }
-                if self.vm()?.was_resumed().map_err(|error| Failure::local("QEMU does not answer", &error))? {
-                    let reason = "somebody else continued the guest while it was stopped for the handover";
-                    return Err(Failure::new(SourceEvent::Failed, reason));
-                }
+                self.hold()?;
                 self.clock.measured.load_us = load_us;
                 self.clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
                 self.note("ready", "");
@@ -403,6 +400,17 @@ impl Driver {
     fn check_unchanged(&mut self) -> Result<(), Failure> {
         let unchanged = self.vm()?.check_unchanged();
         unchanged.map_err(|error| Failure::local("the guest is not as it was", &error))
+    }
+
+    /// Before COMMITTED nobody's `cont` has reached the guest, and from here on nobody's can: QEMU is held first, and then
+    /// looked at. If nothing comes of the handover, the guest's `cont` lets QEMU go, or undoing does.
+    pub(super) fn hold(&mut self) -> Result<(), Failure> {
+        self.vm()?.hold().map_err(|error| Failure::local("QEMU cannot be held", &error))?;
+        if self.vm()?.was_resumed().map_err(|error| Failure::local("QEMU's monitor failed", &error))? {
+            let reason = "somebody else continued the guest while it was stopped for the handover";
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        Ok(())
     }
 
     fn vm(&mut self) -> Result<&mut SourceVm, Failure> {

@@ -188,7 +188,9 @@ impl SourceVm {
         })
     }
 
+    /// Lets the guest go on. QEMU may still be held: for the handover that did not come about.
     pub(crate) fn cont(&mut self) -> Result<(), VmError> {
+        self.release()?;
         self.ask(qemu::control::cont)
     }
 
@@ -222,7 +224,8 @@ impl SourceVm {
     }
 
     /// Whether somebody has continued the guest since it was stopped: another monitor's `cont`, an HA manager. What was
-    /// sent is then out of date.
+    /// sent is then out of date. QEMU says so before it lets the guest run, so that once it is held nothing is missed;
+    /// it is not asked, and need not be able to answer.
     pub(crate) fn was_resumed(&mut self) -> Result<bool, VmError> {
         let events = self.ask(Qmp::take_events)?;
         Ok(events.iter().any(|event| event.name == "RESUME"))
@@ -245,6 +248,9 @@ impl SourceVm {
 
     /// Lets QEMU itself, not yet the guest, go on.
     pub(crate) fn release(&mut self) -> Result<(), VmError> {
+        if !self.is_held() {
+            return Ok(());
+        }
         self.process.signal(Signal::CONT)?;
         self.wait_until(|vm| !vm.is_held(), "go on", "SIGCONT")
     }

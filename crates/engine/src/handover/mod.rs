@@ -22,7 +22,9 @@
 //!
 //! 1. **Effects are done in their order**, each one finished before the next begins; finished means for a message
 //!    that it was handed to the link (or that there was no link to hand it to), for `StopVm`, `PauseQemu` and
-//!    `ResumeQemu` that they were seen to hold, for `ContinueVm` and `Cont` that the command was sent. The order is
+//!    `ResumeQemu` that they were seen to hold, for `ContinueVm` and `Cont` that the command was sent. A QEMU may be held
+//!    before `PauseQemu`, so that nobody's `cont` comes between the last look and COMMITTED; `ContinueVm` and `UndoAll`
+//!    let it go. The order is
 //!    the argument for safety: a decision stands in the journal before anybody can see it.
 //! 2. **The new state holds once its `Journal` effect is done.** A transition without one changes nothing that
 //!    matters after a restart. An agent whose journal fails must do none of the effects that follow and must end, as

@@ -170,3 +170,6 @@ impl Daemon {
         self.drivers().get(id).map(|driven| driven.mailbox.clone())
     }
 }
+
+#[cfg(test)]
+mod tests;

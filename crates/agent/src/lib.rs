@@ -27,6 +27,8 @@ mod ram;
 pub mod register;
 pub mod report;
 mod source;
+#[cfg(test)]
+mod testing;
 mod verification;
 mod vms;
 mod watch;

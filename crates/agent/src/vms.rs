@@ -312,3 +312,23 @@ pub(crate) fn detail(
     }
     detail
 }
+
+#[cfg(test)]
+mod tests {
+    use engine::handover::source::SourceState;
+
+    use super::*;
+    use crate::testing::{World, id, terms, vm};
+
+    #[test]
+    fn the_name_of_a_vm_in_migration_is_not_taken_by_another() {
+        let world = World::new();
+        no_open_migration(&world.context, &vm()).unwrap();
+        world.journalled(&terms("a", "b"), State::Source(SourceState::Prepared { run: true }));
+        let problem = no_open_migration(&world.context, &vm()).unwrap_err();
+        assert_eq!(problem.kind, Kind::Conflict);
+        assert!(problem.error.contains("web is in a migration, web#1"), "{}", problem.error);
+        world.context.journal.close(&id(1)).unwrap();
+        no_open_migration(&world.context, &vm()).unwrap();
+    }
+}

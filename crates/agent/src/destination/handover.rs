@@ -493,3 +493,6 @@ fn question(
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

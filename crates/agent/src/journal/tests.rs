@@ -13,6 +13,13 @@ use super::*;
 use crate::progress::Standing;
 use crate::report::{Objective, Outcome, Report};
 
+impl Journal {
+    /// Lets every write fail, or none any more.
+    pub(crate) fn refuse_writes(&self, refuse: bool) {
+        self.guard().connection.pragma_update(None, "query_only", refuse).unwrap();
+    }
+}
+
 fn name(name: &str) -> VmName {
     VmName::new(name).unwrap()
 }

@@ -482,3 +482,6 @@ impl Driver {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,193 @@
+//! The daemon without listeners of its own: who may come, what is answered, what is taken up.
+
+use std::net::SocketAddr;
+
+use engine::handover::destination::DestinationState;
+use engine::handover::source::SourceState;
+use proto::message::{Message, Verdict};
+use proto::{Epoch, Generation, Incarnation, Purpose};
+
+use super::*;
+use crate::api::Kind;
+use crate::destination::Traces;
+use crate::journal::{Durability, State};
+use crate::report::Report;
+use crate::source::{Aims, Controls};
+use crate::testing::{Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms};
+
+fn daemon(world: &World) -> Arc<Daemon> {
+    Arc::new(Daemon {
+        context: Arc::clone(&world.context),
+        drivers: Mutex::default(),
+        beginning: Mutex::default(),
+        witness: None,
+    })
+}
+
+/// Lets peers come.
+fn serve(daemon: &Arc<Daemon>) -> (Serving, SocketAddr) {
+    let listener = Listener::bind(endpoint("a"), "127.0.0.1:0").unwrap();
+    let address = listener.address();
+    let daemon = Arc::clone(daemon);
+    (listener.serve(move |arrival| daemon.arrival(arrival)).unwrap(), address)
+}
+
+fn questions() -> Purpose {
+    Purpose::Handover { migration: id(1) }
+}
+
+fn incarnation() -> Incarnation {
+    Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) }
+}
+
+fn controls(daemon: &Daemon) -> Arc<Controls> {
+    let request = serde_json::from_value(serde_json::json!({ "vm": "web", "to": "b" })).unwrap();
+    let aims = Aims::new(&request, &daemon.context.config.limits);
+    let report = Report::begin(id(1), host("a"), host("b"), aims.objective());
+    Arc::new(Controls {
+        aims: Mutex::new(aims),
+        rate: Arc::new(link::RateLimit::new(None)),
+        report: Mutex::new(report),
+    })
+}
+
+fn driven() -> Driven {
+    let mailbox = Mail::Source(source::Inbox::new().mailbox());
+    Driven { mailbox, publisher: Publisher::new(), controls: None }
+}
+
+#[test]
+fn only_a_migrations_two_hosts_have_a_say_in_it() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let (_serving, address) = serve(&daemon);
+    world.journalled(&terms("b", "a"), State::Destination(DestinationState::Discarded));
+    let control = || Purpose::Control { migration: id(1), generation: Generation(1) };
+    for purpose in [questions(), control()] {
+        let refused = Other::connect("c", address, purpose).map(drop).unwrap_err();
+        let reason = crate::chain(&refused);
+        assert!(reason.contains("c has no part in migration web#1"), "{reason}");
+    }
+    let mut source = Other::connect("b", address, questions()).unwrap();
+    source.say(&Message::Inquire { epoch: Epoch(1) });
+    assert!(matches!(source.hear(), Message::Refused { epoch: Epoch(1), .. }));
+}
+
+#[test]
+fn a_destination_brings_no_vm_back_on_the_migration_by_which_it_left() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let (_serving, address) = serve(&daemon);
+    world.journalled(&terms("a", "b"), State::Source(SourceState::Aborted));
+    let control = Purpose::Control { migration: id(1), generation: Generation(1) };
+    assert!(Other::connect("b", address, control).is_err());
+    let mut destination = Other::connect("b", address, questions()).unwrap();
+    destination.say(&Message::Ask { epoch: Epoch(1) });
+    let verdict = Message::Verdict { epoch: Epoch(1), verdict: Verdict::Aborted };
+    assert_eq!(destination.hear(), verdict);
+}
+
+#[test]
+fn a_journal_that_does_not_know_a_migration_decides_nothing_about_it() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let (_serving, address) = serve(&daemon);
+    let mut peer = Other::connect("b", address, questions()).unwrap();
+    peer.say(&Message::Inquire { epoch: Epoch(1) });
+    peer.say(&Message::Go { epoch: Epoch(1), incarnation: incarnation(), run: true });
+    peer.say(&Message::Ping);
+    assert_eq!(peer.hear(), Message::Pong, "neither REFUSED nor anything else");
+    peer.say(&Message::Ask { epoch: Epoch(1) });
+    let verdict = Message::Verdict { epoch: Epoch(1), verdict: Verdict::Undecided };
+    assert_eq!(peer.hear(), verdict);
+}
+
+#[test]
+fn who_asks_what_is_no_question_is_hung_up_on() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let (_serving, address) = serve(&daemon);
+    let mut peer = Other::connect("b", address, questions()).unwrap();
+    peer.say(&Message::Resumed);
+    assert_eq!(peer.hung_up(), []);
+}
+
+#[test]
+fn a_driver_is_not_put_out_of_reach_by_another() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let place = daemon.place(&id(1), driven()).unwrap();
+    let problem = daemon.place(&id(1), driven()).map(drop).unwrap_err();
+    assert_eq!(problem.kind, Kind::Conflict);
+    assert!(daemon.mailbox(&id(1)).is_some(), "the first one is still there");
+    drop(place);
+    assert!(daemon.mailbox(&id(1)).is_none());
+    let place = daemon.place(&id(1), driven()).unwrap();
+    place.work(|| {});
+    eventually("a place is given back when the work is done", || daemon.mailbox(&id(1)).is_none());
+}
+
+#[test]
+fn nothing_is_journalled_that_no_driver_could_end() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let qemu = Qemu::start(world.folder.path());
+    let vm = || source::SourceVm::find(&world.context, &qemu.record()).unwrap();
+    let place = daemon.place(&id(1), driven()).unwrap();
+    let set_out = || daemon.set_out(terms("a", "b"), vm(), proposal(), controls(&daemon));
+    set_out().unwrap_err();
+    assert_eq!(world.context.journal.migration(&id(1)).unwrap(), None);
+    drop(place);
+    // And with a driver it begins: the destination hears of it.
+    set_out().unwrap();
+    assert!(matches!(world.accept().hear(), Message::Propose(_)));
+    world.reaches("aborted");
+}
+
+#[test]
+fn a_qemu_that_lives_and_does_not_answer_is_not_taken_for_gone() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
+    let qemu = Qemu::start(&traces.directory);
+    traces.process = Some(qemu.process());
+    let ready = DestinationState::Ready { incarnation: qemu.incarnation() };
+    world.journalled(&terms("b", "a"), State::Destination(ready.clone()));
+    let details = drive::DestinationDetails { boot_id: "this boot".to_owned(), traces };
+    world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
+    qemu.monitor().mute = true;
+    let taken_up = std::thread::spawn({
+        let daemon = Arc::clone(&daemon);
+        move || daemon.take_up().unwrap()
+    });
+    eventually("it is tried again", || qemu.monitor().connections >= 2);
+    assert_eq!(world.state(), State::Destination(ready.clone()));
+    qemu.monitor().mute = false;
+    taken_up.join().unwrap();
+    assert!(daemon.mailbox(&id(1)).is_some());
+    assert_eq!(world.state(), State::Destination(ready));
+}
+
+#[test]
+fn an_agent_that_cannot_read_what_is_open_does_not_start() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = "host = \"a\"\nlisten = \"127.0.0.1:0\"\nstate_dir = \"state\"\nrun_dir = \"run\"\n[tls]\nplain = true\n";
+    let config = Config::parse(&folder.path().join("agent.toml"), text).unwrap();
+    let journal = Journal::open(&config.state_dir).unwrap();
+    let state = State::Source(SourceState::Prepared { run: true });
+    let new = crate::journal::NewMigration {
+        terms: &terms("a", "b"),
+        state,
+        was_running: true,
+        proposal: &proposal(),
+    };
+    journal.begin(&new).unwrap();
+    let path = journal.path().to_owned();
+    drop(journal);
+    let database = rusqlite::Connection::open(path).unwrap();
+    database.execute("UPDATE migrations SET state = '{}'", []).unwrap();
+    drop(database);
+    let injector = InjectorProgram { program: "/nonexistent".into(), arguments: Vec::new() };
+    let error = Agent::start(config, injector).map(drop).unwrap_err();
+    assert!(matches!(error, StartError::Journal(JournalError::Json { .. })), "{error:?}");
+}

@@ -1,0 +1,113 @@
+//! A destination's driver against a peer that says what the test wants.
+
+use engine::handover::destination::DestinationState;
+use proto::{Epoch, Generation, Incarnation};
+
+use super::*;
+use crate::destination::{Arriving, Inbox, Traces};
+use crate::progress::Publisher;
+use crate::testing::{PATIENCE, Peer, Qemu, World, id, proposal, terms};
+
+/// A driver of the first migration, which the journal has in this state, and the source's end of a connection.
+fn driver(world: &World, state: DestinationState, vm: Option<Arriving>) -> (Driver, Peer) {
+    world.journalled(&terms("b", "a"), State::Destination(state.clone()));
+    let context = Arc::clone(&world.context);
+    let (here, there) = World::from_peer();
+    let (terms, publisher) = (terms("b", "a"), Publisher::new());
+    let mut driver = Driver::new(context, terms, state, proposal(), vm, Inbox::new(), publisher);
+    driver.meet(here).unwrap();
+    (driver, there)
+}
+
+/// A VM that has arrived and waits.
+fn arrived(world: &World) -> (Qemu, Arriving, Incarnation) {
+    let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
+    let qemu = Qemu::start(&traces.directory);
+    traces.process = Some(qemu.process());
+    let mut vm = Arriving::find(traces, PATIENCE).unwrap();
+    vm.qmp.set_timeout(Duration::from_millis(50));
+    let incarnation = qemu.incarnation();
+    (qemu, vm, incarnation)
+}
+
+fn go(incarnation: &Incarnation) -> Message {
+    Message::Go { epoch: Epoch(1), incarnation: incarnation.clone(), run: true }
+}
+
+fn nobody() -> Incarnation {
+    Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) }
+}
+
+#[test]
+fn a_source_that_breaks_the_protocol_before_ready_ends_the_migration() {
+    for nonsense in [go(&nobody()), Message::Resumed] {
+        let world = World::new();
+        let (driver, mut source) = driver(&world, DestinationState::Prepared, None);
+        let settled = thread::spawn(move || driver.run());
+        source.say(&nonsense);
+        source.hung_up();
+        assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
+        assert_eq!(world.state(), State::Destination(DestinationState::Discarded));
+    }
+}
+
+#[test]
+fn a_source_that_breaks_the_protocol_after_ready_loses_its_connection_and_nothing_else() {
+    let world = World::new();
+    let (_qemu, vm, incarnation) = arrived(&world);
+    let ready = DestinationState::Ready { incarnation };
+    let (mut driver, mut source) = driver(&world, ready.clone(), Some(vm));
+    let link = *driver.links.keys().next().unwrap();
+    driver.message(link, Message::Resumed);
+    source.hung_up();
+    assert_eq!(world.state(), State::Destination(ready));
+}
+
+#[test]
+fn what_comes_late_on_an_older_connection_is_passed_over() {
+    let world = World::new();
+    let (mut driver, _old) = driver(&world, DestinationState::Prepared, None);
+    let old = driver.control.unwrap();
+    let (here, _new) = World::from_peer();
+    driver.inbox.mailbox().connected(here, Some(Generation(2))).unwrap();
+    let connected = driver.inbox.wait(Instant::now() + PATIENCE).unwrap();
+    driver.notice(connected);
+    driver.notice(Notice::Message { link: old, message: Message::Resume });
+    driver.notice(Notice::Blob { link: old, bytes: vec![0; 16] });
+    assert_eq!(driver.state, DestinationState::Prepared);
+}
+
+#[test]
+fn what_the_journal_did_not_take_is_taken_again() {
+    let world = World::new();
+    let (qemu, vm, incarnation) = arrived(&world);
+    let (mut driver, mut source) =
+        driver(&world, DestinationState::Ready { incarnation: incarnation.clone() }, Some(vm));
+    world.context.journal.refuse_writes(true);
+    driver.message(0, go(&incarnation));
+    assert_eq!(world.state().name(), "ready");
+    assert!(!qemu.monitor().running, "nothing that does not stand in the journal is done");
+    world.context.journal.refuse_writes(false);
+    let settled = thread::spawn(move || driver.settle());
+    source.hear_until(|message| matches!(message, Message::Running { .. }));
+    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    assert!(qemu.monitor().running);
+}
+
+#[test]
+fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
+    let world = World::new();
+    let (qemu, vm, incarnation) = arrived(&world);
+    let (driver, mut source) =
+        driver(&world, DestinationState::Ready { incarnation: incarnation.clone() }, Some(vm));
+    qemu.monitor().ignores = Some("cont");
+    let settled = thread::spawn(move || driver.settle());
+    source.say(&go(&incarnation));
+    // Again and again.
+    qemu.heard("cont", 2);
+    source.say(&Message::Ping);
+    source.hear_until(|message| *message == Message::Pong);
+    qemu.monitor().ignores = None;
+    source.hear_until(|message| matches!(message, Message::Running { .. }));
+    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+}

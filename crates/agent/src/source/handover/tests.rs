@@ -1,0 +1,200 @@
+//! A source's driver against a peer that says what the test wants.
+
+use std::sync::{Arc, Mutex, mpsc};
+
+use engine::handover::register::RegisterAnswer;
+use engine::handover::source::SourceState;
+use proto::message::{Ownership, Verdict};
+use proto::{Epoch, Generation, Incarnation};
+
+use super::*;
+use crate::api::OnLimit;
+use crate::progress::Publisher;
+use crate::report::Report;
+use crate::source::{Aims, Controls, Inbox, Mailbox};
+use crate::testing::{Qemu, SlowRegister, World, host, id, terms};
+
+fn aims() -> Aims {
+    Aims {
+        max_downtime_ms: 30,
+        max_rounds: 30,
+        on_limit: OnLimit::Stop,
+        streams: 1,
+        bandwidth_bytes_per_s: None,
+        verify: false,
+    }
+}
+
+/// A driver of the first migration, which the journal has in this state.
+fn driver(world: &World, state: SourceState, qemu: Option<&Qemu>) -> (Driver, Mailbox, Arc<Controls>) {
+    driver_of(world, terms("a", "b"), state, qemu)
+}
+
+fn driver_of(
+    world: &World,
+    terms: engine::handover::Terms,
+    state: SourceState,
+    qemu: Option<&Qemu>,
+) -> (Driver, Mailbox, Arc<Controls>) {
+    world.journalled(&terms, State::Source(state.clone()));
+    let objective = aims().objective();
+    let report = Report::begin(terms.migration.clone(), host("a"), host("b"), objective);
+    let controls = Arc::new(Controls {
+        aims: Mutex::new(aims()),
+        rate: Arc::new(link::RateLimit::new(None)),
+        report: Mutex::new(report),
+    });
+    let vm = qemu.map(|qemu| SourceVm::find(&world.context, &qemu.record()).unwrap());
+    let inbox = Inbox::new();
+    let mailbox = inbox.mailbox();
+    let context = Arc::clone(&world.context);
+    let driver = Driver::new(context, terms, state, vm, inbox, Arc::clone(&controls), Publisher::new());
+    (driver, mailbox, controls)
+}
+
+fn incarnation() -> Incarnation {
+    Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) }
+}
+
+fn committed() -> SourceState {
+    SourceState::Committed { incarnation: incarnation(), run: true }
+}
+
+const STOPPED: SourceState = SourceState::Stopped { run: true };
+
+#[test]
+fn what_the_peer_did_comes_before_what_could_not_be_sent_therefore() {
+    let world = World::new();
+    let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
+    driver.control = Some(driver.connect_control().unwrap());
+    let mut peer = world.accept();
+    // More than a message may name.
+    peer.say(&Message::Verified { different_chunks: vec![7; 1 << 18] });
+    let failure = loop {
+        if let Err(failure) = driver.say(&Message::Ping) {
+            break failure;
+        }
+    };
+    assert!(failure.reason.contains("breaks the protocol's limits"), "{}", failure.reason);
+    assert_eq!(failure.event, SourceEvent::PeerLost);
+}
+
+#[test]
+fn an_older_connection_answers_no_question_of_the_present_one() {
+    let world = World::new();
+    let (mut driver, mailbox, _) = driver(&world, SourceState::Prepared { run: true }, None);
+    driver.control = Some(driver.connect_control().unwrap());
+    let _old = world.accept();
+    let old = driver.control.as_ref().unwrap().link;
+    driver.control = Some(driver.connect_control().unwrap());
+    let mut peer = world.accept();
+    mailbox.put(Notice::Message { link: Some(old), message: Message::Resumed });
+    let answer = Message::Verified { different_chunks: vec![] };
+    peer.say(&answer);
+    assert_eq!(driver.hear(Instant::now() + crate::testing::PATIENCE).unwrap(), answer);
+}
+
+#[test]
+fn a_peer_that_breaks_the_protocol_before_committed_ends_the_migration() {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let (mut driver, ..) = driver(&world, STOPPED, Some(&qemu));
+    driver.control = Some(driver.connect_control().unwrap());
+    let link = driver.control.as_ref().unwrap().link;
+    let mut peer = world.accept();
+    // Nothing was ever committed.
+    driver.message(Some(link), Message::Running { epoch: Epoch(1), continue_us: 0 });
+    peer.hung_up();
+    assert_eq!(driver.settle(), SourceState::Aborted);
+    assert_eq!(world.state(), State::Source(SourceState::Aborted));
+    assert!(qemu.monitor().running, "the guest goes on");
+}
+
+#[test]
+fn a_peer_that_breaks_the_protocol_after_committed_loses_its_connection_and_nothing_else() {
+    let world = World::new();
+    let (driver, ..) = driver(&world, committed(), None);
+    let settled = thread::spawn(move || driver.run_on(Found::Gone));
+    let is_go = |message: &Message| matches!(message, Message::Go { .. });
+    let mut peer = world.accept();
+    peer.hear_until(is_go);
+    peer.say(&Message::Resumed);
+    peer.hung_up();
+    let mut peer = world.accept();
+    peer.hear_until(is_go);
+    assert_eq!(world.state(), State::Source(committed()));
+    peer.say(&Message::Running { epoch: Epoch(1), continue_us: 0 });
+    assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
+}
+
+#[test]
+fn go_waits_until_it_was_looked_whether_qemu_is_held() {
+    let world = World::new();
+    let (mut driver, _, controls) = driver(&world, STOPPED, None);
+    // There is nothing to hold: the effect fails after COMMITTED was journalled.
+    driver.take(&SourceEvent::Ready { epoch: Epoch(1), incarnation: incarnation() });
+    assert_eq!(world.state(), State::Source(committed()));
+    let settled = thread::spawn(move || driver.settle());
+    let mut peer = world.accept();
+    peer.hear_until(|message| matches!(message, Message::Go { .. }));
+    let looked = controls.report(|report| {
+        report.events.iter().any(|event| event.detail.contains("this side's stopped copy is gone"))
+    });
+    assert!(looked, "GO went out before anybody looked");
+    peer.say(&Message::Running { epoch: Epoch(1), continue_us: 0 });
+    settled.join().unwrap();
+}
+
+#[test]
+fn a_guest_that_somebody_else_continued_is_not_handed_over() {
+    for run in [true, false] {
+        let world = World::new();
+        let qemu = Qemu::start(world.folder.path());
+        let (mut driver, ..) = driver(&world, SourceState::Stopped { run }, Some(&qemu));
+        driver.vm.as_mut().unwrap().monitor().unwrap();
+        qemu.resumes();
+        let failure = driver.hold().unwrap_err();
+        assert!(failure.reason.contains("somebody else continued the guest"), "{}", failure.reason);
+        assert!(qemu.is_held(), "looked at only when nothing can happen any more");
+        driver.take(&failure.event);
+        assert_eq!(driver.settle(), SourceState::Aborted);
+        assert!(!qemu.is_held(), "it is let go");
+        assert_eq!(qemu.monitor().running, run);
+    }
+}
+
+#[test]
+fn a_guest_that_nobody_continued_is_held() {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let (mut driver, ..) = driver(&world, STOPPED, Some(&qemu));
+    driver.vm.as_mut().unwrap().monitor().unwrap();
+    driver.hold().unwrap();
+    assert!(qemu.is_held());
+}
+
+#[test]
+fn a_register_that_does_not_answer_gathers_no_questions() {
+    let (asked, questions) = mpsc::channel();
+    let (answer, answers) = mpsc::channel();
+    let world = World::with(Some(Arc::new(SlowRegister { asked, answers: Mutex::new(answers) })));
+    let state = SourceState::Reclaiming { incarnation: Some(incarnation()), run: true, force: false };
+    let terms = engine::handover::Terms { register: Some(Epoch(0)), ..terms("a", "b") };
+    let (driver, mailbox, _) = driver_of(&world, terms, state, None);
+    for _ in 0..5 {
+        mailbox.put(Notice::Event(SourceEvent::Repeat));
+    }
+    let (reply, replied) = mpsc::sync_channel(1);
+    mailbox.put(Notice::Asked { epoch: Epoch(1), reply });
+    let settled = thread::spawn(move || driver.settle());
+    // By its place in the row, the answer comes after all the repetitions.
+    let verdict = Message::Verdict { epoch: Epoch(1), verdict: Verdict::Undecided };
+    assert_eq!(replied.recv_timeout(crate::testing::PATIENCE).unwrap(), verdict);
+    questions.recv_timeout(crate::testing::PATIENCE).unwrap();
+    assert_eq!(questions.try_recv(), Err(mpsc::TryRecvError::Empty), "one at a time");
+    answer.send(RegisterAnswer::Unreachable).unwrap();
+    questions.recv_timeout(crate::testing::PATIENCE).expect("the one that has waited is asked now");
+    let ours = Ownership { epoch: id(1).epoch, owner: host("a"), offer: None };
+    answer.send(RegisterAnswer::Stands(Some(ours))).unwrap();
+    assert_eq!(settled.join().unwrap(), SourceState::Returned);
+}

@@ -1,0 +1,345 @@
+//! What tests of drivers and daemon share: an agent `a` with a journal in a directory of its own, its peer `b`, and a
+//! QEMU that is a sleeping process with a monitor.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test may fail")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::net::SocketAddr;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::Terms;
+use engine::precopy::FixedCost;
+use link::{Arrival, Connection, Endpoint, Incoming, LinkError, Listener, Rejected, Security, Serving};
+use proto::message::{Message, Proposal};
+use proto::{Epoch, HostId, Incarnation, MigrationId, VmName};
+use serde_json::{Value, json};
+use tracee::{Injector, Process};
+
+use crate::config::Config;
+use crate::context::Context;
+use crate::fault::Faults;
+use crate::journal::{Journal, NewMigration, State, VmRecord};
+use crate::register::Register;
+
+/// How long a test waits for what has to happen.
+pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
+
+pub(crate) fn host(name: &str) -> HostId {
+    HostId::new(name).unwrap()
+}
+
+pub(crate) fn vm() -> VmName {
+    VmName::new("web").unwrap()
+}
+
+pub(crate) fn id(epoch: u64) -> MigrationId {
+    MigrationId { vm: vm(), epoch: Epoch(epoch) }
+}
+
+/// The first migration, from one host to the other.
+pub(crate) fn terms(source: &str, destination: &str) -> Terms {
+    Terms { migration: id(1), source: host(source), destination: host(destination), register: None }
+}
+
+pub(crate) fn proposal() -> Proposal {
+    let proposal = json!({
+        "reply_to": "127.0.0.1:1", "streams": 1, "facts": {}, "description": {}, "check_only": false,
+        "ram": [{ "name": "pc.ram", "bytes": 2 << 20, "page_bytes": 4096 }],
+    });
+    serde_json::from_value(proposal).unwrap()
+}
+
+/// Waits until something holds that has to come about by itself.
+#[track_caller]
+pub(crate) fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Whoever comes is let in. Nobody may be there any more to meet them.
+fn welcome(sender: Sender<Connection>) -> impl Fn(Result<Arrival, Rejected>) + Send + Sync {
+    move |arrival| {
+        if let Some(connection) = arrival.ok().and_then(|arrival| arrival.accept().ok()) {
+            drop(sender.send(connection));
+        }
+    }
+}
+
+/// The agent `a`, and who connects to its peer `b`.
+pub(crate) struct World {
+    pub(crate) context: Arc<Context>,
+    pub(crate) folder: tempfile::TempDir,
+    arrivals: Receiver<Connection>,
+    _peer: Serving,
+}
+
+impl World {
+    pub(crate) fn new() -> Self {
+        Self::with(None)
+    }
+
+    pub(crate) fn with(register: Option<Arc<dyn Register>>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (sender, arrivals) = mpsc::channel();
+        let peer = Listener::bind(endpoint("b"), "127.0.0.1:0").unwrap();
+        let address = peer.address();
+        let peer = peer.serve(welcome(sender)).unwrap();
+        let text = format!(
+            "host = \"a\"\nlisten = \"127.0.0.1:1\"\nstate_dir = \"state\"\nrun_dir = \"run\"\n[tls]\nplain = true\n\
+             [hosts.b]\naddress = \"{address}\"\n[timeouts]\nretry_ms = 20\nqmp_ms = 500\n"
+        );
+        let config = Config::parse(&folder.path().join("agent.toml"), &text).unwrap();
+        let context = Context {
+            journal: Journal::open(&config.state_dir).unwrap(),
+            endpoint: endpoint("a"),
+            router: link::Router::default(),
+            register,
+            injector: Arc::new(Injector::new(PathBuf::from("/nonexistent"), Vec::new())),
+            faults: Faults::default(),
+            boot_id: "this boot".to_owned(),
+            fixed_cost: Mutex::new(FixedCost::default()),
+            config,
+        };
+        Self { context: Arc::new(context), folder, arrivals, _peer: peer }
+    }
+
+    /// The next connection that `a` opens to `b`.
+    pub(crate) fn accept(&self) -> Peer {
+        Peer(self.arrivals.recv_timeout(PATIENCE).expect("nobody connects"))
+    }
+
+    /// A connection that `b` has opened to `a`: both ends.
+    pub(crate) fn from_peer() -> (Connection, Peer) {
+        let (sender, arrivals) = mpsc::channel();
+        let listener = Listener::bind(endpoint("a"), "127.0.0.1:0").unwrap();
+        let address = listener.address();
+        let _serving = listener.serve(welcome(sender)).unwrap();
+        let there = Peer::connect("b", address, proto::Purpose::Handover { migration: id(1) }).unwrap();
+        (arrivals.recv_timeout(PATIENCE).unwrap(), there)
+    }
+
+    /// Writes the first migration into the journal.
+    pub(crate) fn journalled(&self, terms: &Terms, state: State) {
+        let new = NewMigration { terms, state, was_running: true, proposal: &proposal() };
+        self.context.journal.begin(&new).unwrap();
+    }
+
+    /// How far the journal has the first migration.
+    pub(crate) fn state(&self) -> State {
+        self.context.journal.migration(&id(1)).unwrap().expect("the journal does not know it").state
+    }
+
+    /// Waits until the journal has the first migration in a state of this name.
+    #[track_caller]
+    pub(crate) fn reaches(&self, state: &str) {
+        let deadline = Instant::now() + PATIENCE;
+        while self.state().name() != state {
+            assert!(Instant::now() < deadline, "{:?}, not {state}", self.state());
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+/// Somebody who speaks the protocol as the test wants it.
+pub(crate) fn endpoint(name: &str) -> Endpoint {
+    Endpoint::new(host(name), Security::Plain)
+}
+
+/// The other end of a connection.
+pub(crate) struct Peer(pub(crate) Connection);
+
+impl Peer {
+    /// Connects to the agent `a`.
+    pub(crate) fn connect(
+        name: &str,
+        address: SocketAddr,
+        purpose: proto::Purpose,
+    ) -> Result<Self, link::ConnectError> {
+        let to = link::Peer { host: host("a"), address: address.to_string() };
+        endpoint(name).connect(&to, purpose, Instant::now() + PATIENCE).map(Self)
+    }
+
+    pub(crate) fn say(&mut self, message: &Message) {
+        self.0.send(message).unwrap();
+    }
+
+    pub(crate) fn hear(&mut self) -> Message {
+        match self.0.recv(Some(Instant::now() + PATIENCE)).expect("nothing is said") {
+            Incoming::Message(message) => message,
+            Incoming::Blob(_) => unreachable!("no test sends device state"),
+        }
+    }
+
+    /// Waits for a message that is wanted, passing others over.
+    pub(crate) fn hear_until(&mut self, wanted: impl Fn(&Message) -> bool) -> Message {
+        loop {
+            let message = self.hear();
+            if wanted(&message) {
+                return message;
+            }
+        }
+    }
+
+    /// Waits until the other side hangs up, and returns what it said before.
+    pub(crate) fn hung_up(&mut self) -> Vec<Message> {
+        let mut said = Vec::new();
+        loop {
+            match self.0.recv(Some(Instant::now() + PATIENCE)) {
+                Ok(Incoming::Message(message)) => said.push(message),
+                Ok(Incoming::Blob(_)) => {}
+                Err(LinkError::TimedOut) => unreachable!("it does not hang up; it said {said:?}"),
+                Err(_) => return said,
+            }
+        }
+    }
+}
+
+/// A process that sleeps, and a monitor that says what the test wants.
+pub(crate) struct Qemu {
+    child: Child,
+    process: Process,
+    path: PathBuf,
+    monitor: Arc<Mutex<Monitor>>,
+}
+
+/// What the monitor does.
+#[derive(Default)]
+pub(crate) struct Monitor {
+    /// Whether the guest runs.
+    pub(crate) running: bool,
+    /// Takes connections and does not greet.
+    pub(crate) mute: bool,
+    /// A command that is not answered.
+    pub(crate) ignores: Option<&'static str>,
+    /// Commands that came.
+    pub(crate) heard: Vec<String>,
+    /// Connections that came.
+    pub(crate) connections: usize,
+    clients: Vec<UnixStream>,
+}
+
+impl Qemu {
+    pub(crate) fn start(directory: &Path) -> Self {
+        let child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let process = Process::open(child.id()).unwrap();
+        std::fs::create_dir_all(directory).unwrap();
+        let path = directory.join(::qemu::command::QMP_FILE);
+        let listener = UnixListener::bind(&path).unwrap();
+        let monitor = Arc::<Mutex<Monitor>>::default();
+        let shared = Arc::clone(&monitor);
+        thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || serve(stream, &shared));
+            }
+        });
+        Self { child, process, path, monitor }
+    }
+
+    pub(crate) fn monitor(&self) -> std::sync::MutexGuard<'_, Monitor> {
+        self.monitor.lock().unwrap()
+    }
+
+    pub(crate) fn record(&self) -> VmRecord {
+        VmRecord::new(vm(), Value::Null, self.process.pid(), self.process.start_time(), self.path.clone())
+    }
+
+    /// Process id and start time.
+    pub(crate) fn process(&self) -> (u32, u64) {
+        (self.process.pid(), self.process.start_time())
+    }
+
+    pub(crate) fn incarnation(&self) -> Incarnation {
+        Incarnation {
+            boot_id: "this boot".to_owned(),
+            pid: self.process.pid(),
+            start_time_ticks: self.process.start_time(),
+            generation: proto::Generation(1),
+        }
+    }
+
+    pub(crate) fn is_held(&self) -> bool {
+        self.process.status().unwrap().state == 'T'
+    }
+
+    /// Tells its clients that the guest goes on, as somebody else's `cont` does.
+    pub(crate) fn resumes(&self) {
+        let event = json!({ "event": "RESUME", "timestamp": { "seconds": 1, "microseconds": 0 } });
+        for client in &mut self.monitor().clients {
+            writeln!(client, "{event}").unwrap();
+        }
+    }
+
+    /// Waits until a command has come so many times.
+    #[track_caller]
+    pub(crate) fn heard(&self, command: &str, times: usize) {
+        eventually(command, || {
+            self.monitor().heard.iter().filter(|heard| *heard == command).count() >= times
+        });
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+fn serve(mut stream: UnixStream, monitor: &Mutex<Monitor>) {
+    let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
+    {
+        let mut monitor = monitor.lock().unwrap();
+        monitor.connections += 1;
+        monitor.clients.push(stream.try_clone().unwrap());
+        if !monitor.mute {
+            let version = json!({ "qemu": { "micro": 2, "minor": 0, "major": 10 }, "package": "" });
+            writeln!(stream, "{}", json!({ "QMP": { "version": version, "capabilities": [] } })).unwrap();
+        }
+    }
+    while let Some(Ok(line)) = lines.next() {
+        let asked: Value = serde_json::from_str(&line).unwrap();
+        let command = asked["execute"].as_str().unwrap();
+        let mut monitor = monitor.lock().unwrap();
+        monitor.heard.push(command.to_owned());
+        if monitor.mute || monitor.ignores == Some(command) {
+            continue;
+        }
+        let answer = match command {
+            "query-status" => {
+                let status = if monitor.running { "running" } else { "paused" };
+                json!({ "status": status, "running": monitor.running })
+            }
+            "stop" | "cont" => {
+                monitor.running = command == "cont";
+                json!({})
+            }
+            _ => json!({}),
+        };
+        if writeln!(stream, "{}", json!({ "return": answer, "id": asked["id"] })).is_err() {
+            return;
+        }
+    }
+}
+
+/// A register that counts its questions and answers when the test says so.
+pub(crate) struct SlowRegister {
+    pub(crate) asked: Sender<proto::message::RegisterRequest>,
+    pub(crate) answers: Mutex<Receiver<engine::handover::register::RegisterAnswer>>,
+}
+
+impl Register for SlowRegister {
+    fn ask(&self, request: &proto::message::RegisterRequest) -> engine::handover::register::RegisterAnswer {
+        self.asked.send(request.clone()).unwrap();
+        self.answers.lock().unwrap().recv().unwrap_or(engine::handover::register::RegisterAnswer::Unreachable)
+    }
+}

@@ -56,6 +56,46 @@ fn a_newer_qemu_with_anonymous_ram_there_and_back() {
     there_and_back(newest(&Environment::discover()), Ram::Anonymous, 4);
 }
 
+/// What only one side knows stands in the report of the other one too: from an older QEMU to a newer one, where there
+/// are two.
+#[test]
+fn the_report_tells_of_both_sides() {
+    let mut cluster = Cluster::new();
+    cluster.b.kill();
+    let config = std::fs::read_to_string(cluster.b.config()).unwrap();
+    let mut config: toml::Table = config.parse().unwrap();
+    config["qemu"]["binaries"].as_array_mut().unwrap().drain(..cluster.environment.qemu_versions().len() - 1);
+    std::fs::write(cluster.b.config(), config.to_string()).unwrap();
+    cluster.b.start();
+    let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
+    let version = |agent: &common::Agent| agent.vm("vm1").unwrap()["qemu_version"].clone();
+
+    let left = version(&cluster.a);
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    let (source, destination) = (&report["source"], &report["destination"]);
+    assert_eq!((&source["qemu_version"], &destination["qemu_version"]), (&left, &version(&cluster.b)));
+    assert_eq!(left == version(&cluster.b), cluster.environment.qemu_versions().len() == 1);
+
+    let text = cluster.a.text(&["report", "vm1"]).ok().stdout;
+    let line = |name: &str| text.lines().find(|line| line.trim_start().starts_with(name)).unwrap().to_owned();
+    let versions = [source, destination].map(|side| side["qemu_version"].as_str().unwrap());
+    assert!(line("QEMU").ends_with(&versions.join(" → ")), "{text}");
+    let used = [source, destination].map(|side| side["agent_cpu_us"].as_u64().unwrap());
+    for (used_us, agent) in used.into_iter().zip([&cluster.a, &cluster.b]) {
+        assert!(used_us > 0 && used_us <= cpu_us(agent.pid()), "{report:#}");
+    }
+    let used = used.map(|us| format!("{:.3} s", us as f64 / 1e6));
+    assert!(line("agents' CPU").ends_with(&used.join(" → ")), "{text}");
+}
+
+/// All CPU time of a process, rounded up to a clock tick for each of its two parts, in microseconds.
+fn cpu_us(pid: u32) -> u64 {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    let fields: Vec<_> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    let ticks: u64 = fields[11..13].iter().map(|ticks| ticks.parse::<u64>().unwrap() + 1).sum();
+    ticks * 10_000
+}
+
 /// Devices of all kinds, a disk that is read with `O_DIRECT` all the while (trap 1), a network card, two NUMA nodes.
 fn with_everything(version: QemuVersion) {
     let cluster = Cluster::new();

@@ -26,6 +26,7 @@ pub(crate) use arriving::{ArriveError, Arriving, Traces};
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
 use crate::context::Context;
+use crate::cpu::CpuTime;
 use crate::owners;
 use crate::progress::Publisher;
 
@@ -53,6 +54,8 @@ pub(crate) struct Driver {
     loaded: Option<(String, u64)>,
     /// How long `cont` took, in microseconds, from GO's arrival.
     continue_us: u64,
+    /// Since the migration began here; absent if another agent began it.
+    cpu: Option<CpuTime>,
     go_heard: Option<Instant>,
     heard: Instant,
     /// A question to the source is under way.
@@ -78,6 +81,7 @@ impl Driver {
         inbox: Inbox,
         publisher: Publisher,
     ) -> Self {
+        let cpu = (state == DestinationState::Idle).then(CpuTime::start);
         Self {
             context,
             terms,
@@ -94,6 +98,7 @@ impl Driver {
             state_coming: None,
             loaded: None,
             continue_us: 0,
+            cpu,
             go_heard: None,
             heard: Instant::now(),
             asking: Arc::default(),

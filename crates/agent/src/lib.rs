@@ -14,6 +14,7 @@
 pub mod api;
 pub mod config;
 mod context;
+mod cpu;
 pub mod daemon;
 mod destination;
 pub mod fault;

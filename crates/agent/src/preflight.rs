@@ -144,6 +144,8 @@ pub(crate) struct Considered {
     pub(crate) ram_kind: String,
 }
 
+    /// Version of the QEMU that would be started.
+    pub(crate) qemu_version: String,
 /// Compares a proposal with this host. The findings hold a blocker where it is an error.
 pub(crate) fn destination(
     context: &Context,
@@ -209,7 +211,7 @@ pub(crate) fn destination(
         destination: context.config.host.clone(),
         register: proposal.register_epoch,
     };
-    Ok(Considered { terms, proposal, launch, traces, findings, ram_kind })
+    Ok(Considered { terms, proposal, launch, traces, findings, ram_kind, qemu_version: ours.qemu_version })
 }
 
 /// The source's facts, with the description in its place.

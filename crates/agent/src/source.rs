@@ -27,6 +27,7 @@ pub(crate) use inbox::{Inbox, Mailbox, Notice};
 use crate::api::{MigrateRequest, OnLimit};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
+use crate::cpu::CpuTime;
 use crate::owners;
 use crate::progress::{Phase, Publisher};
 use crate::report::{Objective, Outcome, Report};
@@ -148,8 +149,8 @@ pub(crate) struct Driver {
     clock: phases::StopClock,
     contact: handover::Contact,
     outcome: Option<Outcome>,
-    /// CPU time of the agent when the migration began, in microseconds.
-    cpu_at_start_us: u64,
+    /// Since the migration began; absent if another agent began it.
+    cpu: Option<CpuTime>,
 }
 
 impl Driver {
@@ -165,6 +166,7 @@ impl Driver {
         publisher: Publisher,
     ) -> Self {
         let contact = handover::Contact::new(&context.config.timeouts);
+        let cpu = (state == SourceState::Idle).then(CpuTime::start);
         Self {
             context,
             terms,
@@ -186,7 +188,7 @@ impl Driver {
             clock: phases::StopClock::default(),
             contact,
             outcome: None,
-            cpu_at_start_us: cpu_us(),
+            cpu,
         }
     }
 
@@ -198,15 +200,4 @@ impl Driver {
         let at_us = self.telemetry.elapsed_us();
         self.controls.report(|report| report.event(at_us, what, detail));
     }
-
-    /// CPU time that the agent has used since the migration began, in microseconds. Migrations that run at the same
-    /// time are in it too.
-    fn cpu_us(&self) -> u64 {
-        cpu_us().saturating_sub(self.cpu_at_start_us)
-    }
-}
-
-fn cpu_us() -> u64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
-    time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1000
 }

@@ -128,6 +128,10 @@ pub enum Message {
         epoch: Epoch,
         /// From GO's arrival until QEMU's `cont` had returned, in microseconds.
         continue_us: u64,
+        /// CPU time of its agent since the proposal, in microseconds, for the report; absent if the agent was
+        /// restarted since.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        agent_cpu_us: Option<u64>,
     },
     /// Destination: journalled that it will never run this epoch.
     Refused {
@@ -240,6 +244,9 @@ pub struct Acceptance {
     pub qemu_start_us: u64,
     /// Kind of RAM that the VM gets, for the report.
     pub ram_kind: String,
+    /// Version of its QEMU, as the QEMU itself tells it, for the report.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qemu_version: Option<String>,
 }
 
 /// One thing that pre-flight found.

@@ -82,6 +82,15 @@ pub struct Said {
 }
 
 impl Said {
+    pub fn by(command: &mut Command) -> Self {
+        let output = command.output().unwrap();
+        Self {
+            code: output.status.code().unwrap_or(-1),
+            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
+            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
+        }
+    }
+
     pub fn json(&self) -> Value {
         serde_json::from_str(self.stdout.trim()).unwrap_or_else(|error| panic!("no JSON ({error}): {self:?}"))
     }
@@ -303,12 +312,13 @@ impl Agent {
 
     /// Runs the program to its end.
     pub fn cli(&self, words: &[&str]) -> Said {
-        let output = self.command(words).output().unwrap();
-        Said {
-            code: output.status.code().unwrap_or(-1),
-            stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
-            stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-        }
+        Said::by(&mut self.command(words))
+    }
+
+    /// The same as people see it.
+    pub fn text(&self, words: &[&str]) -> Said {
+        let mut command = self.host.command(WHIMBREL);
+        Said::by(command.arg("--socket").arg(self.socket()).args(words))
     }
 
     /// A VM as the agent shows it; none if it does not know it.
@@ -328,6 +338,16 @@ impl Agent {
             assert!(Instant::now() < deadline, "{} does not settle: {vms}\n{}", self.name, self.log());
             std::thread::sleep(Duration::from_millis(50));
         }
+    }
+}
+
+/// Waits until something is so.
+#[track_caller]
+pub fn until(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "in vain: {what}");
+        std::thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -184,6 +184,7 @@ impl Daemon {
                 findings: considered.findings,
                 qemu_start_us: 0,
                 ram_kind: considered.ram_kind,
+                qemu_version: Some(considered.qemu_version),
             }),
             Ok(considered) => {
                 self.receive(connection, id, considered);
@@ -228,7 +229,7 @@ impl Daemon {
         id: &MigrationId,
         considered: preflight::Considered,
     ) {
-        let preflight::Considered { terms, proposal, launch, traces, findings, ram_kind } = considered;
+        let preflight::Considered { terms, proposal, launch, traces, findings, ram_kind, .. } = considered;
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal, None);
         let place = match self.place(id, driven) {
@@ -263,13 +264,17 @@ impl Daemon {
                 keep_traces(&context, &migration, &vm.traces)?;
                 Ok(vm)
             });
-            let started = started.and_then(|vm| driver.started(vm));
+            let started = started.and_then(|vm| {
+                let version = vm.qmp.version().to_string();
+                driver.started(vm).map(|()| version)
+            });
             match started {
-                Ok(()) => {
+                Ok(qemu_version) => {
                     driver.accept(Acceptance {
                         findings,
                         qemu_start_us: began.elapsed().as_micros() as u64,
                         ram_kind,
+                        qemu_version: Some(qemu_version),
                     });
                     driver.run();
                 }

@@ -17,6 +17,7 @@ use super::Driver;
 use super::arriving::ArriveError;
 use super::inbox::Notice;
 use super::receiving::Receiving;
+use crate::cpu::CpuTime;
 use crate::fault::Faults;
 use crate::journal::{Durability, JournalError, NewMigration, State};
 use crate::machine::Machine;
@@ -92,7 +93,8 @@ impl Machine for Driver {
                 }
             }
             DestinationEffect::SendRunning => {
-                self.say(&Message::Running { epoch, continue_us: self.continue_us });
+                let agent_cpu_us = self.cpu.map(CpuTime::used_us);
+                self.say(&Message::Running { epoch, continue_us: self.continue_us, agent_cpu_us });
             }
             DestinationEffect::SendRefused => {
                 let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());

@@ -8,6 +8,7 @@ use tracing::{error, info, warn};
 
 use super::Driver;
 use super::inbox::Notice;
+use crate::cpu::CpuTime;
 use crate::journal::Durability;
 use crate::progress::{Phase, Standing};
 use crate::report::Outcome;
@@ -116,11 +117,11 @@ impl Driver {
         });
         let reason = self.telemetry.now().message;
         let (sent, received) = self.telemetry.counted();
-        let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.cpu_us());
+        let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.cpu.map(CpuTime::used_us));
         let report = self.controls.report(|report| {
             report.sent_bytes = sent;
             report.received_bytes = received;
-            report.source.agent_cpu_us = Some(cpu_us);
+            report.source.agent_cpu_us = cpu_us;
             report.end(outcome, reason.filter(|_| outcome != Outcome::Moved), total_us);
             report.clone()
         });

@@ -285,8 +285,12 @@ impl Driver {
         self.contact.heard = Instant::now();
         let own = self.terms.epoch();
         let event = match message {
-            Message::Running { epoch, continue_us } => {
+            Message::Running { epoch, continue_us, agent_cpu_us } => {
                 if epoch == own {
+                    self.controls.report(|report| {
+                        let known = &mut report.destination.agent_cpu_us;
+                        *known = known.or(agent_cpu_us);
+                    });
                     self.running(continue_us);
                 }
                 SourceEvent::Running { epoch }

@@ -118,6 +118,7 @@ impl Driver {
                 self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
                 self.controls.report(|report| {
                     report.destination.ram_kind = Some(acceptance.ram_kind);
+                    report.destination.qemu_version = acceptance.qemu_version;
                     report.findings.extend(acceptance.findings);
                 });
                 Ok(())

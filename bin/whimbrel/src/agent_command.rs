@@ -16,6 +16,7 @@ pub(crate) fn run(command: &AgentCommand, output: &Output) -> Result<Code, Failu
     let config = Config::load(&command.config)?;
     if command.check_config {
         config.check_files(&command.config)?;
+        agent::daemon::check_identity(&config)?;
         let path = command.config.display();
         output
             .show(&serde_json::json!({"config": command.config, "host": config.host, "good": true}), |_| {

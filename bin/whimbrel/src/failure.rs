@@ -5,6 +5,7 @@ use std::path::PathBuf;
 
 use agent::api::{ClientError, Kind, Problem, with_causes};
 use agent::config::ConfigError;
+use agent::daemon::StartError;
 
 use crate::Code;
 
@@ -24,7 +25,7 @@ pub(crate) enum Failure {
     Config(#[from] ConfigError),
     /// The agent cannot start.
     #[error("the agent cannot start")]
-    Agent(#[from] agent::daemon::StartError),
+    Agent(#[from] StartError),
     /// A file cannot be read.
     #[error("cannot read {path}", path = path.display())]
     File {
@@ -62,7 +63,7 @@ impl Failure {
                 Kind::BadRequest | Kind::NotFound => Code::Usage,
                 Kind::Conflict | Kind::Refused | Kind::Unavailable | Kind::Internal => Code::Failed,
             },
-            Self::Config(_) | Self::File { .. } => Code::Usage,
+            Self::Config(_) | Self::File { .. } | Self::Agent(StartError::Identity(_)) => Code::Usage,
             Self::Unwatched(_) => Code::InDoubt,
             Self::Client(_) | Self::Agent(_) | Self::Lab(_) | Self::System { .. } => Code::Failed,
         }
@@ -73,6 +74,10 @@ impl Failure {
         match self {
             Self::Client(ClientError::Problem(problem)) => problem.clone(),
             Self::Config(_) | Self::File { .. } => Problem::new(Kind::BadRequest, with_causes(self), ""),
+            Self::Agent(StartError::Identity(_)) => {
+                let advice = "see \"Certificates\" in docs/operations.md for what has to be in them";
+                Problem::new(Kind::BadRequest, with_causes(self), advice)
+            }
             Self::Client(ClientError::NoAgent { .. }) | Self::Unwatched(_) => {
                 Problem::new(Kind::Unavailable, with_causes(self), "")
             }

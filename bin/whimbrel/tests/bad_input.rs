@@ -373,7 +373,7 @@ fn configurations_with_errors_name_file_line_and_key() {
     }
     refused(&start(&format!("{begin}[tls]\nplain = maybe\n")), 2, &["agent.toml, line 6: ", "quoted"]);
     let missing = "[tls]\nca = \"ca.pem\"\ncertificate = \"a.pem\"\nkey = \"a.key\"\n";
-    refused(&start(&format!("{begin}{missing}")), 1, &["[tls]", "ca.pem"]);
+    refused(&start(&format!("{begin}{missing}")), 2, &["[tls]", "ca.pem"]);
 }
 
 // ---- peers

@@ -347,6 +347,50 @@ fn a_configuration_is_checked() {
     expect(&say(agent_command(Path::new("/nonexistent/a.toml"), &[])), 2, &[], &["cannot read", "--config"]);
 }
 
+/// What is wrong with a certificate is wrong with the configuration: found by a check, and nothing is begun with it.
+#[test]
+fn certificates_that_cannot_be_used_are_found_before_anything_begins() {
+    let folder = tempfile::tempdir().unwrap();
+    let pki = |name: &str| lab::Pki::new(&folder.path().join(name)).unwrap();
+    let (ours, theirs) = (pki("ours"), pki("theirs"));
+    let [alpha, beta] = ["alpha", "beta"].map(|name| ours.issue(name, &[]).unwrap());
+    let stranger = theirs.issue("alpha", &[]).unwrap();
+    let text = folder.path().join("text.pem");
+    std::fs::write(&text, "no certificate\n").unwrap();
+    let missing = folder.path().join("missing.pem");
+    let cases = [
+        (&alpha.ca, &alpha.certificate, &missing, "missing.pem"),
+        (&alpha.ca, &text, &alpha.key, "no certificate in"),
+        (&text, &alpha.certificate, &alpha.key, "text.pem"),
+        (&alpha.ca, &alpha.certificate, &text, "no private key in"),
+        (&alpha.ca, &alpha.certificate, &beta.key, "cannot be used with the key"),
+        (&alpha.ca, &beta.certificate, &beta.key, "beta"),
+        (&stranger.ca, &alpha.certificate, &alpha.key, "not signed by the authority"),
+    ];
+    let path = folder.path().join("agent.toml");
+    let begin = "host = \"alpha\"\nrole = \"witness\"\nlisten = \"127.0.0.1:0\"\nstate_dir = \"state\"\nrun_dir = \"run\"";
+    for (ca, certificate, key, word) in cases {
+        let tls = format!("{begin}\n[tls]\nca = {ca:?}\ncertificate = {certificate:?}\nkey = {key:?}\n");
+        std::fs::write(&path, tls).unwrap();
+        for check in [&[][..], &["--check-config"]] {
+            let mut command = agent_command(&path, &[]);
+            command.args(check);
+            expect(&say(command), 2, &[], &["error: ", word]);
+        }
+        let problem: Value = serde_json::from_str(&say(agent_command(&path, &["--json"])).stdout).unwrap();
+        assert_eq!(problem["kind"], "bad-request", "{problem}");
+        assert!(!folder.path().join("state").exists(), "nothing was begun");
+    }
+    let good = format!(
+        "{begin}\n[tls]\nca = {:?}\ncertificate = {:?}\nkey = {:?}\n",
+        alpha.ca, alpha.certificate, alpha.key
+    );
+    std::fs::write(&path, good).unwrap();
+    let mut check = agent_command(&path, &[]);
+    check.arg("--check-config");
+    expect(&say(check), 0, &["good; host alpha"], &[]);
+}
+
 #[test]
 fn an_agent_starts_answers_and_ends_in_order() {
     let folder = tempfile::tempdir().unwrap();

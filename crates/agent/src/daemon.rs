@@ -70,10 +70,10 @@ pub struct Agent {
 impl Agent {
     /// Starts an agent: takes up what one before it left, then listens to peers and users.
     pub fn start(config: Config, injector: InjectorProgram) -> Result<Self, StartError> {
+        let endpoint = endpoint(&config)?;
         let journal = Journal::open(&config.state_dir)?;
         let boot_id =
             std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(StartError::BootId)?;
-        let endpoint = endpoint(&config)?;
         let register = config.register.as_ref().and_then(|witness| register(&config, witness, &endpoint));
         let witness = match config.role {
             AgentRole::Witness => {
@@ -108,6 +108,11 @@ impl Agent {
         info!(%address, api = %socket.display(), "ready");
         Ok(Self { _serving: serving, _api: api })
     }
+}
+
+/// Whether the files under `[tls]` can be used, as far as this host can tell. Nothing is changed.
+pub fn check_identity(config: &Config) -> Result<(), StartError> {
+    Ok(endpoint(config).map(drop)?)
 }
 
 fn endpoint(config: &Config) -> Result<Endpoint, IdentityError> {

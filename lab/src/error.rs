@@ -65,6 +65,9 @@ pub enum Error {
         /// The answer.
         answer: String,
     },
+    /// A prefix that cannot be one.
+    #[error("prefix {0:?}: 1 to 20 letters, digits and dashes are possible")]
+    Prefix(String),
     /// A setting of the laboratory that cannot be.
     #[error("{0}")]
     Config(String),

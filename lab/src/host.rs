@@ -127,17 +127,18 @@ fn processes_in(namespace: &Path) -> Result<Vec<u32>> {
         .collect())
 }
 
-/// Names of the network namespaces that begin with `PREFIX-`.
-pub(crate) fn namespaces(prefix: &str) -> Result<Vec<String>> {
+/// Names of the network namespaces of hosts with this prefix.
+pub(crate) fn namespaces(prefix: &str, hosts: &[&str]) -> Result<Vec<String>> {
     let entries = match fs::read_dir(NAMESPACES) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(error).context(|| format!("cannot read {NAMESPACES}")),
     };
-    let prefix = format!("{prefix}-");
+    // By their whole names: another laboratory's prefix may begin with this one and a dash.
+    let wanted: Vec<_> = hosts.iter().map(|host| format!("{prefix}-{host}")).collect();
     Ok(entries
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .filter(|name| name.starts_with(&prefix))
+        .filter(|name| wanted.contains(name))
         .collect())
 }
 

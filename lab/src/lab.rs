@@ -53,6 +53,9 @@ const CONTROL: [Ipv4Addr; 3] =
 const CLIENT: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 1);
 const CLIENT_GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 93, 0, 254);
 
+/// The hosts, in the order in which they are drawn above.
+const HOSTS: [&str; 5] = ["a", "b", "witness", "router", "client"];
+
 /// The address of the `n`th VM (1 to 253) in the VMs' network.
 pub const fn vm_address(n: u8) -> Ipv4Addr {
     Ipv4Addr::new(10, 92, 0, n)
@@ -98,6 +101,15 @@ impl LabConfig {
     pub fn for_test() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         Self::new(&format!("wt{}-{}", std::process::id(), NUMBER.fetch_add(1, Relaxed)))
+    }
+
+    fn check(&self) -> Result<()> {
+        let prefix = &self.prefix;
+        let fine = |letter: char| letter.is_ascii_alphanumeric() || letter == '-';
+        if prefix.is_empty() || prefix.len() > 20 || !prefix.chars().all(fine) {
+            return Err(Error::Prefix(prefix.clone()));
+        }
+        Ok(())
     }
 
     /// The same with another migration link.
@@ -181,7 +193,9 @@ impl Lab {
 
     /// Takes a laboratory down: kills all that runs in its namespaces, removes them and its directory. Nothing happens when there is none.
     pub fn down(config: &LabConfig) -> Result<()> {
-        namespaces(&config.prefix)?.iter().try_for_each(|name| remove_namespace(name))?;
+        // What is removed below bears the prefix's name: it must not be a way to somewhere else.
+        config.check()?;
+        namespaces(&config.prefix, &HOSTS)?.iter().try_for_each(|name| remove_namespace(name))?;
         match fs::remove_dir_all(&config.directory) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                 Err(error).context(|| format!("cannot remove {}", config.directory.display()))
@@ -317,24 +331,19 @@ impl Lab {
     }
 
     fn handle(config: &LabConfig) -> Result<Self> {
+        config.check()?;
         let prefix = &config.prefix;
-        let fine = |letter: char| letter.is_ascii_alphanumeric() || letter == '-';
-        if prefix.is_empty() || prefix.len() > 20 || !prefix.chars().all(fine) {
-            return Err(Error::Config(format!(
-                "prefix \"{prefix}\": at most 20 letters, digits and dashes are allowed"
-            )));
-        }
         let host = |name, addresses: &[Ipv4Addr]| Host::new(prefix, name, &config.directory, addresses);
         Ok(Self {
             prefix: prefix.clone(),
             directory: config.directory.clone(),
             emulator: None,
             kept: false,
-            a: host("a", &[MIGRATION[0], CONTROL[0]]),
-            b: host("b", &[MIGRATION[1], CONTROL[1]]),
-            witness: host("witness", &[CONTROL[2], CONTROL[2]]),
-            router: host("router", &[VM_GATEWAY]),
-            client: host("client", &[CLIENT]),
+            a: host(HOSTS[0], &[MIGRATION[0], CONTROL[0]]),
+            b: host(HOSTS[1], &[MIGRATION[1], CONTROL[1]]),
+            witness: host(HOSTS[2], &[CONTROL[2], CONTROL[2]]),
+            router: host(HOSTS[3], &[VM_GATEWAY]),
+            client: host(HOSTS[4], &[CLIENT]),
         })
     }
 }
@@ -349,6 +358,21 @@ impl Drop for Lab {
             };
             // Nobody could be told here; the next `up` or `down` with this prefix tries again.
             let _ = Self::down(&config);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_prefix_leads_nowhere_else() {
+        for good in ["lab", "x", "x-2", "A-prefix-of-20-chars"] {
+            assert!(LabConfig::new(good).check().is_ok(), "{good}");
+        }
+        for bad in ["", ".", "..", "../lab", "/", "/etc", "a/b", "a b", "a*", "ä", "a-prefix-of-21-chars-"] {
+            assert!(matches!(LabConfig::new(bad).check(), Err(Error::Prefix(_))), "{bad}");
         }
     }
 }

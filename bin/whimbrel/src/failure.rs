@@ -63,7 +63,10 @@ impl Failure {
                 Kind::BadRequest | Kind::NotFound => Code::Usage,
                 Kind::Conflict | Kind::Refused | Kind::Unavailable | Kind::Internal => Code::Failed,
             },
-            Self::Config(_) | Self::File { .. } | Self::Agent(StartError::Identity(_)) => Code::Usage,
+            Self::Config(_)
+            | Self::File { .. }
+            | Self::Agent(StartError::Identity(_))
+            | Self::Lab(lab::Error::Prefix(_)) => Code::Usage,
             Self::Unwatched(_) => Code::InDoubt,
             Self::Client(_) | Self::Agent(_) | Self::Lab(_) | Self::System { .. } => Code::Failed,
         }
@@ -73,7 +76,9 @@ impl Failure {
     pub(crate) fn problem(&self) -> Problem {
         match self {
             Self::Client(ClientError::Problem(problem)) => problem.clone(),
-            Self::Config(_) | Self::File { .. } => Problem::new(Kind::BadRequest, with_causes(self), ""),
+            Self::Config(_) | Self::File { .. } | Self::Lab(lab::Error::Prefix(_)) => {
+                Problem::new(Kind::BadRequest, with_causes(self), "")
+            }
             Self::Agent(StartError::Identity(_)) => {
                 let advice = "see \"Certificates\" in docs/operations.md for what has to be in them";
                 Problem::new(Kind::BadRequest, with_causes(self), advice)

@@ -1,0 +1,174 @@
+//! `whimbrel lab up` and `down`, as people use them. Needs root.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
+
+mod common;
+
+use std::fs;
+use std::os::unix::process::CommandExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use common::{Said, WHIMBREL, entries, until};
+use serde_json::Value;
+
+/// A prefix of this test's own; what is made under it is taken down in the end.
+struct Prefix(String);
+
+impl Prefix {
+    fn new(name: &str) -> Self {
+        Self(format!("wl{}-{name}", std::process::id()))
+    }
+
+    fn command(&self, word: &str) -> Command {
+        let mut command = Command::new(WHIMBREL);
+        command.args(["--json", "lab", word, "--prefix", &self.0]).stdin(Stdio::null());
+        command
+    }
+
+    #[track_caller]
+    fn up(&self) -> Value {
+        Said::by(&mut self.command("up")).ok().json()
+    }
+
+    #[track_caller]
+    fn down(&self) {
+        assert_eq!(Said::by(&mut self.command("down")).ok().json()["up"], false);
+    }
+
+    /// The names of its namespaces, without the prefix.
+    fn namespaces(&self) -> Vec<String> {
+        let names = entries(Path::new("/run/netns"));
+        let wanted = ["a", "b", "client", "router", "witness"];
+        let own = |host: &&str| names.contains(&format!("{}-{host}", self.0));
+        wanted.into_iter().filter(own).map(str::to_owned).collect()
+    }
+
+    fn directory(&self) -> PathBuf {
+        Path::new("/var/tmp/whimbrel-lab").join(&self.0)
+    }
+
+    #[track_caller]
+    fn is_up(&self) {
+        assert_eq!(self.namespaces(), ["a", "b", "client", "router", "witness"]);
+    }
+
+    #[track_caller]
+    fn is_gone(&self) {
+        assert!(self.namespaces().is_empty() && !self.directory().exists(), "{}", self.0);
+    }
+}
+
+impl Drop for Prefix {
+    fn drop(&mut self) {
+        let _ = self.command("down").output();
+    }
+}
+
+fn host<'a>(up: &'a Value, name: &str) -> &'a Value {
+    up["hosts"].as_array().unwrap().iter().find(|host| host["name"] == name).unwrap()
+}
+
+/// The agent of a host, started as the text of `lab up` says. It is the laboratory's to end.
+fn agent(host: &Value) -> u32 {
+    let text = |key: &str| host[key].as_str().unwrap().to_owned();
+    let mut command = Command::new("ip");
+    command.args(["netns", "exec", &text("namespace"), WHIMBREL, "agent", "--config", &text("config")]);
+    let child = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let pid = child.id();
+    reap(child);
+    until("the agent answers", || info(host).code == 0);
+    pid
+}
+
+fn info(host: &Value) -> Said {
+    Said::by(Command::new(WHIMBREL).args(["--json", "--socket", host["socket"].as_str().unwrap(), "info"]))
+}
+
+/// So that one that was ended is gone.
+fn reap(mut child: std::process::Child) {
+    std::thread::spawn(move || child.wait());
+}
+
+fn is_running(pid: u32) -> bool {
+    Path::new(&format!("/proc/{pid}")).exists()
+}
+
+/// Two side by side, with the same addresses and the second one's prefix beginning as the first one's: each is
+/// whole, and taking one down does nothing to the other.
+#[test]
+fn two_side_by_side() {
+    let (first, second) = (Prefix::new("x"), Prefix::new("x-a"));
+    let ups = [first.up(), second.up()];
+    let agents = ups.each_ref().map(|up| [host(up, "a"), host(up, "witness")].map(agent));
+    for up in &ups {
+        assert_eq!(info(host(up, "a")).ok().json()["host"], "a");
+        assert_eq!(info(host(up, "witness")).ok().json()["role"], "witness");
+    }
+    first.down();
+    first.is_gone();
+    until("its agents have ended", || agents[0].iter().all(|pid| !is_running(*pid)));
+    second.is_up();
+    assert_eq!(info(host(&ups[1], "a")).ok().json()["pid"], agents[1][0]);
+    second.down();
+    second.is_gone();
+    until("its agents have ended", || agents[1].iter().all(|pid| !is_running(*pid)));
+}
+
+/// What was asked for twice is there once, or not at all.
+#[test]
+fn twice() {
+    let lab = Prefix::new("twice");
+    lab.down();
+    let before = lab.up();
+    let old = agent(host(&before, "a"));
+    assert_eq!(lab.up(), before);
+    lab.is_up();
+    until("what ran in the first one has ended", || !is_running(old));
+    let new = agent(host(&before, "a"));
+    lab.down();
+    lab.down();
+    lab.is_gone();
+    until("what ran in the second one has ended", || !is_running(new));
+}
+
+/// Killed while it is made, at several points: the next one makes it anew, or takes it down.
+#[test]
+fn killed_while_it_is_made() {
+    let lab = Prefix::new("kill");
+    for (made, next) in [(1, "down"), (2, "up"), (5, "down"), (5, "up")] {
+        // A group of its own, so that what it calls is killed with it.
+        let mut making = lab.command("up").stdout(Stdio::null()).process_group(0).spawn().unwrap();
+        until("it has begun", || lab.namespaces().len() >= made);
+        let group = format!("-{}", making.id());
+        assert!(Command::new("kill").args(["-KILL", "--", &group]).status().unwrap().success());
+        making.wait().unwrap();
+        if next == "up" {
+            let up = lab.up();
+            lab.is_up();
+            agent(host(&up, "b"));
+        }
+        lab.down();
+        lab.is_gone();
+    }
+}
+
+/// A prefix is a name; nothing is done with one that leads elsewhere. Here only such as lead into the test's own
+/// laboratory: the others are for a test that touches nothing.
+#[test]
+fn bad_prefixes() {
+    let lab = Prefix::new("good");
+    lab.up();
+    let mark = lab.directory().join("mark");
+    fs::write(&mark, "").unwrap();
+    let (inside, around) = (format!("{}/a", lab.0), format!("{0}/../{0}", lab.0));
+    for prefix in [&inside, &around] {
+        for word in ["up", "down"] {
+            let said = Said::by(Command::new(WHIMBREL).args(["--json", "lab", word, "--prefix", prefix]));
+            assert_eq!(said.code, 2, "{prefix:?}: {said:?}");
+            assert!(said.stdout.contains("letters, digits and dashes"), "{said:?}");
+        }
+    }
+    lab.is_up();
+    assert!(mark.exists() && lab.directory().join("a/agent.toml").exists());
+}

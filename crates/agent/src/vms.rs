@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use proto::message::{Finding, Severity};
 use proto::{HostId, VmName};
+use qemu::command::QMP_FILE;
 use qemu::describe::VmDescription;
 use qemu::find::{self, QemuProcess, Selector};
 use qemu::qmp::Qmp;
@@ -15,6 +16,7 @@ use tracing::{info, warn};
 use crate::api::{AdoptRequest, RunRequest, VmDetail, VmSummary};
 use crate::api::{Kind, Problem};
 use crate::context::Context;
+use crate::destination::find_by_argument;
 use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
 use crate::preflight;
 use crate::report::rfc3339;
@@ -160,6 +162,7 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
     }
     no_open_migration(context, &name)?;
     let directory = context.config.run_dir.join("vms").join(name.as_str());
+    nobody_is_at_home(&name, &directory)?;
     let failed =
         |error: &dyn std::error::Error, advice: &str| Problem::caused_by(Kind::Refused, error, advice);
     let fresh = !directory.exists();
@@ -196,6 +199,17 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
         }
     }
     taken
+}
+
+/// A QEMU of that name that was forgotten may live on, with its monitor in the same place: that must stay its own.
+fn nobody_is_at_home(name: &VmName, directory: &Path) -> Result<(), Problem> {
+    find_by_argument(&directory.join(QMP_FILE)).map_or(Ok(()), |process| {
+        let pid = process.pid();
+        let error =
+            format!("a QEMU that was started here as {name} and forgotten still runs (process {pid})");
+        let advice = format!("`whimbrel vm adopt --pid {pid}` takes it again; or change `name` in the file");
+        Err(Problem::new(Kind::Conflict, error, advice))
+    })
 }
 
 /// Forgets a VM; its QEMU goes on. What the agent made for a QEMU that is gone is removed.

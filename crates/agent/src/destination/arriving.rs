@@ -79,10 +79,11 @@ pub(crate) struct Traces {
 }
 
 impl Traces {
-    /// Where an arriving VM's things will be.
+    /// Where an arriving VM's things will be. No VM that was started here can have a name with `@` in it, so the
+    /// directory is not another VM's.
     pub(crate) fn plan(run_dir: &Path, migration: &MigrationId) -> Self {
         Self {
-            directory: run_dir.join("vms").join(format!("{}-{}", migration.vm, migration.epoch)),
+            directory: run_dir.join("vms").join(format!("{}@{}", migration.vm, migration.epoch)),
             process: None,
         }
     }
@@ -253,7 +254,7 @@ fn remove_directory(directory: &Path) {
 }
 
 /// The process that has a path within one of its arguments.
-fn find_by_argument(path: &Path) -> Option<Process> {
+pub(crate) fn find_by_argument(path: &Path) -> Option<Process> {
     let wanted = path.as_os_str().as_encoded_bytes();
     let pids =
         fs::read_dir("/proc").ok()?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());

@@ -1,0 +1,92 @@
+//! VMs from files, and what is kept apart on their host. Needs root.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::{Agent, Cluster};
+use serde_json::Value;
+
+/// QEMUs that were started for a test, ended with it.
+struct Qemus(Vec<u64>);
+
+impl Drop for Qemus {
+    fn drop(&mut self) {
+        for pid in &self.0 {
+            // Most have left already.
+            let _ = std::process::Command::new("kill").args(["-KILL", &pid.to_string()]).output();
+        }
+    }
+}
+
+/// A VM of firmware alone: its file, in the first host's directory.
+fn file(cluster: &Cluster, name: &str) -> PathBuf {
+    let path = cluster.a.directory.join(format!("{name}.toml"));
+    let args = r#"["-machine", "pc-i440fx-7.2,accel=tcg", "-m", "64", "-display", "none"]"#;
+    fs::write(&path, format!("name = {name:?}\nargs = {args}\n")).unwrap();
+    path
+}
+
+fn run(agent: &Agent, file: &Path) -> Value {
+    agent.cli(&["vm", "run", file.to_str().unwrap()]).ok().json()
+}
+
+fn pid(vm: &Value) -> u64 {
+    vm["pid"].as_u64().unwrap()
+}
+
+fn qmp(agent: &Agent, vm: &str) -> PathBuf {
+    agent.cli(&["vm", "show", vm]).ok().json()["qmp"].as_str().unwrap().into()
+}
+
+/// A QEMU that goes on after its VM was forgotten keeps its monitor and its log, whoever wants the same name.
+#[test]
+fn a_forgotten_vm_keeps_its_place() {
+    let cluster = Cluster::new();
+    let (a, file) = (&cluster.a, file(&cluster, "vm1"));
+    let vm = run(a, &file);
+    let mut qemus = Qemus(vec![pid(&vm)]);
+    let monitor = qmp(a, "vm1");
+    let log = monitor.with_file_name("whimbrel-qemu.log");
+    fs::write(&log, "a line of the first one\n").unwrap();
+    a.cli(&["vm", "forget", "vm1"]).ok();
+
+    let again = a.cli(&["vm", "run", file.to_str().unwrap()]);
+    assert_eq!((again.code, &again.json()["kind"]), (1, &"conflict".into()), "{again:?}");
+    let text = again.json().to_string();
+    for words in [format!("process {}", pid(&vm)), format!("vm adopt --pid {}", pid(&vm))] {
+        assert!(text.contains(&words), "{words:?} is missing in {text}");
+    }
+    assert_eq!(fs::read_to_string(&log).unwrap(), "a line of the first one\n");
+    assert!(a.vm("vm1").is_none());
+    a.cli(&["vm", "adopt", "--pid", &pid(&vm).to_string()]).ok();
+    assert_eq!((pid(&a.vm("vm1").unwrap()), qmp(a, "vm1")), (pid(&vm), monitor.clone()));
+    assert_eq!(a.vm("vm1").unwrap()["state"], "running");
+
+    // Once it is gone, its place is free.
+    lab::Monitor::connect(&monitor).unwrap().command("quit", &serde_json::json!({})).unwrap();
+    common::until("the VM is gone", || a.vm("vm1").unwrap()["state"] == "gone");
+    let next = run(a, &file);
+    qemus.0.push(pid(&next));
+    assert_eq!((a.vm("vm1").unwrap()["state"].as_str(), qmp(a, "vm1")), (Some("running"), monitor));
+}
+
+/// However a VM is called, one that arrives does not take its place.
+#[test]
+fn an_arriving_vm_takes_nobody_s_place() {
+    let cluster = Cluster::new();
+    let here = run(&cluster.a, &file(&cluster, "vm1"));
+    let there = run(&cluster.b, &file(&cluster, "vm1-1"));
+    let mut qemus = Qemus(vec![pid(&here), pid(&there)]);
+    let monitor = qmp(&cluster.b, "vm1-1");
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    qemus.0.push(pid(&cluster.b.vm("vm1").unwrap()));
+    assert_eq!(report["epoch"], 1);
+    for vm in ["vm1", "vm1-1"] {
+        assert_eq!(cluster.b.vm(vm).unwrap()["state"], "running", "{vm}");
+    }
+    assert!(monitor.exists() && qmp(&cluster.b, "vm1") != monitor);
+}

@@ -90,3 +90,34 @@ fn an_arriving_vm_takes_nobody_s_place() {
     }
     assert!(monitor.exists() && qmp(&cluster.b, "vm1") != monitor);
 }
+
+/// The example of the manual, but for what this machine cannot do, starts and moves.
+#[test]
+fn the_example_of_a_vm_file_runs_and_moves() {
+    let cluster = Cluster::new();
+    let image = cluster.lab.shared_directory().unwrap().join("web1.qcow2");
+    let qemu = cluster.environment.qemu(common::QemuVersion::Installed).unwrap();
+    lab::disk::known_content(&qemu, &image, "qcow2", 16).unwrap();
+    for host in [&cluster.lab.a, &cluster.lab.b] {
+        host.tap("web1").unwrap();
+    }
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/vm.example.toml");
+    let mut text = fs::read_to_string(example).unwrap();
+    for (theirs, ours) in [
+        ("accel=kvm", "accel=tcg"),
+        ("\"2G\"", "\"256M\""),
+        ("/srv/images/web1.qcow2", image.to_str().unwrap()),
+    ] {
+        assert!(text.contains(theirs), "{theirs}");
+        text = text.replace(theirs, ours);
+    }
+    let file = cluster.a.directory.join("web1.toml");
+    fs::write(&file, text).unwrap();
+    let mut qemus = Qemus(vec![pid(&run(&cluster.a, &file))]);
+    for (from, to) in [("a", "b"), ("b", "a")] {
+        cluster.migrate("web1", from, to, &[]);
+        let vm = cluster.agent(to).vm("web1").unwrap();
+        qemus.0.push(pid(&vm));
+        assert_eq!(vm["state"], "running");
+    }
+}

@@ -150,7 +150,7 @@ pub(crate) fn restart_finding(process: &QemuProcess) -> Option<Finding> {
 /// Starts a QEMU from a VM file and takes charge of it. Nothing is left of it after an error.
 pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, Vec<Finding>), Problem> {
     let file = VmFile::parse(&request.text, &request.path).map_err(|error| {
-        Problem::caused_by(Kind::BadRequest, &error, "see docs/operations.md for what a VM file holds")
+        Problem::caused_by(Kind::BadRequest, &error, "docs/vm.example.toml has every key of a VM file")
     })?;
     let name = VmName::new(file.name.clone())
         .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "change `name` in the file"))?;

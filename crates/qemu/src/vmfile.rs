@@ -9,7 +9,7 @@
 //! LANG = "C"
 //! ```
 //!
-//! The options are QEMU's own. A monitor of ours is added, so that the agent always has one.
+//! `docs/vm.example.toml` explains every key. The options are QEMU's own. A monitor of ours is added, so that the agent always has one.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -116,10 +116,10 @@ impl VmFile {
         };
         let letters = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         let first = self.name.bytes().next().is_some_and(|byte| byte.is_ascii_alphanumeric());
-        if !first || self.name.len() > 64 || !self.name.bytes().all(letters) {
+        if !first || self.name.len() > 63 || !self.name.bytes().all(letters) {
             return wrong(
                 "name",
-                "must be 1 to 64 letters, digits, '.', '_' or '-', a letter or digit first".to_owned(),
+                "must be 1 to 63 letters, digits, '.', '_' or '-', a letter or digit first".to_owned(),
             );
         }
         if self.args.iter().any(|argument| argument.contains('\0')) {
@@ -197,6 +197,43 @@ mod tests {
             ]
         );
         assert_eq!(launch.env, [("A".to_owned(), "b".to_owned())]);
+    }
+
+    fn example() -> String {
+        std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/vm.example.toml")).unwrap()
+    }
+
+    #[test]
+    fn the_example_can_be_used_and_shows_the_defaults() {
+        let file = parse(&example()).unwrap();
+        assert_eq!((file.qemu, file.cwd, file.env.len()), (DEFAULT_QEMU.into(), None, 0));
+        assert!(example().contains(&format!("Default: \"{DEFAULT_QEMU}\"")));
+        // Names in the text: 63 letters are the most, and these options are refused.
+        assert!(parse(&format!("name = \"{}\"\nargs = []\n", "a".repeat(63))).is_ok());
+        assert!(parse(&format!("name = \"{}\"\nargs = []\n", "a".repeat(64))).is_err());
+        for option in ["-daemonize", "-pidfile", "-incoming", "-loadvm", "-name"] {
+            assert!(example().contains(&format!("`{option}`")), "{option}");
+            assert!(parse(&format!("name = \"a\"\nargs = [\"{option}\", \"x\"]\n")).is_err(), "{option}");
+        }
+    }
+
+    #[test]
+    fn the_example_names_every_key() {
+        let is_key = |rest: &str| !rest.starts_with(' ') && rest.contains(" = ");
+        let with_all_keys = |line: &str| match line.strip_prefix('#') {
+            Some(rest) if is_key(rest) => rest.to_owned(),
+            _ => line.to_owned(),
+        };
+        let text: Vec<String> = example().lines().map(with_all_keys).collect();
+        let file = parse(&text.join("\n")).unwrap();
+        assert!(file.cwd.is_some() && !file.env.is_empty());
+        for key in toml::from_str::<toml::Table>(&toml::to_string(&file).unwrap()).unwrap().keys() {
+            let begins = [format!("{key} = "), format!("[{key}]")];
+            assert!(
+                text.iter().any(|line| begins.iter().any(|begin| line.starts_with(begin))),
+                "{key} is missing in docs/vm.example.toml"
+            );
+        }
     }
 
     #[test]

@@ -223,7 +223,7 @@ impl From<OnLimitArg> for OnLimit {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum RamArg {
-    /// The destination chooses: a shared memfd, of huge pages where the source has them
+    /// The destination chooses, so that the VM loses nothing that it had
     Auto,
     /// A shared memfd
     Memfd,

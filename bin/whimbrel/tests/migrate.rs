@@ -5,7 +5,7 @@
 
 mod common;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use common::{Accel, Cluster, Device, Disk, Environment, GuestSpec, Load, QemuVersion, Ram, Setup};
 use lab::{Direction, Net, disk};
@@ -54,6 +54,56 @@ fn a_newer_qemu_with_ram_in_a_file_there_and_back() {
 #[test]
 fn a_newer_qemu_with_anonymous_ram_there_and_back() {
     there_and_back(newest(&Environment::discover()), Ram::Anonymous, 4);
+}
+
+/// Where nobody says what memory is to be made of, nothing is lost that the guest had: anonymous memory stays so where
+/// shared memory has no transparent huge pages; what was shared stays shared.
+#[test]
+fn the_destination_chooses_the_kind_of_ram() {
+    let folder = Path::new("/sys/kernel/mm/transparent_hugepage");
+    let (Some(_anonymous), Some(shared)) =
+        (Setting::of(folder.join("enabled"), "madvise"), Setting::of(folder.join("shmem_enabled"), "never"))
+    else {
+        eprintln!("settings of transparent huge pages cannot be changed here: not tried");
+        return;
+    };
+    let cluster = Cluster::new();
+    let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
+    for (turn, (huge_pages_of_shared_memory, kind)) in
+        [("never", "anonymous"), ("advise", "memfd"), ("never", "memfd")].into_iter().enumerate()
+    {
+        let (from, to) = [("a", "b"), ("b", "a")][turn % 2];
+        shared.set(huge_pages_of_shared_memory);
+        let check = cluster.agent(from).cli(&["migrate", "vm1", "--to", to, "--check"]).ok().json();
+        let report = cluster.migrate("vm1", from, to, &["--ram", "auto"]);
+        let found = cluster.agent(to).cli(&["vm", "show", "vm1"]).ok().json();
+        for said in [&check["ram_kind"], &report["destination"]["ram_kind"], &found["ram_kind"]] {
+            assert_eq!(said, kind, "shared memory: {huge_pages_of_shared_memory}");
+        }
+        cluster.guest_is_whole(to, "vm1");
+    }
+}
+
+/// A setting of the kernel, put back in the end.
+struct Setting(PathBuf, String);
+
+impl Setting {
+    fn of(path: PathBuf, word: &str) -> Option<Self> {
+        let words = std::fs::read_to_string(&path).ok()?;
+        let before = words.split_once('[')?.1.split_once(']')?.0.to_owned();
+        std::fs::write(&path, word).ok()?;
+        Some(Self(path, before))
+    }
+
+    fn set(&self, word: &str) {
+        std::fs::write(&self.0, word).unwrap();
+    }
+}
+
+impl Drop for Setting {
+    fn drop(&mut self) {
+        let _ = std::fs::write(&self.0, &self.1);
+    }
 }
 
 /// What only one side knows stands in the report of the other one too: from an older QEMU to a newer one, where there

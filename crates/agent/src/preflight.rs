@@ -14,11 +14,13 @@ use proto::{Generation, HostId, MigrationId, Purpose};
 use qemu::command::{self, HostRules, RamPlan};
 use qemu::describe::VmDescription;
 use qemu::find::{self, Selector};
+use qemu::preflight::facts::MemoryFeatures;
 use qemu::preflight::gather::{self, NeededFile};
 use qemu::preflight::{self as rules, SourceFacts};
 use qemu::process::Launch;
 use serde::{Deserialize, Serialize};
 use tracee::{Feature, Kernel};
+use tracing::info;
 
 use crate::api::{KernelFeature, RamChoice};
 use crate::context::Context;
@@ -142,10 +144,10 @@ pub(crate) struct Considered {
     pub(crate) traces: Traces,
     pub(crate) findings: Vec<Finding>,
     pub(crate) ram_kind: String,
-}
-
     /// Version of the QEMU that would be started.
     pub(crate) qemu_version: String,
+}
+
 /// Compares a proposal with this host. The findings hold a blocker where it is an error.
 pub(crate) fn destination(
     context: &Context,
@@ -245,19 +247,23 @@ fn register_finding(context: &Context, from: &HostId, proposal: &Proposal) -> Op
     })
 }
 
-/// What the VM's memory is made of here.
+/// What the VM's memory is made of here, and how that is called.
 fn ram_plan(wanted: Option<&str>, theirs: &SourceFacts) -> (RamPlan, String) {
-    let pages = theirs.ram_blocks.iter().map(|block| block.page_size_bytes);
-    let hugepage_bytes = pages.max().filter(|bytes| *bytes > proto::limits::PAGE_BYTES);
-    match wanted {
-        Some("anonymous") => (RamPlan::Anonymous, "anonymous".to_owned()),
-        _ => match hugepage_bytes {
-            Some(bytes) => {
-                (RamPlan::Memfd { hugepage_bytes }, format!("memfd, pages of {} KiB", bytes >> 10))
-            }
-            None => (RamPlan::Memfd { hugepage_bytes }, "memfd".to_owned()),
-        },
-    }
+    let plan = match wanted {
+        Some("anonymous") => RamPlan::Anonymous,
+        Some("memfd") => RamPlan::Memfd { hugepage_bytes: rules::ram::hugepage_bytes(theirs) },
+        _ => {
+            let (plan, because) = rules::ram::choose(theirs, &MemoryFeatures::gather());
+            info!(?plan, because, "kind of RAM chosen");
+            plan
+        }
+    };
+    let kind = match plan {
+        RamPlan::Memfd { hugepage_bytes: Some(bytes) } => format!("memfd, pages of {} KiB", bytes >> 10),
+        RamPlan::Memfd { hugepage_bytes: None } => "memfd".to_owned(),
+        RamPlan::Anonymous | RamPlan::SameAsSource => "anonymous".to_owned(),
+    };
+    (plan, kind)
 }
 
 /// The word for a user's choice; none to let the destination choose.

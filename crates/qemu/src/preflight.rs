@@ -11,6 +11,7 @@ mod checks;
 mod disks;
 pub mod facts;
 pub mod gather;
+pub mod ram;
 
 use std::collections::BTreeSet;
 

@@ -139,7 +139,7 @@ pub enum OnLimit {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RamChoice {
-    /// The destination chooses: at present a shared memfd, of huge pages where the source has them.
+    /// The destination chooses, so that the VM loses nothing that it had (`qemu::preflight::ram::choose`).
     #[default]
     Auto,
     /// A shared memfd.

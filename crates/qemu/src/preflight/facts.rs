@@ -25,6 +25,50 @@ const SHARED_FILE_SYSTEMS: &[&str] = &[
     "beegfs",
 ];
 
+/// What this kernel does for one kind of memory and perhaps not for another.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryFeatures {
+    /// Anonymous memory gets transparent huge pages where QEMU advises it, as it does for guest memory.
+    pub huge_pages_anonymous: bool,
+    /// So does shared memory.
+    pub huge_pages_shared: bool,
+    /// Equal pages of anonymous memory are merged.
+    pub ksm: bool,
+}
+
+impl MemoryFeatures {
+    /// Of this host. What cannot be read is not there.
+    pub fn gather() -> Self {
+        Self::read(Path::new("/sys/kernel/mm"))
+    }
+
+    fn read(mm: &Path) -> Self {
+        let read = |name: &str| std::fs::read_to_string(mm.join(name)).unwrap_or_default();
+        // Since Linux 6.8 each size has a word of its own, which may be to do as the common one says.
+        let chosen = |name: &str| {
+            let common = chosen_word(&read(&format!("transparent_hugepage/{name}")));
+            let bytes: u64 = read("transparent_hugepage/hpage_pmd_size").trim().parse().unwrap_or(0);
+            let own = format!("transparent_hugepage/hugepages-{}kB/{name}", bytes >> 10);
+            match chosen_word(&read(&own)) {
+                own if own.is_empty() || own == "inherit" || common == "deny" || common == "force" => common,
+                own => own,
+            }
+        };
+        Self {
+            huge_pages_anonymous: ["always", "madvise"].contains(&chosen("enabled").as_str()),
+            huge_pages_shared: ["always", "within_size", "advise", "force"]
+                .contains(&chosen("shmem_enabled").as_str()),
+            ksm: read("ksm/run").trim() == "1",
+        }
+    }
+}
+
+/// The one of several words that stands in brackets.
+fn chosen_word(words: &str) -> String {
+    let inside = words.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
+    inside.map_or(String::new(), |(word, _)| word.to_owned())
+}
+
 /// What is known of a host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostFacts {
@@ -216,6 +260,41 @@ mod tests {
         assert_eq!(FileIdentity::of(Path::new("/nonexistent")), None);
         assert_eq!(FileIdentity::of(Path::new("/dev/null")), None);
         assert_eq!(tracer_pid(std::process::id()), 0);
+    }
+
+    #[test]
+    fn what_the_kernel_does_for_memory_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            let path = folder.path().join(name);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        let read = || {
+            let MemoryFeatures { huge_pages_anonymous, huge_pages_shared, ksm } =
+                MemoryFeatures::read(folder.path());
+            (huge_pages_anonymous, huge_pages_shared, ksm)
+        };
+        assert_eq!(read(), (false, false, false));
+        write("transparent_hugepage/enabled", "always [madvise] never\n");
+        write("transparent_hugepage/shmem_enabled", "always within_size advise [never] deny force\n");
+        write("ksm/run", "1\n");
+        assert_eq!(read(), (true, false, true));
+        write("transparent_hugepage/shmem_enabled", "always within_size [advise] never deny force\n");
+        write("ksm/run", "2\n");
+        assert_eq!(read(), (true, true, false));
+        write("transparent_hugepage/hpage_pmd_size", "2097152\n");
+        write("transparent_hugepage/hugepages-2048kB/enabled", "always [inherit] madvise never\n");
+        write(
+            "transparent_hugepage/hugepages-2048kB/shmem_enabled",
+            "always inherit within_size advise [never]\n",
+        );
+        assert_eq!(read(), (true, false, false));
+        write("transparent_hugepage/shmem_enabled", "always within_size advise never deny [force]\n");
+        assert_eq!(read(), (true, true, false));
+        write("transparent_hugepage/enabled", "[always] madvise never\n");
+        write("transparent_hugepage/hugepages-2048kB/enabled", "always inherit madvise [never]\n");
+        assert_eq!(read(), (false, true, false));
     }
 
     #[test]

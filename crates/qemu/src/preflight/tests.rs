@@ -1,9 +1,11 @@
 use super::facts::FileIdentity;
 use super::*;
 use crate::cmdline::Given;
+use crate::command::RamPlan;
 use crate::describe::{Machine, Memory, Program, SCHEMA};
-use crate::ram::RamKind;
+use crate::ram::{MappedFile, RamKind};
 use crate::tree::DeviceTree;
+use facts::MemoryFeatures;
 
 fn block(name: &str, bytes: u64) -> RamBlock {
     RamBlock {
@@ -235,4 +237,43 @@ fn surroundings() {
     assert_eq!(option("netdev", "tap,id=a,fd=3,vhostfd=4"), "vhost-net?");
     assert_eq!(option("netdev", "user,id=a"), "network-user.");
     assert_eq!(option("vnc", ":0"), "display-clients.");
+}
+
+#[test]
+fn memory_keeps_what_it_had() {
+    const MEMFD: RamPlan = RamPlan::Memfd { hugepage_bytes: None };
+    let chosen = |here: MemoryFeatures, change: fn(&mut SourceFacts)| {
+        let (mut source, _) = facts();
+        // A guest always has smaller blocks of other kinds, too.
+        source.ram_blocks.push(block("vga.vram", 16 << 20));
+        change(&mut source);
+        ram::choose(&source, &here).0
+    };
+    let nothing = MemoryFeatures::default();
+    let anonymous_only = MemoryFeatures { huge_pages_anonymous: true, ..nothing };
+    let both = MemoryFeatures { huge_pages_shared: true, ..anonymous_only };
+    let ksm = MemoryFeatures { ksm: true, ..both };
+    assert_eq!(chosen(nothing, |_| ()), MEMFD);
+    assert_eq!(chosen(both, |_| ()), MEMFD);
+    assert_eq!(chosen(anonymous_only, |_| ()), RamPlan::Anonymous);
+    assert_eq!(chosen(ksm, |_| ()), RamPlan::Anonymous);
+
+    let shared = |source: &mut SourceFacts| {
+        let file = MappedFile { path: "/dev/shm/x".into(), inode: 7, device: (0, 1), offset_bytes: 0 };
+        source.ram_blocks[0].kind = RamKind::SharedFile(file);
+    };
+    let huge = |source: &mut SourceFacts| source.ram_blocks[0].page_size_bytes = 2 << 20;
+    for here in [nothing, anonymous_only, both, ksm] {
+        assert_eq!(chosen(here, shared), MEMFD);
+        assert_eq!(chosen(here, huge), RamPlan::Memfd { hugepage_bytes: Some(2 << 20) });
+    }
+
+    let unmerged: [fn(&mut SourceFacts); 2] = [
+        |source| source.vm.options.push(Given::new("machine", "q35,mem-merge=off".to_owned())),
+        |source| source.vm.options.push(Given::new("object", "memory-backend-ram,id=m,merge=off".to_owned())),
+    ];
+    for change in unmerged {
+        assert_eq!(chosen(ksm, change), MEMFD);
+        assert_eq!(chosen(anonymous_only, change), RamPlan::Anonymous);
+    }
 }

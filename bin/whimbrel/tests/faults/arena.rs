@@ -100,7 +100,7 @@ impl Arena {
     /// has an end; nothing is asserted of it.
     fn let_it_be_felt(&self, next: bool) {
         let until = Instant::now() + Duration::from_secs(4);
-        while Instant::now() < until && !(next && !self.faults().is_wanted()) {
+        while Instant::now() < until && (!next || self.faults().is_wanted()) {
             let list = self.cluster.agent(self.at).cli(&["migrations"]);
             if list.code == 0 {
                 let phase = list.json()[0]["progress"]["phase"].clone();

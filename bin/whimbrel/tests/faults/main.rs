@@ -95,20 +95,17 @@ fn whole(witness: bool) {
                 reached
             }));
             let seen = arena.faults().seen();
-            match cell {
-                Ok(reached) => {
-                    done += 1;
-                    if reached {
-                        injured.insert(point.clone());
-                    } else {
-                        unreached.push(way.to_string());
-                    }
+            if let Ok(reached) = cell {
+                done += 1;
+                if reached {
+                    injured.insert(point.clone());
+                } else {
+                    unreached.push(way.to_string());
                 }
-                Err(_) => {
-                    failed.push(way.to_string());
-                    eprintln!("FAILED: {way}");
-                    arena = Arena::new(witness);
-                }
+            } else {
+                failed.push(way.to_string());
+                eprintln!("FAILED: {way}");
+                arena = Arena::new(witness);
             }
             let is_new = |name: &&String| seen_before.get(*name) != seen.get(*name) && !known.contains(*name);
             let new: Vec<_> = seen.keys().filter(is_new).cloned().collect();

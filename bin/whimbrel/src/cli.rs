@@ -15,25 +15,57 @@ fn host_id(name: &str) -> Result<HostId, BadName> {
     HostId::new(name)
 }
 
-/// Moves running virtual machines from host to host.
+/// Moves running virtual machines from host to host
+///
+/// An agent runs on each host (`whimbrel agent`); all other commands speak to the one of the host on which they are
+/// called. A VM is moved from the host that it is on.
 #[derive(Debug, Parser)]
-#[command(name = "whimbrel", version, about, max_term_width = 100, after_help = EXIT_CODES)]
+#[command(name = "whimbrel", version, max_term_width = 100, after_help = EXIT_CODES, after_long_help = EXAMPLE)]
 pub(crate) struct Cli {
     /// Socket of the agent to speak to
-    #[arg(long, global = true, value_name = "PATH", default_value = "/run/whimbrel/agent.sock")]
+    #[arg(
+        long,
+        global = true,
+        value_name = "PATH",
+        default_value = "/run/whimbrel/agent.sock",
+        help_heading = ALL_COMMANDS
+    )]
     pub socket: PathBuf,
 
-    /// Answer with one JSON document, errors included
-    #[arg(long, global = true)]
+    /// Answer with one JSON document on the standard output, errors included
+    #[arg(long, global = true, help_heading = ALL_COMMANDS)]
     pub json: bool,
 
     #[command(subcommand)]
     pub command: Command,
 }
 
-const EXIT_CODES: &str = "\
-Exit codes: 0 done; 1 failed, a VM that was to be moved is at its source, unharmed; 2 usage or bad input; \
-3 in doubt, see `whimbrel recover`; 130 interrupted, a migration that was watched goes on.";
+const ALL_COMMANDS: &str = "Options of all commands";
+
+macro_rules! exit_codes {
+    () => {
+        "\
+Exit codes:
+    0  done
+    1  failed; a VM that was to be moved is at its source, unharmed
+    2  usage or bad input; nothing was done
+    3  in doubt, see `whimbrel recover`
+  130  interrupted; a migration that was watched goes on"
+    };
+}
+
+const EXIT_CODES: &str = exit_codes!();
+
+const EXAMPLE: &str = concat!(
+    "\
+Example, on the host where a QEMU runs that was started with `-name web1`:
+  whimbrel vm adopt web1                    the agent takes care of it; nothing changes in it
+  whimbrel migrate web1 --to beta --check   what stands in the way, and what to do about it
+  whimbrel migrate web1 --to beta           moves it, and ends with a report
+
+",
+    exit_codes!()
+);
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
@@ -41,14 +73,20 @@ pub(crate) enum Command {
     Agent(AgentCommand),
     /// Show what the agent and its host are
     Info,
-    /// VMs that the agent of this host takes care of
+    /// List, adopt, start and forget VMs of this host
     Vm {
         #[command(subcommand)]
         command: VmCommand,
     },
     /// Move a running VM to another host
+    ///
+    /// The guest runs on while its memory is copied in rounds. When what is left would take less than the longest
+    /// downtime, the guest is stopped, the rest is sent, and it runs at the other host. Until then the migration can be
+    /// ended by `whimbrel cancel`, and whatever fails leaves the VM where it is. Ctrl-C ends the watching only.
+    ///
+    /// What is not given here is as in [limits] of the agent's configuration; defaults in parentheses.
     Migrate(MigrateCommand),
-    /// Watch the latest migration of a VM
+    /// Watch the latest migration of a VM until it is over; Ctrl-C ends the watching only
     Watch {
         /// The VM
         #[arg(value_parser = vm_name)]
@@ -57,18 +95,21 @@ pub(crate) enum Command {
     /// List migrations from and to this host
     Migrations,
     /// End a migration; the VM stays where it is
+    ///
+    /// Possible up to the point of no return, which is after the guest was stopped. What was begun is taken back.
+    /// After it the command says that it is too late, and changes nothing.
     Cancel {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
     },
-    /// Change limits of a migration that runs
+    /// Change limits of a migration that is under way, on the host that the VM leaves
     #[command(group = clap::ArgGroup::new("limits").required(true).multiple(true))]
     Limit {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
-        /// Cap on the sending rate, e.g. 500M, 1.5Gbit, none
+        /// Cap on the sending rate: 500M or 512Mi bytes per second, 1.5Gbit, none
         #[arg(long, value_name = "RATE", group = "limits")]
         bandwidth: Option<Rate>,
         /// Longest downtime to aim at, in milliseconds
@@ -78,17 +119,17 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", group = "limits")]
         max_rounds: Option<u32>,
     },
-    /// Show the report of a migration
+    /// Show the report of a migration, on the host that the VM left
     Report {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
-        /// Which of its migrations; by default the latest
+        /// Which of its migrations: 7 for web1#7; by default the latest
         epoch: Option<u64>,
     },
-    /// Settle a migration that is in doubt
+    /// Settle a migration that is in doubt; says first what that risks
     Recover(RecoverCommand),
-    /// Hosts on this machine, as network namespaces, to try things with
+    /// Make hosts on this machine, as network namespaces, to try things with
     Lab {
         #[command(subcommand)]
         command: LabCommand,
@@ -97,14 +138,14 @@ pub(crate) enum Command {
 
 #[derive(Debug, Args)]
 pub(crate) struct AgentCommand {
-    /// The configuration, see docs/agent.example.toml
+    /// The configuration; docs/agent.example.toml has every key
     #[arg(long, value_name = "FILE", default_value = agent::config::DEFAULT_PATH)]
     pub config: PathBuf,
-    /// Only say whether the configuration can be used
+    /// Only say whether the configuration can be used, with all files that it names
     #[arg(long)]
     pub check_config: bool,
-    /// How log lines look. What is logged is set by the environment variable `RUST_LOG`, as `RUST_LOG=debug`
-    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    /// How log lines look: `text` for people, `json` for programs. RUST_LOG=debug in the environment logs more
+    #[arg(long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
     pub log_format: LogFormat,
 }
 
@@ -118,19 +159,21 @@ pub(crate) enum LogFormat {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum VmCommand {
-    /// List the VMs
+    /// List the VMs and how they are
     List,
-    /// Show all that is known of a VM
+    /// Show what is known of a VM; with --json all of it
     Show {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
     },
-    /// Take care of a QEMU that runs already
+    /// Take care of a QEMU that runs already; nothing changes in it
+    ///
+    /// It needs a QMP monitor on a Unix socket that nobody else holds: -qmp unix:PATH,server=on,wait=off.
     Adopt(AdoptCommand),
     /// Start a VM from a file and take care of it
     Run {
-        /// The VM file (TOML)
+        /// The VM file; docs/vm.example.toml has every key
         file: PathBuf,
         /// Leave the guest paused
         #[arg(long)]
@@ -169,10 +212,10 @@ pub(crate) struct MigrateCommand {
     /// The VM
     #[arg(value_parser = vm_name)]
     pub vm: VmName,
-    /// Where to: a name under [hosts] of the agent's configuration
+    /// The other host: a name under [hosts] of the agent's configuration
     #[arg(long, value_name = "HOST", value_parser = host_id)]
     pub to: HostId,
-    /// Only look whether it can be done, on both hosts
+    /// Only look on both hosts whether it can be done; changes nothing
     #[arg(long, conflicts_with = "detach")]
     pub check: bool,
     /// Longest downtime to aim at, in milliseconds (30)
@@ -181,20 +224,27 @@ pub(crate) struct MigrateCommand {
     /// Most rounds of pre-copy (30)
     #[arg(long, value_name = "N")]
     pub max_rounds: Option<u32>,
-    /// When the rounds are used up: stop the guest and send the rest, however long that takes, or abort (abort)
-    #[arg(long, value_name = "WHAT")]
+    /// When the rounds are used up: `abort` leaves the VM where it is, `stop` stops it and sends the rest, however long
+    /// that takes (abort)
+    #[arg(long, value_name = "abort|stop", hide_possible_values = true)]
     pub on_limit: Option<OnLimitArg>,
-    /// Cap on the sending rate, e.g. 500M (bytes per second), 1.5Gbit, none
+    /// Cap on the sending rate: 500M or 512Mi bytes per second, 1.5Gbit, none (none)
     #[arg(long, value_name = "RATE")]
     pub bandwidth: Option<Rate>,
-    /// Number of data streams (4)
+    /// Number of data streams, 1 to 64 (4)
     #[arg(long, value_name = "N")]
     pub streams: Option<u16>,
     /// Compare all of memory after the stop; makes the downtime much longer
     #[arg(long)]
     pub verify: bool,
-    /// Kind of RAM at the destination
-    #[arg(long, value_name = "KIND", default_value = "auto")]
+    /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is not
+    #[arg(
+        long,
+        value_name = "auto|memfd|anonymous",
+        default_value = "auto",
+        hide_possible_values = true,
+        hide_default_value = true
+    )]
     pub ram: RamArg,
     /// Carry this option of QEMU's command line over although it is not known
     #[arg(long = "allow-option", value_name = "OPTION", allow_hyphen_values = true)]
@@ -267,8 +317,10 @@ pub(crate) struct RecoverCommand {
 #[derive(Debug, Subcommand)]
 pub(crate) enum LabCommand {
     /// Make two hosts, a witness, a router and a client, and configurations for their agents (as root)
+    ///
+    /// One of the same prefix that is up is taken down first, with all that runs in it.
     Up {
-        /// Names of its namespaces begin with this
+        /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
         #[arg(long, default_value = "lab")]
         prefix: String,
     },

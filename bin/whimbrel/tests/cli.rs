@@ -94,9 +94,16 @@ fn expect(said: &Said, code: i32, stdout: &[&str], stderr: &[&str]) {
 fn help_names_the_exit_codes_and_hides_the_injector() {
     let world = World::new();
     let help = world.say(&["--help"]);
-    expect(&help, 0, &["migrate", "recover", "Exit codes", "3 in doubt"], &[]);
+    expect(&help, 0, &["migrate", "recover", "Exit codes", "3  in doubt"], &[]);
     assert!(!help.stdout.contains("injector"));
     expect(&world.say(&["--version"]), 0, &["whimbrel"], &[]);
+    for words in
+        [&["--help"][..], &["-h"], &["migrate", "--help"], &["migrate", "-h"], &["recover", "--help"]]
+    {
+        let help = world.say(words);
+        let wide: Vec<_> = help.stdout.lines().filter(|line| line.chars().count() > 100).collect();
+        assert!(wide.is_empty(), "{words:?}: {wide:#?}");
+    }
     expect(&world.say(&["migrate", "--help"]), 0, &["--max-downtime", "--on-limit", "--allow-option"], &[]);
 }
 

@@ -6,6 +6,7 @@ use agent::api::{
     AdoptRequest, Adopted, AgentInfo, Client, HostId, KernelFeature, RunRequest, VmDetail, VmName, VmSummary,
 };
 use agent::report::bytes;
+use serde_json::Value;
 
 use crate::Code;
 use crate::cli::AdoptCommand;
@@ -64,17 +65,51 @@ pub(crate) fn show(client: &Client, vm: &VmName, output: &Output) -> Result<Code
     output.show(&client.vm(vm)?, |detail: &VmDetail| {
         let needs = detail.needs_hosts.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
         let qmp = detail.qmp.as_ref().map_or_else(|| "-".to_owned(), |path| path.display().to_string());
-        let description = serde_json::to_string_pretty(&detail.description).unwrap_or_default();
         let [name, state, pid, ram, version, migration] = row(&detail.summary);
         format!(
             "{name}\n  state      {state}\n  pid        {pid}\n  memory     {ram} ({})\n  QEMU       {version}\n  \
-             QMP        {qmp}\n  adopted    {}\n  migration  {migration}\n  needs      {needs}\n{}{description}\n",
+             QMP        {qmp}\n  adopted    {}\n  migration  {migration}\n  needs      {needs}\n{}{}",
             detail.ram_kind,
             detail.adopted,
+            described(&detail.description),
             findings(&detail.findings),
         )
     });
     Ok(Code::Done)
+}
+
+/// The part of a VM's description that people ask for most. All of it comes with `--json`.
+fn described(description: &Value) -> String {
+    let mut text = Text::default();
+    let machine = &description["machine"];
+    let of_machine = |key: &str| machine[key].as_str();
+    if let Some(machine_type) = of_machine("machine_type") {
+        let accelerator = of_machine("accelerator").unwrap_or("unknown accelerator");
+        text.line(format_args!("  machine    {machine_type}, {accelerator}"));
+    }
+    if let Some(cpus) = machine["cpus"].as_u64() {
+        let cpu = of_machine("cpu_option").or(of_machine("cpu_type")).unwrap_or("unknown");
+        text.line(format_args!("  CPUs       {cpus}, {cpu}"));
+    }
+    let list = |key: &str| description[key].as_array().cloned().unwrap_or_default();
+    for disk in list("disks") {
+        // Empty drives, of which every machine has some, say nothing.
+        let (Some(name), Some(file)) = (disk["name"].as_str(), disk["file"].as_str()) else { continue };
+        let format = disk["format"].as_str().unwrap_or("unknown format");
+        let cached = if disk["direct"] == true { "past the page cache" } else { "through the page cache" };
+        text.line(format_args!("  disk       {name}: {file}, {format}, {cached}"));
+        for below in disk["backing_files"].as_array().into_iter().flatten().filter_map(Value::as_str) {
+            text.line(format_args!("             over {below}"));
+        }
+    }
+    for network in list("networks") {
+        let (Some(id), Some(details)) = (network["id"].as_str(), network["details"].as_str()) else {
+            continue;
+        };
+        text.line(format_args!("  network    {id}: {details}"));
+    }
+    text.line(format_args!("  `--json` shows all of its description."));
+    text.finish()
 }
 
 /// `whimbrel vm adopt`.

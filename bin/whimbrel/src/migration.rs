@@ -6,7 +6,7 @@ use agent::api::{
     CancelOutcome, CheckReport, Client, Limits, MigrateRequest, MigrationId, MigrationStatus, VmName, Which,
 };
 use agent::progress::Standing;
-use agent::report::{Report, rate, render};
+use agent::report::{Report, rate, render, to_the_second};
 
 use crate::Code;
 use crate::cli::MigrateCommand;
@@ -122,8 +122,8 @@ fn row(status: &MigrationStatus) -> [String; 6] {
         status.id.to_string(),
         status.from.to_string(),
         status.to.to_string(),
-        format!("{standing} ({})", status.state),
-        status.created.clone(),
+        if status.state == standing { standing.to_owned() } else { format!("{standing} ({})", status.state) },
+        to_the_second(&status.created),
         remark.join("; "),
     ]
 }

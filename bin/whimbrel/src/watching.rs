@@ -8,7 +8,7 @@ use std::time::Duration;
 use agent::api::{Client, ClientError, MigrationId, Which};
 use agent::progress::{Phase, Progress, Standing};
 use agent::report::{bytes, milliseconds, rate};
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
 use crate::failure::Failure;
 use crate::output::Output;
@@ -115,7 +115,11 @@ struct Display {
 }
 
 enum How {
-    Bar(ProgressBar),
+    /// Two lines: what happens, and a bar with what is to be expected. Each is cut at the terminal's right edge.
+    Bar {
+        line: ProgressBar,
+        bar: ProgressBar,
+    },
     /// A line whenever phase or round have changed.
     Lines(Option<(Phase, u32)>),
     Nothing,
@@ -124,12 +128,15 @@ enum How {
 impl Display {
     fn new(id: &MigrationId, output: &Output) -> Self {
         let how = if Output::on_terminal() {
-            let bar = ProgressBar::new(0);
-            if let Ok(style) = ProgressStyle::with_template("{prefix} [{bar:24}] {wide_msg}") {
-                bar.set_style(style.progress_chars("=> "));
-            }
-            bar.set_prefix(id.to_string());
-            How::Bar(bar)
+            let lines = MultiProgress::new();
+            let styled = |template: &str| {
+                let line = lines.add(ProgressBar::new(1));
+                if let Ok(style) = ProgressStyle::with_template(template) {
+                    line.set_style(style.progress_chars("=> "));
+                }
+                line
+            };
+            How::Bar { line: styled("{wide_msg}"), bar: styled("[{bar:24}] {wide_msg}") }
         } else if output.wants_lines() {
             How::Lines(None)
         } else {
@@ -140,17 +147,18 @@ impl Display {
 
     fn show(&mut self, progress: &Progress) {
         match &mut self.how {
-            How::Bar(bar) => {
+            How::Bar { line, bar } => {
+                line.set_message(format!("{}: {}", self.name, now(progress).join(", ")));
                 bar.set_length(progress.round_bytes.max(1));
                 bar.set_position(progress.round_bytes.saturating_sub(progress.remaining_bytes));
-                bar.set_message(line(progress));
-                bar.tick();
+                bar.set_message(outlook(progress).join(", "));
             }
             How::Lines(shown) => {
-                let now = (progress.phase, progress.round);
-                if *shown != Some(now) {
-                    *shown = Some(now);
-                    eprintln!("{}: {}", self.name, line(progress));
+                let step = (progress.phase, progress.round);
+                if *shown != Some(step) {
+                    *shown = Some(step);
+                    let parts = [now(progress), outlook(progress)].concat();
+                    eprintln!("{}: {}", self.name, parts.join(", "));
                 }
             }
             How::Nothing => {}
@@ -160,14 +168,15 @@ impl Display {
 
 impl Drop for Display {
     fn drop(&mut self) {
-        if let How::Bar(bar) = &self.how {
+        if let How::Bar { line, bar } = &self.how {
             bar.finish_and_clear();
+            line.finish_and_clear();
         }
     }
 }
 
-/// What is to be said, in one line.
-fn line(progress: &Progress) -> String {
+/// What happens.
+fn now(progress: &Progress) -> Vec<String> {
     let phase = match progress.phase {
         Phase::Preparing => "preparing".to_owned(),
         Phase::PreCopy => format!("round {}", progress.round),
@@ -184,14 +193,22 @@ fn line(progress: &Progress) -> String {
     if matches!(progress.phase, Phase::PreCopy | Phase::LastRound) {
         parts.push(format!("{} left", bytes(progress.remaining_bytes)));
         parts.push(rate(progress.rate_bytes_per_s));
-        parts.push(format!("dirtied {}", rate(progress.dirty_rate_bytes_per_s)));
-        parts.extend(
-            progress.expected_downtime_us.map(|us| format!("downtime {} expected", milliseconds(us))),
-        );
     }
     parts.extend(progress.downtime_us.map(|us| format!("downtime {}", milliseconds(us))));
     parts.extend(progress.message.clone());
-    parts.join(", ")
+    parts
+}
+
+/// What the rounds before it let expect; nothing is known before the first is over.
+fn outlook(progress: &Progress) -> Vec<String> {
+    let mut parts = Vec::new();
+    if matches!(progress.phase, Phase::PreCopy | Phase::LastRound)
+        && let Some(us) = progress.expected_downtime_us
+    {
+        parts.push(format!("dirtied {}", rate(progress.dirty_rate_bytes_per_s)));
+        parts.push(format!("downtime {} expected", milliseconds(us)));
+    }
+    parts
 }
 
 #[cfg(test)]
@@ -209,9 +226,12 @@ mod tests {
             expected_downtime_us: Some(12_000),
             ..Progress::default()
         };
-        let expected = "round 3, 16.0 MiB left, 1.0 GiB/s, dirtied 100.0 MiB/s, downtime 12.0 ms expected";
-        assert_eq!(line(&progress), expected);
+        assert_eq!(now(&progress).join(", "), "round 3, 16.0 MiB left, 1.0 GiB/s");
+        assert_eq!(outlook(&progress).join(", "), "dirtied 100.0 MiB/s, downtime 12.0 ms expected");
+        let first = Progress { round: 1, expected_downtime_us: None, ..progress.clone() };
+        assert!(outlook(&first).is_empty(), "no rate of dirtying is known yet");
         let over = Progress { phase: Phase::Ended, message: Some("disk full".into()), ..progress };
-        assert_eq!(line(&over), "over, disk full");
+        assert_eq!(now(&over).join(", "), "over, disk full");
+        assert!(outlook(&over).is_empty());
     }
 }

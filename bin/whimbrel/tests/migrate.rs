@@ -309,8 +309,13 @@ fn cancelled_then_hurried() {
     let slow = ["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop", "--bandwidth", "4MiB"];
     let migration = cluster.a.command(&slow).spawn().unwrap();
     cluster.wait_for_sent(4 << 20);
+    let sizes = [&cluster.a, &cluster.b]
+        .map(|agent| agent.cli(&["migrations"]).ok().json()[0]["progress"]["ram_bytes"].as_u64().unwrap());
     cluster.a.cli(&["cancel", "vm1"]).ok();
     assert_eq!(migration.wait_with_output().unwrap().status.code(), Some(1));
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    let bytes = |block: &serde_json::Value| block["bytes"].as_u64().unwrap();
+    assert_eq!(sizes, [report["ram_blocks"].as_array().unwrap().iter().map(bytes).sum(); 2]);
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     assert!(cluster.b.vm("vm1").is_none(), "nothing is left there");

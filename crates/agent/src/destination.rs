@@ -81,6 +81,9 @@ impl Driver {
         inbox: Inbox,
         publisher: Publisher,
     ) -> Self {
+        publisher.update(|progress| {
+            progress.ram_bytes = proposal.ram.iter().map(|block| block.bytes).sum();
+        });
         let cpu = (state == DestinationState::Idle).then(CpuTime::start);
         Self {
             context,

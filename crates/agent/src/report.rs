@@ -10,7 +10,7 @@ use proto::message::{Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
-pub use text::{bytes, milliseconds, rate, render, seconds};
+pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
 
 /// Name and version of the document. Fields may be added under the same version; none is taken away or changes its
 /// meaning.

@@ -166,6 +166,8 @@ impl Driver {
         publisher: Publisher,
     ) -> Self {
         let contact = handover::Contact::new(&context.config.timeouts);
+        let ram_bytes = controls.report(|report| report.ram_blocks.iter().map(|block| block.bytes).sum());
+        publisher.update(|progress| progress.ram_bytes = ram_bytes);
         let cpu = (state == SourceState::Idle).then(CpuTime::start);
         Self {
             context,

@@ -219,8 +219,13 @@ impl Control for Users {
     fn set_limits(&self, id: &MigrationId, limits: Limits) -> Result<Limits, Problem> {
         let controls = self.drivers().get(id).and_then(|driven| driven.controls.clone());
         let Some(controls) = controls else {
-            let advice = "limits belong to the source of a migration that is under way";
-            return Err(Problem::new(Kind::Conflict, format!("{id} is not being sent from here"), advice));
+            let record = self.record(id)?;
+            let (error, advice) = if record.open {
+                (format!("{id} is not being sent from here"), format!("ask at {}", record.terms.source))
+            } else {
+                (format!("{id} is over"), "limits are for a migration that is under way".to_owned())
+            };
+            return Err(Problem::new(Kind::Conflict, error, advice));
         };
         let aims = controls.change(|aims| {
             if let Some(rate) = limits.bandwidth_bytes_per_s {

@@ -17,7 +17,7 @@ impl Daemon {
             Problem::new(
                 Kind::NotFound,
                 format!("no migration {id} here"),
-                "`whimbrel vm show` names a VM's migrations",
+                "`whimbrel migrations` lists those that are known here",
             )
         })
     }

@@ -1,6 +1,7 @@
 //! The report as people read it on a terminal.
 
 use std::fmt::{self, Write as _};
+use std::iter;
 
 use super::{Downtime, Event, Outcome, Report, Round};
 
@@ -32,8 +33,9 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     if let Some(reason) = &report.reason {
         writeln!(out, "  because     {reason}")?;
     }
-    let ended = report.ended.as_deref().unwrap_or("not over");
-    writeln!(out, "  time        {} in all; {} to {ended}", seconds(report.total_us), report.started)?;
+    let ended = report.ended.as_deref().map_or_else(|| "not over".to_owned(), to_the_second);
+    let started = to_the_second(&report.started);
+    writeln!(out, "  time        {} in all; {started} to {ended}", seconds(report.total_us))?;
     if let Some(downtime) = &report.downtime {
         writeln!(
             out,
@@ -109,31 +111,37 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     Ok(())
 }
 
+/// Two tables, each of which fits on a terminal of 80 columns: how it went, and what was in the rounds.
 fn rounds(rounds: &[Round]) -> String {
-    let heading = [
-        "round", "dirty", "data", "zero", "hole", "sent", "took", "scan", "drain", "rate", "dirtied",
-        "expected", "then",
-    ];
-    let mut rows = vec![heading.map(str::to_owned)];
-    for round in rounds {
-        let number = if round.stopped { format!("{}*", round.round) } else { round.round.to_string() };
-        rows.push([
-            number,
+    let number =
+        |round: &Round| if round.stopped { format!("{}*", round.round) } else { round.round.to_string() };
+    let went = |round: &Round| {
+        [
+            number(round),
+            bytes(round.sent_bytes),
+            milliseconds(round.duration_us),
+            rate(round.rate_bytes_per_s),
+            rate(round.dirty_rate_bytes_per_s),
+            round.expected_downtime_us.map_or_else(|| "-".to_owned(), milliseconds),
+            if round.decision == "another-round" { "again" } else { &round.decision }.to_owned(),
+        ]
+    };
+    let held = |round: &Round| {
+        [
+            number(round),
             round.dirty_pages.to_string(),
             round.data_pages.to_string(),
             round.zero_pages.to_string(),
             round.hole_pages.to_string(),
-            bytes(round.sent_bytes),
-            milliseconds(round.duration_us),
             milliseconds(round.scan_us),
             milliseconds(round.drain_us),
-            rate(round.rate_bytes_per_s),
-            rate(round.dirty_rate_bytes_per_s),
-            round.expected_downtime_us.map_or_else(|| "-".to_owned(), milliseconds),
-            round.decision.clone(),
-        ]);
-    }
-    let mut text = table(&rows);
+        ]
+    };
+    let heading = ["round", "sent", "took", "rate", "dirtied", "expected", "then"].map(str::to_owned);
+    let mut text = table(&iter::once(heading).chain(rounds.iter().map(went)).collect::<Vec<_>>());
+    let heading = ["round", "dirty", "data", "zero", "hole", "scan", "drain"].map(str::to_owned);
+    text.push('\n');
+    text.push_str(&table(&iter::once(heading).chain(rounds.iter().map(held)).collect::<Vec<_>>()));
     if rounds.iter().any(|round| round.stopped) {
         text.push_str("  * with the guest stopped\n");
     }
@@ -169,7 +177,7 @@ fn parts(downtime: &Downtime) -> String {
     table(&rows)
 }
 
-/// Columns as wide as they have to be, numbers to the right, the last column of a wide table to the left.
+/// Columns as wide as they have to be, numbers to the right, what is decided and names to the left.
 fn table<const N: usize>(rows: &[[String; N]]) -> String {
     let mut widths = [0; N];
     for row in rows {
@@ -181,7 +189,7 @@ fn table<const N: usize>(rows: &[[String; N]]) -> String {
     for row in rows {
         let mut line = String::new();
         for (column, (cell, width)) in row.iter().zip(widths).enumerate() {
-            let left = (N > 2 && column == N - 1) || (N == 2 && column == 0);
+            let left = rows[0][column] == "then" || (N == 2 && column == 0);
             let _ = if left { write!(line, "  {cell:<width$}") } else { write!(line, "  {cell:>width$}") };
         }
         text.push_str(line.trim_end());
@@ -213,6 +221,11 @@ pub fn bytes(bytes: u64) -> String {
 /// A rate, as `1.5 MiB/s`.
 pub fn rate(bytes_per_s: u64) -> String {
     format!("{}/s", bytes(bytes_per_s))
+}
+
+/// A moment (RFC 3339, UTC) without its fraction of a second, as `2026-01-31T23:59:59Z`.
+pub fn to_the_second(moment: &str) -> String {
+    moment.split_once('.').map_or_else(|| moment.to_owned(), |(second, _)| format!("{second}Z"))
 }
 
 /// A duration in milliseconds, as `12.3 ms`.
@@ -325,9 +338,35 @@ mod tests {
         ] {
             assert!(text.contains(expected), "{expected:?} is missing in\n{text}");
         }
-        let table: Vec<_> = text.lines().skip_while(|line| !line.contains("dirtied")).take(3).collect();
+        let table: Vec<_> = text.lines().skip_while(|line| !line.contains("drain")).take(3).collect();
         let at = |line: &str, word: &str| line.find(word).map(|at| line[..at].chars().count() + word.len());
         assert_eq!(at(table[0], "dirty"), at(table[1], "131072"), "columns are aligned:\n{text}");
+    }
+
+    /// With numbers as large as they come, but for the length of a VM's name, paths and reasons.
+    #[test]
+    fn text_fits_on_a_terminal() {
+        let mut report = sample();
+        let large = Round {
+            round: 999,
+            dirty_pages: 1_000_000_000,
+            data_pages: 1_000_000_000,
+            zero_pages: 1_000_000_000,
+            hole_pages: 1_000_000_000,
+            sent_bytes: 1000 << 40,
+            duration_us: 999_999_900,
+            scan_us: 9_999_900,
+            drain_us: 9_999_900,
+            rate_bytes_per_s: 1000 << 20,
+            dirty_rate_bytes_per_s: 1000 << 20,
+            expected_downtime_us: Some(99_999_900),
+            decision: "another-round".into(),
+            stopped: true,
+        };
+        report.rounds.push(large);
+        let wide: Vec<_> =
+            render(&report).lines().filter(|line| line.chars().count() > 80).map(str::to_owned).collect();
+        assert!(wide.is_empty(), "{wide:#?}");
     }
 
     #[test]

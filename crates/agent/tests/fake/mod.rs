@@ -187,7 +187,21 @@ impl Control for Fake {
             qmp: Some("/run/web.qmp".into()),
             adopted: "2026-01-01T00:00:00.000Z".into(),
             ram_kind: "anonymous".into(),
-            description: serde_json::json!({"machine": "pc-i440fx-7.2"}),
+            description: serde_json::json!({
+                "machine": {
+                    "machine_type": "pc-i440fx-7.2", "accelerator": "kvm", "cpus": 2, "cpu_type": "qemu64",
+                    "cpu_option": "Skylake-Client",
+                },
+                "disks": [
+                    {"name": "cd0", "file": null},
+                    {
+                        "name": "disk0", "file": "/srv/web.qcow2", "format": "qcow2", "direct": true,
+                        "backing_files": ["/srv/base.qcow2"],
+                    },
+                ],
+                "networks": [{"id": "net0", "kind": "tap", "details": "index=0,type=tap,ifname=web"}],
+                "options": [{"name": "nodefaults"}],
+            }),
             needs_hosts: vec![host("alpha")],
             findings: Vec::new(),
         })

@@ -131,9 +131,10 @@ fn a_unit_that_restarts_is_warned_of_and_an_arriving_guest_has_a_scope() {
     fs::create_dir(&directory).unwrap();
     let load = Load { fill_mib: 32, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
     let arguments = GuestSpec::tiny("vm1", load).arguments(&cluster.environment, &directory).unwrap();
-    let arguments = arguments.iter().map(|word| format!(" {word:?}")).collect::<String>();
+    let arguments: Vec<_> = arguments.iter().map(|word| format!("{word:?}")).collect();
+    let arguments = arguments.join(" ");
     let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap().program;
-    let service = format!("ExecStart={}{arguments}\nRestart=always\n", qemu.display());
+    let service = format!("ExecStart={} {arguments}\nRestart=always\n", qemu.display());
     systemd.unit("web1.service", &format!("[Unit]\nDefaultDependencies=no\n[Service]\n{service}"));
     systemd.ctl(&["start", "web1.service"]);
     let state = || systemd.ctl(&["show", "--property=ActiveState,NRestarts", "--value", "web1.service"]);

@@ -144,7 +144,7 @@ pub(crate) struct AgentCommand {
     /// Only say whether the configuration can be used, with all files that it names
     #[arg(long)]
     pub check_config: bool,
-    /// How log lines look: `text` for people, `json` for programs. RUST_LOG=debug in the environment logs more
+    /// How log lines look: `text` for people, `json` for programs. `RUST_LOG=debug` in the environment logs more
     #[arg(long, value_name = "FORMAT", default_value = "text", hide_possible_values = true)]
     pub log_format: LogFormat,
 }

@@ -103,7 +103,7 @@ fn a_peer_that_breaks_the_protocol_before_committed_ends_the_migration() {
     let link = driver.control.as_ref().unwrap().link;
     let mut peer = world.accept();
     // Nothing was ever committed.
-    driver.message(Some(link), Message::Running { epoch: Epoch(1), continue_us: 0 });
+    driver.message(Some(link), Message::Running { epoch: Epoch(1), continue_us: 0, agent_cpu_us: None });
     peer.hung_up();
     assert_eq!(driver.settle(), SourceState::Aborted);
     assert_eq!(world.state(), State::Source(SourceState::Aborted));
@@ -123,7 +123,7 @@ fn a_peer_that_breaks_the_protocol_after_committed_loses_its_connection_and_noth
     let mut peer = world.accept();
     peer.hear_until(is_go);
     assert_eq!(world.state(), State::Source(committed()));
-    peer.say(&Message::Running { epoch: Epoch(1), continue_us: 0 });
+    peer.say(&Message::Running { epoch: Epoch(1), continue_us: 0, agent_cpu_us: None });
     assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
 
@@ -141,7 +141,7 @@ fn go_waits_until_it_was_looked_whether_qemu_is_held() {
         report.events.iter().any(|event| event.detail.contains("this side's stopped copy is gone"))
     });
     assert!(looked, "GO went out before anybody looked");
-    peer.say(&Message::Running { epoch: Epoch(1), continue_us: 0 });
+    peer.say(&Message::Running { epoch: Epoch(1), continue_us: 0, agent_cpu_us: None });
     settled.join().unwrap();
 }
 

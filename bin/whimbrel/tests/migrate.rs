@@ -315,7 +315,7 @@ fn cancelled_then_hurried() {
     assert_eq!(migration.wait_with_output().unwrap().status.code(), Some(1));
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     let bytes = |block: &serde_json::Value| block["bytes"].as_u64().unwrap();
-    assert_eq!(sizes, [report["ram_blocks"].as_array().unwrap().iter().map(bytes).sum(); 2]);
+    assert_eq!(sizes, [report["ram_blocks"].as_array().unwrap().iter().map(bytes).sum::<u64>(); 2]);
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     assert!(cluster.b.vm("vm1").is_none(), "nothing is left there");

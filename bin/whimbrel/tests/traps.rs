@@ -105,7 +105,7 @@ impl Swap {
         let path = directory.join("swap");
         let mut file = fs::File::create(&path).unwrap();
         // With holes it would not be taken.
-        (0..384).for_each(|_| file.write_all(&[0; 1 << 20]).unwrap());
+        (0..384).for_each(|_| file.write_all(&vec![0; 1 << 20]).unwrap());
         drop(file);
         let run = |program: &str| Command::new(program).arg(&path).output().unwrap();
         assert!(run("mkswap").status.success(), "{}", path.display());

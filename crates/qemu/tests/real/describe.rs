@@ -59,13 +59,13 @@ impl World {
 
     /// Moves the guest and sees it go on.
     fn hand_over(&self, source: &mut Vm, destination: &mut Vm) {
-        self.move_over(source, destination);
+        Self::move_over(source, destination);
         destination.wait_ticking();
         let differences = compare(&mut source.qmp, &mut destination.qmp).unwrap();
         assert!(differences.is_empty(), "{differences:#?}");
     }
 
-    fn move_over(&self, source: &mut Vm, destination: &mut Vm) {
+    fn move_over(source: &mut Vm, destination: &mut Vm) {
         let differences = compare(&mut source.qmp, &mut destination.qmp).unwrap();
         assert!(differences.is_empty(), "{differences:#?}");
         let incoming = Incoming::prepare(&mut destination.qmp, Some(&destination.started.log)).unwrap();
@@ -391,7 +391,7 @@ fn a_linux_guest() {
         source.command("device_del", json!({"id": "gone"}));
         source.qmp.wait_event("DEVICE_DELETED", deadline()).unwrap();
         let (_, mut destination) = World::rebuild(&mut source, &world.rules());
-        world.move_over(&mut source, &mut destination);
+        World::move_over(&mut source, &mut destination);
         let there = world.path("run/console");
         until("the kernel goes on", || length(&there) > 0);
         assert!(!said(&there).contains("Linux version"), "it did not boot again");

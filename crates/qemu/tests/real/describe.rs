@@ -58,7 +58,7 @@ impl World {
     }
 
     /// Moves the guest and sees it go on.
-    fn hand_over(&self, source: &mut Vm, destination: &mut Vm) {
+    fn hand_over(source: &mut Vm, destination: &mut Vm) {
         Self::move_over(source, destination);
         destination.wait_ticking();
         let differences = compare(&mut source.qmp, &mut destination.qmp).unwrap();
@@ -117,7 +117,7 @@ fn a_usual_guest() {
         let blocks = ram_blocks(&mut destination.qmp, pid).unwrap();
         let ram = blocks.iter().find(|block| block.name == "pc.ram").unwrap();
         assert!(matches!(ram.kind, RamKind::SharedFile(_)), "{ram:?}");
-        world.hand_over(&mut source, &mut destination);
+        World::hand_over(&mut source, &mut destination);
         assert!(world.dir().join("run/serial.log").metadata().unwrap().len() > 0);
         assert!(world.dir().join("run/monitor").exists() && world.dir().join("run/port").exists());
         // The moved guest can be described and moved again.
@@ -131,7 +131,7 @@ fn a_usual_guest() {
         let blocks = ram_blocks(&mut back.qmp, pid).unwrap();
         assert_eq!(blocks.iter().find(|block| block.name == "pc.ram").unwrap().kind, RamKind::Anonymous);
         let _ = std::fs::remove_file(world.dir().join("state"));
-        world.hand_over(&mut destination, &mut back);
+        World::hand_over(&mut destination, &mut back);
     });
 }
 
@@ -146,7 +146,7 @@ fn an_old_fashioned_guest() {
         );
         source.wait_ticking();
         let (_, mut destination) = World::rebuild(&mut source, &world.rules());
-        world.hand_over(&mut source, &mut destination);
+        World::hand_over(&mut source, &mut destination);
     });
 }
 
@@ -166,7 +166,7 @@ fn numa_nodes_and_their_memory() {
         );
         source.wait_ticking();
         let (_, mut destination) = World::rebuild(&mut source, &world.rules());
-        world.hand_over(&mut source, &mut destination);
+        World::hand_over(&mut source, &mut destination);
     });
 }
 
@@ -229,7 +229,7 @@ fn snapshots_taken_since_the_start() {
                 nodes.as_array().unwrap().iter().find(|node| node["node-name"] == "b").unwrap().clone();
             assert_eq!(node["ro"], true);
         }
-        world.hand_over(&mut source, &mut destination);
+        World::hand_over(&mut source, &mut destination);
     });
 }
 
@@ -300,7 +300,7 @@ fn plugged_and_unplugged_since_the_start() {
             assert!(ids.iter().any(|other| other == id), "no {id} in {ids:?}");
         }
         assert!(!ids.contains(&"tablet".to_owned()));
-        world.hand_over(&mut source, &mut destination);
+        World::hand_over(&mut source, &mut destination);
     });
 }
 
@@ -356,7 +356,7 @@ fn from_an_older_qemu_to_a_newer_one() {
     source.wait_ticking();
     let (described, mut destination) = World::rebuild(&mut source, &world.rules());
     assert_eq!(described.machine.machine_type, machine_type(&mut destination.qmp).unwrap());
-    world.hand_over(&mut source, &mut destination);
+    World::hand_over(&mut source, &mut destination);
 }
 
 /// A real kernel with its load, where there is one, on a disk that it does not use.

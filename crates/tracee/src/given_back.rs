@@ -21,6 +21,8 @@
 //! - A page of hugetlbfs that was unmapped but stayed in its file, and is punched out later, is
 //!   not seen. QEMU punches out huge pages without unmapping them first.
 
+use std::ops::Range;
+
 use crate::maps::{Backing, Mapping};
 use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 use crate::{Process, RamFile, RamFileError};
@@ -63,6 +65,18 @@ impl GivenBack {
         matches!(self.sign, Sign::Marker)
     }
 
+    /// The parts of `ranges` that are no holes in the file; nothing where there is no file that tells.
+    pub(crate) fn data_within(&self, ranges: &[AddressRange]) -> Result<Vec<AddressRange>, RamFileError> {
+        let Sign::Hole { file, start, offset } = &self.sign else { return Ok(Vec::new()) };
+        let mut data = Vec::new();
+        for run in ranges {
+            file.data_runs(run.start - start + offset..run.end - start + offset, &mut data)?;
+        }
+        let address =
+            |run: &Range<u64>| AddressRange::new(run.start - offset + start, run.end - offset + start);
+        Ok(data.iter().map(address).collect())
+    }
+
     /// Learns which pages of `range` were written and which are protected but not present (both
     /// sorted and joined), and appends to `dirty` those that were given back since the last time.
     pub(crate) fn update(
@@ -78,18 +92,7 @@ impl GivenBack {
         let given_back = match &self.sign {
             Sign::NoEntry => return Ok(()),
             Sign::Marker => new,
-            Sign::Hole { file, start, offset } => {
-                let mut data = Vec::new();
-                for run in &new {
-                    let in_file = run.start - start + offset..run.end - start + offset;
-                    file.data_runs(in_file, &mut data)?;
-                }
-                let data: Vec<AddressRange> = data
-                    .iter()
-                    .map(|run| AddressRange::new(run.start - offset + start, run.end - offset + start))
-                    .collect();
-                subtract(&new, &data)
-            }
+            Sign::Hole { .. } => subtract(&new, &self.data_within(&new)?),
         };
         dirty.extend(&given_back);
         // Pages that are back, or data again, are looked at anew when they go.

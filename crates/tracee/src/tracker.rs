@@ -29,8 +29,11 @@ use crate::abi::{self, ScanQuery};
 use crate::given_back::GivenBack;
 use crate::maps;
 use crate::pagemap::Pagemap;
-use crate::range::{AddressRange, intersect, merge_from, subtract};
-use crate::{Process, ProcessError, RamFileError};
+use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
+use crate::{Process, ProcessError, RamFileError, RemoteMemory};
+
+/// Pages that are touched in one system call.
+const TOUCHED_AT_ONCE: usize = 1024;
 
 /// Why writes cannot be tracked.
 #[derive(Debug, thiserror::Error)]
@@ -93,6 +96,7 @@ pub enum TrackError {
 pub struct WriteTracker {
     registered: Registered,
     pagemap: Pagemap,
+    memory: RemoteMemory,
     process: Process,
 }
 
@@ -129,7 +133,8 @@ impl WriteTracker {
             source,
         })?;
         let registered = Registered { uffd, areas: Vec::new() };
-        let mut tracker = Self { registered, pagemap, process: process.try_clone()? };
+        let memory = RemoteMemory::new(process)?;
+        let mut tracker = Self { registered, pagemap, memory, process: process.try_clone()? };
         for &range in ranges {
             tracker.add(range)?;
         }
@@ -147,6 +152,9 @@ impl WriteTracker {
     /// Leaves this range as it was and the others tracked.
     pub fn add(&mut self, range: AddressRange) -> Result<(), TrackError> {
         let areas = areas(&self.process, range)?;
+        for area in &areas {
+            self.map_what_the_file_has(area)?;
+        }
         let before = self.registered.areas.len();
         let result = areas.into_iter().try_for_each(|area| {
             self.registered.add(area)?;
@@ -159,14 +167,37 @@ impl WriteTracker {
         result
     }
 
-    /// Remembers which pages of an area that has just been protected are holes.
-    fn learn_given_back(&mut self, area: usize) -> Result<(), TrackError> {
-        let range = self.registered.areas[area].range;
+    /// Lets the process's page table know the pages that its file has. The memory of a guest that came here by a
+    /// migration was written from outside, so its process has most of it not mapped, and every scan would ask the file
+    /// about it all; and the guest itself takes the page faults of it sooner here than at its next touch.
+    fn map_what_the_file_has(&mut self, area: &Area) -> Result<(), TrackError> {
+        let absent = self.absent(area.range)?;
+        let data = area.given_back.data_within(&absent)?;
+        let pages: Vec<_> =
+            data.iter().flat_map(|run| (run.start..run.end).step_by(PAGE_SIZE as usize)).collect();
+        let mut bytes = [0; TOUCHED_AT_ONCE];
+        for pages in pages.chunks(TOUCHED_AT_ONCE) {
+            let first_bytes: Vec<_> = pages.iter().map(|page| AddressRange::with_len(*page, 1)).collect();
+            // For speed alone: a page that cannot be read now is asked about in the scans.
+            let _ = self.memory.read_runs(&first_bytes, &mut bytes[..first_bytes.len()]);
+        }
+        Ok(())
+    }
+
+    /// What is not present in the page table.
+    fn absent(&mut self, range: AddressRange) -> Result<Vec<AddressRange>, TrackError> {
         let mut absent = Vec::new();
         let query = ScanQuery { flags: 0, ..NOT_PRESENT };
         let scanned = self.pagemap.scan(range, query, |part, _| absent.push(part));
         scanned.map_err(|source| TrackError::Io { action: "scan", range, source })?;
         merge_from(&mut absent, 0);
+        Ok(absent)
+    }
+
+    /// Remembers which pages of an area that has just been protected are holes.
+    fn learn_given_back(&mut self, area: usize) -> Result<(), TrackError> {
+        let range = self.registered.areas[area].range;
+        let absent = self.absent(range)?;
         let area = &mut self.registered.areas[area];
         area.update_given_back(&self.pagemap, range, &[], &absent, &mut Vec::new())
     }
@@ -244,7 +275,7 @@ impl WriteTracker {
             return Err(TrackError::NotMapped { range });
         }
         let touched = self.registered.areas.iter().filter(|area| area.range.intersection(&range).is_some());
-        let page_size = touched.map(|area| area.page_size).max().unwrap_or(crate::PAGE_SIZE);
+        let page_size = touched.map(|area| area.page_size).max().unwrap_or(PAGE_SIZE);
         if range.is_aligned(page_size) { Ok(()) } else { Err(TrackError::Unaligned { range, page_size }) }
     }
 }
@@ -260,7 +291,7 @@ impl Area {
         dirty: &mut Vec<AddressRange>,
     ) -> Result<(), TrackError> {
         let mut swapped = Vec::new();
-        if self.given_back.looks_at_markers() && self.page_size == crate::PAGE_SIZE {
+        if self.given_back.looks_at_markers() && self.page_size == PAGE_SIZE {
             let read = absent.iter().try_for_each(|&run| pagemap.swapped(run, &mut swapped));
             read.map_err(|source| TrackError::Io { action: "scan", range, source })?;
             merge_from(&mut swapped, 0);

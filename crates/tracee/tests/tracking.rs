@@ -409,3 +409,26 @@ fn no_write_of_a_running_program_is_missed() {
         assert!(copier.round().is_empty());
     }
 }
+
+/// As at a guest that came by a migration: its file was written by somebody else, and most of it is not mapped.
+#[test]
+fn what_was_written_from_outside_is_mapped_when_tracking_begins() {
+    let mut victim = Victim::start(&["mode-memory"]);
+    let range = victim.map("memfd", 4 * MIB);
+    let mapping = maps::mapping_at(&victim.process, range.start).unwrap().unwrap();
+    let file = RamFile::open(&victim.process, &mapping).unwrap();
+    file.write_at(MIB, &vec![7; MIB as usize]).unwrap();
+    let mut pagemap = Pagemap::open(&victim.process).unwrap();
+    let mut populated = || {
+        let mut found = Vec::new();
+        pagemap.populated(range, &mut found).unwrap();
+        found
+    };
+    assert_eq!(populated(), []);
+    let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+    let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
+    assert_eq!(populated(), [AddressRange::with_len(range.start + MIB, MIB)], "and holes stay holes");
+    let mut dirty = Vec::new();
+    tracker.take_dirty(range, &mut dirty).unwrap();
+    assert_eq!(dirty, []);
+}

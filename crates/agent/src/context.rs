@@ -1,8 +1,8 @@
 //! What all parts of an agent share.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use engine::precopy::FixedCost;
+use engine::precopy::CostHistory;
 use link::Endpoint;
 use tracee::Injector;
 
@@ -29,18 +29,13 @@ pub(crate) struct Context {
     pub(crate) faults: Faults,
     /// `/proc/sys/kernel/random/boot_id`.
     pub(crate) boot_id: String,
-    /// Parts of the downtime that do not depend on memory, as last measured here.
-    pub(crate) fixed_cost: Mutex<FixedCost>,
+    /// Parts of the downtime that do not depend on memory, as measured here.
+    pub(crate) fixed_costs: Mutex<CostHistory>,
 }
 
 impl Context {
-    /// Parts of the downtime that do not depend on memory, as last measured here.
-    pub(crate) fn fixed_cost(&self) -> FixedCost {
-        *self.fixed_cost.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Remembers what a migration has measured.
-    pub(crate) fn learn_fixed_cost(&self, measured: FixedCost) {
-        *self.fixed_cost.lock().unwrap_or_else(PoisonError::into_inner) = measured;
+    /// Parts of the downtime that do not depend on memory, as measured by the migrations before.
+    pub(crate) fn fixed_costs(&self) -> MutexGuard<'_, CostHistory> {
+        self.fixed_costs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

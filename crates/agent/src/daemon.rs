@@ -12,7 +12,6 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use engine::precopy::FixedCost;
 use link::{Endpoint, Identity, IdentityError, Listener, Peer, Router, Serving, Settings, TlsFiles};
 use proto::MigrationId;
 use tracee::Injector;
@@ -87,7 +86,7 @@ impl Agent {
             faults: Faults::new(config.fault_socket.clone()),
             injector: Arc::new(Injector::new(injector.program, injector.arguments)),
             router: Router::default(),
-            fixed_cost: Mutex::new(FixedCost::default()),
+            fixed_costs: Mutex::default(),
             boot_id: boot_id.trim().to_owned(),
             journal,
             endpoint,

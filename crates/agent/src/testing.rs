@@ -14,7 +14,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::Terms;
-use engine::precopy::FixedCost;
 use link::{Arrival, Connection, Endpoint, Incoming, LinkError, Listener, Rejected, Security, Serving};
 use proto::message::{Message, Proposal};
 use proto::{Epoch, HostId, Incarnation, MigrationId, VmName};
@@ -106,7 +105,7 @@ impl World {
             injector: Arc::new(Injector::new(PathBuf::from("/nonexistent"), Vec::new())),
             faults: Faults::default(),
             boot_id: "this boot".to_owned(),
-            fixed_cost: Mutex::new(FixedCost::default()),
+            fixed_costs: Mutex::default(),
             config,
         };
         Self { context: Arc::new(context), folder, arrivals, _peer: peer }

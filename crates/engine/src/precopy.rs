@@ -32,7 +32,7 @@ use std::fmt;
 use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
-pub use stop_time::{FixedCost, OnLimit, StopTime};
+pub use stop_time::{CostHistory, FixedCost, OnLimit, StopTime};
 pub use trace::{Trace, TraceEntry, Traced};
 
 /// What a policy is shown after a round: how it went, and what a scan right after it found.

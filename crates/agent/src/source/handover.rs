@@ -343,7 +343,7 @@ impl Driver {
         let downtime = Downtime::from_measured(measured);
         let known =
             downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
-        self.context.learn_fixed_cost(FixedCost {
+        self.context.fixed_costs().learn(FixedCost {
             stop_ns: downtime.stop_us * 1000,
             // Saving runs beside the last pages; what it adds to them is not measured apart.
             save_ns: FixedCost::default().save_ns,

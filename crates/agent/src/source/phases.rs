@@ -169,7 +169,7 @@ impl Driver {
     /// Rounds until the policy says stop.
     fn pre_copy(&mut self, sender: Sender, tracked: &mut memory::Tracked) -> Result<(Sender, Owed), Failure> {
         self.phase(Phase::PreCopy);
-        let mut policy = memory::policy(&self.controls.aims(), self.context.fixed_cost());
+        let mut policy = memory::policy(&self.controls.aims(), self.context.fixed_costs().estimate());
         let mut owed = tracked.everything();
         let mut sender = sender;
         let mut sent_before = None;
@@ -198,6 +198,7 @@ impl Driver {
                     Decision::NextRound { .. } => {}
                     Decision::StopAndCopy { .. } => return Ok((sender, readable.give_up())),
                     Decision::GiveUp { reason } => {
+                        self.context.fixed_costs().forget();
                         return Err(Failure::new(SourceEvent::Failed, reason.to_string()));
                     }
                 }

@@ -1,5 +1,7 @@
 //! The policy of the stop-time objective.
 
+use std::collections::VecDeque;
+
 use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
@@ -29,6 +31,40 @@ impl Default for FixedCost {
 impl FixedCost {
     fn total_ns(&self) -> u64 {
         [self.stop_ns, self.save_ns, self.load_ns, self.continue_ns].into_iter().fold(0, u64::saturating_add)
+    }
+}
+
+/// The fixed parts that the last migrations measured.
+///
+/// A busy moment makes a part longer, nothing makes it shorter than it is, so the estimate is the smallest of each part.
+/// And a migration that gave up measures nothing: were its estimate kept, one bad moment could keep the objective out of
+/// reach for ever. So giving up forgets it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CostHistory(VecDeque<FixedCost>);
+
+impl CostHistory {
+    const LENGTH: usize = 4;
+
+    /// Remembers what a migration measured.
+    pub fn learn(&mut self, measured: FixedCost) {
+        self.0.truncate(Self::LENGTH - 1);
+        self.0.push_front(measured);
+    }
+
+    /// Begins anew, with the guess.
+    pub fn forget(&mut self) {
+        self.0.clear();
+    }
+
+    /// What the next migration has to reckon with.
+    pub fn estimate(&self) -> FixedCost {
+        let smaller = |one: FixedCost, other: FixedCost| FixedCost {
+            stop_ns: one.stop_ns.min(other.stop_ns),
+            save_ns: one.save_ns.min(other.save_ns),
+            load_ns: one.load_ns.min(other.load_ns),
+            continue_ns: one.continue_ns.min(other.continue_ns),
+        };
+        self.0.iter().copied().reduce(smaller).unwrap_or_default()
     }
 }
 

@@ -32,6 +32,24 @@ fn expected(decision: Decision) -> u64 {
 }
 
 /// Algorithm 1 of the paper, where neither limits nor a fixed part matter and the rate does not change.
+/// One bad moment does not keep the objective out of reach.
+#[test]
+fn the_fixed_cost_is_what_the_best_of_the_last_migrations_showed() {
+    let mut history = CostHistory::default();
+    assert_eq!(history.estimate(), FixedCost::default());
+    history.learn(FixedCost { stop_ns: 70_000_000, load_ns: 3, ..free() });
+    assert_eq!(history.estimate().stop_ns, 70_000_000);
+    history.learn(FixedCost { stop_ns: 1, load_ns: 9, ..free() });
+    assert_eq!(history.estimate(), FixedCost { stop_ns: 1, load_ns: 3, ..free() });
+    // But a host that has become slow is believed after a while.
+    for _ in 0..4 {
+        history.learn(FixedCost { stop_ns: 50, load_ns: 50, ..free() });
+    }
+    assert_eq!(history.estimate(), FixedCost { stop_ns: 50, load_ns: 50, ..free() });
+    history.forget();
+    assert_eq!(history.estimate(), FixedCost::default());
+}
+
 #[test]
 fn agrees_with_kvm_s_rule_at_a_steady_rate() {
     let mut policy = policy(30, 100, OnLimit::Abort);

@@ -2,13 +2,14 @@
 
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use whimbrel_qemu::cmdline;
 use whimbrel_qemu::command::{HostRules, build};
 use whimbrel_qemu::find::{FindError, Selector, connect, find, list};
-use whimbrel_qemu::preflight::{Severity, check, gather, is_possible};
+use whimbrel_qemu::preflight::{Severity, check, check_source, gather, is_possible};
 use whimbrel_qemu::process::{Launch, StartError, start};
 use whimbrel_qemu::qmp::{Qmp, QmpError};
 use whimbrel_qemu::ram::{open_shared, ram_blocks};
@@ -170,6 +171,27 @@ fn every_option_of_qemus_help_is_in_the_table() {
             }
         }
         assert!(seen > 70, "{seen}");
+    }
+}
+
+/// What saving the device state does not ask for (trap 13): an image format that QEMU itself does not move.
+#[test]
+fn what_qemu_itself_would_not_move_is_a_blocker() {
+    for version in versions() {
+        let dir = tempfile::tempdir().unwrap();
+        let image = dir.path().join("d.vdi");
+        let made =
+            Command::new("qemu-img").args(["create", "-q", "-f", "vdi"]).arg(&image).arg("1M").status();
+        assert!(made.unwrap().success());
+        let drive = "-machine q35 -drive file=d.vdi,format=vdi,if=virtio";
+        let mut source = version.start(dir.path(), "a", &args(drive));
+        let process = find(&Selector::Pid(source.pid())).unwrap();
+        let facts = gather::source(&mut source.qmp, &process).unwrap();
+        let found = check_source(&facts);
+        let blocked = found.iter().find(|finding| finding.code == "qemu-blocks");
+        let blocked = blocked.unwrap_or_else(|| panic!("{found:#?}"));
+        assert_eq!(blocked.severity, Severity::Blocker);
+        assert!(blocked.what.contains("vdi format"), "{blocked}");
     }
 }
 

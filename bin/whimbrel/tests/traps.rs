@@ -11,7 +11,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
-use common::{Accel, Cluster, DEADLINE, Device, Guest, GuestSpec, Load, Ram, Said, Setup};
+use common::{Accel, Cluster, DEADLINE, Device, Guest, GuestSpec, Load, QemuVersion, Ram, Said, Setup};
 use lab::{Monitor, disk};
 use serde_json::{Value, json};
 use tracee::maps::{Details, Mapping, detailed_mappings};
@@ -241,7 +241,7 @@ fn a_vhost_user_back_end_is_found() {
     let cluster = Cluster::new();
     let directory = cluster.lab.shared_directory().unwrap();
     let (image, socket) = (directory.join("disk.raw"), directory.join("blk.sock"));
-    let qemu = cluster.environment.qemu(common::QemuVersion::Installed).unwrap();
+    let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
     disk::known_content(&qemu, &image, "raw", 64).unwrap();
     let words = [
         "qemu-storage-daemon".to_owned(),
@@ -303,6 +303,13 @@ fn is_without_privileges(qemu: &Process) {
     }
 }
 
+/// Makes room for the next guest: the one that has moved ends, and what the first QEMU has left goes.
+fn end(cluster: &Cluster, agent: &str, guest: &Guest) {
+    lab::kill_pid(qemu_of(cluster, agent).pid()).unwrap();
+    cluster.agent(agent).cli(&["vm", "forget", "vm1"]).ok();
+    fs::remove_dir_all(guest.directory()).unwrap();
+}
+
 /// One that is started by a user of its own.
 #[test]
 fn a_qemu_of_an_unprivileged_user() {
@@ -312,24 +319,29 @@ fn a_qemu_of_an_unprivileged_user() {
         is_without_privileges(&Process::open(guest.pid()).unwrap());
         cluster.migrate("vm1", "a", "b", &[]);
         cluster.guest_is_whole("b", "vm1");
-        lab::kill_pid(qemu_of(&cluster, "b").pid()).unwrap();
-        cluster.b.cli(&["vm", "forget", "vm1"]).ok();
-        fs::remove_dir_all(guest.directory()).unwrap();
+        end(&cluster, "b", &guest);
     }
 }
 
 /// One that gives its privileges up after its start, as its arguments say: they hold at the destination as well.
 #[test]
 fn a_qemu_that_drops_its_privileges() {
+    let words = |version: &QemuVersion| match version {
+        QemuVersion::Installed => ["-runas", "nobody"],
+        QemuVersion::Newer => ["-run-with", "user=nobody"],
+    };
     let cluster = Cluster::new();
-    let extra = ["-runas", "nobody"].map(str::to_owned).to_vec();
-    let _guest = cluster.guest(&GuestSpec { extra, ..GuestSpec::tiny("vm1", busy()) });
-    for (from, to) in [("a", "b"), ("b", "a")] {
-        is_without_privileges(&qemu_of(&cluster, from));
-        cluster.migrate("vm1", from, to, &[]);
-        cluster.guest_is_whole(to, "vm1");
+    for qemu in cluster.environment.qemu_versions() {
+        let extra = words(&qemu).map(str::to_owned).to_vec();
+        let guest = cluster.guest(&GuestSpec { qemu, extra, ..GuestSpec::tiny("vm1", busy()) });
+        for (from, to) in [("a", "b"), ("b", "a")] {
+            is_without_privileges(&qemu_of(&cluster, from));
+            cluster.migrate("vm1", from, to, &[]);
+            cluster.guest_is_whole(to, "vm1");
+        }
+        is_without_privileges(&qemu_of(&cluster, "a"));
+        end(&cluster, "a", &guest);
     }
-    is_without_privileges(&qemu_of(&cluster, "a"));
 }
 
 // ---- transparent huge pages

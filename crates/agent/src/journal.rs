@@ -123,7 +123,7 @@ pub enum JournalError {
     },
     /// Not a database, or a damaged one.
     #[error(
-        "the journal {path} is damaged; restore it from a backup; without it this host would give wrong answers about a VM that is between two hosts, so move it away only if none is, and adopt this host's VMs anew", path = path.display())]
+        "the journal {path} is damaged; restore it from a backup; without it this host can say nothing about a VM that is between two hosts, so move it away only if none is, and adopt this host's VMs anew", path = path.display())]
     Damaged {
         /// The database.
         path: PathBuf,

@@ -180,7 +180,9 @@ impl Peer {
 
     /// Waits for a message that is wanted, passing others over.
     pub(crate) fn hear_until(&mut self, wanted: impl Fn(&Message) -> bool) -> Message {
+        let deadline = Instant::now() + PATIENCE;
         loop {
+            assert!(Instant::now() < deadline, "it is not said");
             let message = self.hear();
             if wanted(&message) {
                 return message;
@@ -191,7 +193,9 @@ impl Peer {
     /// Waits until the other side hangs up, and returns what it said before.
     pub(crate) fn hung_up(&mut self) -> Vec<Message> {
         let mut said = Vec::new();
+        let deadline = Instant::now() + PATIENCE;
         loop {
+            assert!(Instant::now() < deadline, "it does not hang up");
             match self.0.recv(Some(Instant::now() + PATIENCE)) {
                 Ok(Incoming::Message(message)) => said.push(message),
                 Ok(Incoming::Blob(_)) => {}
@@ -235,10 +239,11 @@ impl Qemu {
         let listener = UnixListener::bind(&path).unwrap();
         let monitor = Arc::<Mutex<Monitor>>::default();
         let shared = Arc::clone(&monitor);
+        let watched = process.try_clone().unwrap();
         thread::spawn(move || {
             for stream in listener.incoming().flatten() {
-                let shared = Arc::clone(&shared);
-                thread::spawn(move || serve(stream, &shared));
+                let (shared, process) = (Arc::clone(&shared), watched.try_clone().unwrap());
+                thread::spawn(move || serve(stream, &process, &shared));
             }
         });
         Self { child, process, path, monitor }
@@ -267,7 +272,7 @@ impl Qemu {
     }
 
     pub(crate) fn is_held(&self) -> bool {
-        self.process.status().unwrap().state == 'T'
+        is_held(&self.process)
     }
 
     /// Tells its clients that the guest goes on, as somebody else's `cont` does.
@@ -294,7 +299,11 @@ impl Drop for Qemu {
     }
 }
 
-fn serve(mut stream: UnixStream, monitor: &Mutex<Monitor>) {
+fn is_held(process: &Process) -> bool {
+    process.status().is_ok_and(|status| status.state == 'T')
+}
+
+fn serve(mut stream: UnixStream, process: &Process, monitor: &Mutex<Monitor>) {
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
     {
         let mut monitor = monitor.lock().unwrap();
@@ -306,6 +315,10 @@ fn serve(mut stream: UnixStream, monitor: &Mutex<Monitor>) {
         }
     }
     while let Some(Ok(line)) = lines.next() {
+        // A process that is held answers nobody.
+        while is_held(process) {
+            thread::sleep(Duration::from_millis(2));
+        }
         let asked: Value = serde_json::from_str(&line).unwrap();
         let command = asked["execute"].as_str().unwrap();
         let mut monitor = monitor.lock().unwrap();

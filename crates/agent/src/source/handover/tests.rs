@@ -147,20 +147,29 @@ fn go_waits_until_it_was_looked_whether_qemu_is_held() {
 
 #[test]
 fn a_guest_that_somebody_else_continued_is_not_handed_over() {
-    for run in [true, false] {
-        let world = World::new();
-        let qemu = Qemu::start(world.folder.path());
-        let (mut driver, ..) = driver(&world, SourceState::Stopped { run }, Some(&qemu));
-        driver.vm.as_mut().unwrap().monitor().unwrap();
-        qemu.resumes();
-        let failure = driver.hold().unwrap_err();
-        assert!(failure.reason.contains("somebody else continued the guest"), "{}", failure.reason);
-        assert!(qemu.is_held(), "looked at only when nothing can happen any more");
-        driver.take(&failure.event);
-        assert_eq!(driver.settle(), SourceState::Aborted);
-        assert!(!qemu.is_held(), "it is let go");
-        assert_eq!(qemu.monitor().running, run);
-    }
+    somebody_else_continues(true);
+}
+
+#[test]
+fn a_paused_guest_that_somebody_else_continued_is_not_handed_over() {
+    somebody_else_continues(false);
+}
+
+fn somebody_else_continues(run: bool) {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let (mut driver, ..) = driver(&world, SourceState::Stopped { run }, Some(&qemu));
+    driver.vm.as_mut().unwrap().monitor().unwrap();
+    qemu.resumes();
+    let failure = driver.hold().unwrap_err();
+    assert!(failure.reason.contains("somebody else continued the guest"), "{}", failure.reason);
+    assert!(qemu.is_held(), "looked at only when nothing can happen any more");
+    driver.take(&failure.event);
+    let settled = thread::spawn(move || driver.settle());
+    world.reaches("aborted");
+    assert_eq!(settled.join().unwrap(), SourceState::Aborted);
+    assert!(!qemu.is_held(), "it is let go");
+    assert_eq!(qemu.monitor().running, run);
 }
 
 #[test]

@@ -155,7 +155,7 @@ fn a_guest_from_a_file_leads_its_own_session() {
 #[test]
 fn every_option_of_qemus_help_is_in_the_table() {
     for version in versions() {
-        let output = std::process::Command::new(&version.binary).arg("-help").output().unwrap();
+        let output = Command::new(&version.binary).arg("-help").output().unwrap();
         let help = String::from_utf8_lossy(&output.stdout).into_owned();
         let mut seen = 0;
         for line in help.lines().filter(|line| line.starts_with('-') && !line.starts_with("--")) {

@@ -17,8 +17,8 @@ mod way;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::time::{Duration, Instant};
 
+use agent::register::SqliteRegister;
 use common::DEADLINE;
 use engine::handover::table::{fault_points, transitions};
 use lab::Direction;
@@ -194,17 +194,10 @@ fn hold(arena: &mut Arena, point: &str, then: impl FnOnce(&mut Arena)) {
 /// The offer goes to the witness without being waited for.
 fn wait_for_offer(arena: &Arena) {
     let path = arena.cluster.witness.as_ref().unwrap().directory.join("state");
-    let deadline = Instant::now() + DEADLINE;
-    let has_offer =
-        |name: &str| fs::read(path.join(name)).is_ok_and(|bytes| contains(&bytes, b"incarnation"));
-    while !common::entries(&path).iter().any(|name| has_offer(name)) {
-        assert!(Instant::now() < deadline, "no offer in the register");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
-
-fn contains(bytes: &[u8], wanted: &[u8]) -> bool {
-    bytes.windows(wanted.len()).any(|window| window == wanted)
+    let register = SqliteRegister::open(&path).unwrap();
+    common::until("the register has the offer", || {
+        register.all().unwrap().iter().any(|(_, record)| record.offer.is_some())
+    });
 }
 
 /// A transition that nobody has thought of testing fails this.

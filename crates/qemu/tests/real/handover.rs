@@ -327,9 +327,21 @@ fn what_we_put_in_is_what_qemu_itself_writes() {
             "migrate-set-capabilities",
             json!({"capabilities": [{"capability": "events", "state": true}]}),
         );
-        vm.command("migrate", json!({"uri": format!("exec:cat > {}", file.display())}));
+        let part = dir.path().join("part");
+        // QEMU says `completed` before what it wrote has left its pipe: the file has its name once it is whole.
+        let uri =
+            format!("exec:cat > {part} && mv {part} {file}", part = part.display(), file = file.display());
+        vm.command("migrate", json!({"uri": uri}));
         while vm.qmp.wait_event("MIGRATION", deadline()).unwrap().data["status"] != "completed" {}
-        let native = std::fs::read(file).unwrap();
+        let until = deadline();
+        let native = loop {
+            assert!(std::time::Instant::now() < until, "{} does not appear", file.display());
+            match std::fs::read(&file) {
+                Ok(native) => break native,
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => std::thread::yield_now(),
+                Err(error) => panic!("{error}"),
+            }
+        };
         // Header, 0x07, length and name of the machine.
         let name = machine_type(&mut vm.qmp).unwrap();
         let head = 8 + 1 + 4 + name.len();

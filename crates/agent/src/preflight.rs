@@ -16,15 +16,17 @@ use qemu::describe::VmDescription;
 use qemu::find::{self, Selector};
 use qemu::preflight::facts::MemoryFeatures;
 use qemu::preflight::gather::{self, NeededFile};
-use qemu::preflight::{self as rules, SourceFacts};
+use qemu::preflight::{self as rules, DestinationFacts, SourceFacts};
 use qemu::process::Launch;
+use qemu::qmp::Qmp;
+use qemu::ram::RamBlock;
 use serde::{Deserialize, Serialize};
 use tracee::{Feature, Kernel};
 use tracing::info;
 
 use crate::api::{KernelFeature, RamChoice};
 use crate::context::Context;
-use crate::destination::Traces;
+use crate::destination::{ArriveError, Traces};
 use crate::peers::{self, PeerError};
 use crate::source::{SourceVm, VmError};
 
@@ -143,6 +145,8 @@ pub(crate) struct Considered {
     pub(crate) launch: Launch,
     pub(crate) traces: Traces,
     pub(crate) findings: Vec<Finding>,
+    /// To be asked again when that QEMU has been started.
+    pub(crate) compared: Compared,
     pub(crate) ram_kind: String,
     /// Version of the QEMU that would be started.
     pub(crate) qemu_version: String,
@@ -213,7 +217,31 @@ pub(crate) fn destination(
         destination: context.config.host.clone(),
         register: proposal.register_epoch,
     };
-    Ok(Considered { terms, proposal, launch, traces, findings, ram_kind, qemu_version: ours.qemu_version })
+    let qemu_version = ours.qemu_version.clone();
+    let compared = Compared { theirs, ours };
+    Ok(Considered { terms, proposal, launch, traces, findings, compared, ram_kind, qemu_version })
+}
+
+/// What is known of both sides, for a second look at what only a QEMU started for the VM can tell.
+pub(crate) struct Compared {
+    theirs: SourceFacts,
+    ours: DestinationFacts,
+}
+
+impl Compared {
+    /// Looks at the started QEMU before the source goes on: a guest that is not given the devices or the CPU features
+    /// that it had would fail after the point of no return, or never be told. The findings are those of both sides.
+    pub(crate) fn with_started(
+        mut self,
+        qmp: &mut Qmp,
+        blocks: &[RamBlock],
+    ) -> Result<Vec<Finding>, ArriveError> {
+        gather::started(&mut self.ours, &self.theirs, qmp, blocks)?;
+        let findings = rules::check(&self.theirs, &self.ours);
+        let possible = rules::is_possible(&findings);
+        let findings = findings.into_iter().map(finding).collect();
+        if possible { Ok(findings) } else { Err(ArriveError::Refused(findings)) }
+    }
 }
 
 /// The source's facts, with the description in its place.

@@ -2,7 +2,8 @@
 //!
 //! [`check`] is a pure function over facts of both sides. Facts of a host are gathered by
 //! [`facts`]; those that come from a started destination (its RAM blocks, its device tree, the CPU
-//! features it could not provide) are `None` until there is one, and then the check is made again.
+//! features it could not provide) are `None` until there is one ([`gather::started`]), and then the
+//! check is made again.
 //!
 //! A [`Finding`] of severity `Blocker` means no; a `Warning` that something may go wrong or slow; an
 //! `Info` what will be different. Each says what to do.

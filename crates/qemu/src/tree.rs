@@ -133,12 +133,16 @@ fn is_left_out(property: &str) -> bool {
 pub fn compare(source: &mut Qmp, destination: &mut Qmp) -> Result<Vec<Difference>, QmpError> {
     let same_version = |one: &Version, other: &Version| (one.major, one.minor) == (other.major, other.minor);
     let (first, second) = (device_tree(source)?, device_tree(destination)?);
-    let mut differences = compare_device_trees(&first, &second);
-    if !same_version(source.version(), destination.version()) {
-        // Printing changed between versions (enumerations, sizes); places and types did not.
-        differences.retain(|difference| !matches!(difference, Difference::Property { .. }));
-    }
-    Ok(differences)
+    let same = same_version(source.version(), destination.version());
+    Ok(differences(&first, &second, same))
+}
+
+/// What differs between the trees of two QEMUs. Those of different versions are not compared in their devices'
+/// properties: printing changed between versions (enumerations, sizes); places and types did not.
+pub fn differences(first: &DeviceTree, second: &DeviceTree, same_version: bool) -> Vec<Difference> {
+    let mut differences = compare_device_trees(first, second);
+    differences.retain(|difference| same_version || !matches!(difference, Difference::Property { .. }));
+    differences
 }
 
 impl DeviceTree {

@@ -10,6 +10,7 @@ use engine::handover::source::SourceState;
 use link::Connection;
 use proto::message::{Acceptance, Finding, Message, Proposal, Severity};
 use proto::{MigrationId, VmName};
+use qemu::qmp::Qmp;
 use tracing::{error, info, warn};
 
 use super::{Daemon, Driven, Mail};
@@ -23,6 +24,8 @@ use crate::progress::Publisher;
 use crate::report::Report;
 use crate::source::{self, Aims, Controls};
 use crate::{owners, vms};
+
+const SEE_DISK: &str = "see that the destination's disk is not full";
 
 /// What the journal keeps of a migration for its driver's successor, on the destination.
 #[derive(Debug, serde::Serialize, serde::Deserialize)]
@@ -229,7 +232,7 @@ impl Daemon {
         id: &MigrationId,
         considered: preflight::Considered,
     ) {
-        let preflight::Considered { terms, proposal, launch, traces, findings, ram_kind, .. } = considered;
+        let preflight::Considered { terms, proposal, launch, traces, compared, ram_kind, .. } = considered;
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal, None);
         let place = match self.place(id, driven) {
@@ -249,27 +252,24 @@ impl Daemon {
         let migration = id.clone();
         let work = move || {
             if let Err(error) = driver.prepare() {
-                driver.reject(
-                    "journal",
-                    &crate::chain(&error),
-                    "see that the destination's disk is not full",
-                );
+                driver.reject(blocker("journal", crate::chain(&error), SEE_DISK));
                 return;
             }
             let began = std::time::Instant::now();
             let started = traces.make_directory().and_then(|()| {
                 keep_traces(&context, &migration, &traces)?;
                 let patience = std::time::Duration::from_millis(context.config.timeouts.qemu_start_ms);
-                let vm = Arriving::start(traces, &launch, &proposed, patience)?;
+                let look = |qmp: &mut Qmp, blocks: &[qemu::ram::RamBlock]| compared.with_started(qmp, blocks);
+                let (vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
                 keep_traces(&context, &migration, &vm.traces)?;
-                Ok(vm)
+                Ok((vm, findings))
             });
-            let started = started.and_then(|vm| {
+            let started = started.and_then(|(vm, findings)| {
                 let version = vm.qmp.version().to_string();
-                driver.started(vm).map(|()| version)
+                driver.started(vm).map(|()| (version, findings))
             });
             match started {
-                Ok(qemu_version) => {
+                Ok((qemu_version, findings)) => {
                     driver.accept(Acceptance {
                         findings,
                         qemu_start_us: began.elapsed().as_micros() as u64,
@@ -278,14 +278,13 @@ impl Daemon {
                     });
                     driver.run();
                 }
+                Err(ArriveError::Refused(findings)) => driver.reject(findings),
                 Err(error) => {
                     let advice = match error {
-                        ArriveError::Journal(_) | ArriveError::Directory { .. } => {
-                            "see that the destination's disk is not full"
-                        }
+                        ArriveError::Journal(_) | ArriveError::Directory { .. } => SEE_DISK,
                         _ => "see the log of the destination's QEMU in the message",
                     };
-                    driver.reject("start", &crate::chain(&error), advice);
+                    driver.reject(blocker("start", crate::chain(&error), advice));
                 }
             }
         };

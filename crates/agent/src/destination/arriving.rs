@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::Found;
 use engine::handover::destination::DestinationEvent;
-use proto::message::RamBlock as ProposedBlock;
+use proto::message::{Finding, RamBlock as ProposedBlock};
 use proto::{Generation, Incarnation, MigrationId};
 use qemu::device_state::{Incoming, LoadError};
 use qemu::process::{Launch, StartError};
@@ -44,6 +44,9 @@ pub(crate) enum ArriveError {
     /// Its memory was not found.
     #[error("the guest's memory was not found")]
     Ram(#[from] RamError),
+    /// What was started is not what the guest needs; blockers are among what was found.
+    #[error("the QEMU that was started is not what the guest needs")]
+    Refused(Vec<Finding>),
     /// Its memory is not as the source has it.
     #[error("RAM block {name} {what}; both sides need the same QEMU version and machine")]
     Differs {
@@ -140,24 +143,27 @@ pub(crate) struct Arriving {
 }
 
 impl Arriving {
-    /// Starts the QEMU and makes it wait. Nothing is left of it after an error.
-    pub(crate) fn start(
+    /// Starts the QEMU, has it looked at, and makes it wait. Nothing is left of it after an error.
+    pub(crate) fn start<T>(
         mut traces: Traces,
         launch: &Launch,
         proposed: &[ProposedBlock],
         patience: Duration,
-    ) -> Result<Self, ArriveError> {
+        look: impl FnOnce(&mut Qmp, &[RamBlock]) -> Result<T, ArriveError>,
+    ) -> Result<(Self, T), ArriveError> {
         let (started, mut qmp) = qemu::process::start(launch, Instant::now() + patience)?;
         traces.process = Some((started.pid, started.start_time_ticks));
         let waiting = (|| {
             let process = Process::open_exact(started.pid, started.start_time_ticks)?;
-            let blocks = in_order(qemu::ram::ram_blocks(&mut qmp, started.pid)?, proposed)?;
+            let blocks = qemu::ram::ram_blocks(&mut qmp, started.pid)?;
+            let seen = look(&mut qmp, &blocks)?;
+            let blocks = in_order(blocks, proposed)?;
             let incoming = Incoming::prepare(&mut qmp, Some(&traces.log()))?;
-            Ok((process, blocks, incoming))
+            Ok((process, blocks, incoming, seen))
         })();
         match waiting {
-            Ok((process, blocks, incoming)) => {
-                Ok(Self { process, qmp, traces, blocks, incoming: Some(incoming), watch: None })
+            Ok((process, blocks, incoming, seen)) => {
+                Ok((Self { process, qmp, traces, blocks, incoming: Some(incoming), watch: None }, seen))
             }
             Err(error) => {
                 traces.remove();

@@ -158,17 +158,13 @@ impl Driver {
     }
 
     /// Nothing came of it: tells the source why, and undoes PREPARED.
-    pub(crate) fn reject(mut self, code: &str, what: &str, advice: &str) {
+    pub(crate) fn reject(mut self, findings: Vec<Finding>) {
+        let blockers = findings.iter().filter(|finding| finding.severity == Severity::Blocker);
+        let what = blockers.map(|finding| finding.what.as_str()).collect::<Vec<_>>().join("; ");
         warn!(migration = %self.terms.migration, what, "the VM cannot come");
-        let finding = Finding {
-            severity: Severity::Blocker,
-            code: code.to_owned(),
-            what: what.to_owned(),
-            advice: advice.to_owned(),
-        };
-        self.say(&Message::Reject { findings: vec![finding] });
+        self.say(&Message::Reject { findings });
         if self.state != DestinationState::Idle {
-            self.reason = Some(what.to_owned());
+            self.reason = Some(what);
             self.take(&DestinationEvent::Failed);
             self.settle();
         }

@@ -397,7 +397,7 @@ fn network(value: &Value, findings: &mut Findings) {
 }
 
 /// Major and minor of a version or a kernel's release.
-fn two(version: &str) -> (u64, u64) {
+pub(super) fn two(version: &str) -> (u64, u64) {
     let mut parts =
         version.split(|letter: char| !letter.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
     (parts.next().unwrap_or(0), parts.next().unwrap_or(0))

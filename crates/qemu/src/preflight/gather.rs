@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::checks::two;
 use super::facts::{self, FileIdentity, HostFacts};
 use super::{DestinationFacts, DiskSight, SourceFacts};
 use crate::command::HostRules;
@@ -11,7 +12,8 @@ use crate::control;
 use crate::describe::{Problem, VmDescription, WHOLE_FILES, describe};
 use crate::find::{QemuProcess, restart_warning};
 use crate::qmp::{Qmp, QmpError};
-use crate::ram::{RamError, ram_blocks};
+use crate::ram::{RamBlock, RamError, ram_blocks};
+use crate::tree;
 
 /// A file that the guest needs, as the source sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -153,4 +155,20 @@ pub fn destination(
         device_differences: None,
         cpu_unavailable: None,
     })
+}
+
+/// Adds what only a QEMU that was started for the guest can tell, before anything was loaded into it: its RAM blocks,
+/// how its devices differ from the source's, the CPU features that it cannot provide.
+pub fn started(
+    destination: &mut DestinationFacts,
+    source: &SourceFacts,
+    qmp: &mut Qmp,
+    ram_blocks: &[RamBlock],
+) -> Result<(), QmpError> {
+    let same_version = two(&source.vm.program.version) == two(&qmp.version().to_string());
+    let tree = tree::device_tree(qmp)?;
+    destination.device_differences = Some(tree::differences(&source.vm.devices, &tree, same_version));
+    destination.cpu_unavailable = Some(control::cpu_unavailable_features(qmp)?);
+    destination.ram_blocks = Some(ram_blocks.to_vec());
+    Ok(())
 }

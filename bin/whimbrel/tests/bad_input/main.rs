@@ -1,0 +1,48 @@
+//! Bad input gets a clear error and changes nothing: requests that name nothing, peers that cannot be trusted, noise at
+//! the port, hosts without room, VMs that somebody else works on. After each the guest runs on at its source, nothing is
+//! left at the destination, and no descriptor is left in its QEMU. Needs root.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::needless_pass_by_value,
+    clippy::unnecessary_debug_formatting,
+    clippy::unreadable_literal,
+    reason = "a test may fail"
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod noise;
+mod peers;
+mod requests;
+mod room;
+mod stranger;
+mod taken;
+mod watched;
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::{DEADLINE, Said};
+
+/// The program says no: with this exit code, and with these words, which name the thing and say what to do.
+#[track_caller]
+fn refused(said: &Said, code: i32, words: &[&str]) {
+    assert_eq!(said.code, code, "{words:?}: {said:#?}");
+    let text = format!("{}{}", said.stdout, said.stderr);
+    for word in words {
+        assert!(text.contains(word), "{word:?} is missing: {said:#?}");
+    }
+}
+
+/// Waits until something that has to happen by itself has happened.
+#[track_caller]
+fn eventually(what: &str, mut happened: impl FnMut() -> Result<(), String>) {
+    let deadline = Instant::now() + DEADLINE;
+    while let Err(how) = happened() {
+        assert!(Instant::now() < deadline, "{what}: {how}");
+        thread::sleep(Duration::from_millis(20));
+    }
+}

@@ -1,0 +1,110 @@
+//! Peers that cannot be trusted.
+
+use std::io::Write;
+use std::net::{SocketAddr, TcpListener};
+use std::thread;
+
+use crate::common::{Cluster, Guest};
+use crate::noise::noise;
+use crate::stranger::{Stranger, configure, tls};
+use crate::watched::{Watched, bare, nothing_is_left};
+use crate::{eventually, refused};
+
+/// Answers every connection in a way that no agent does, for as long as the test runs.
+pub(crate) fn impostor(host: &lab::Host, port: u16, answer: &'static [u8]) -> SocketAddr {
+    let address = SocketAddr::from((host.address(), port));
+    let listener = host.within(|| TcpListener::bind(address)).unwrap().unwrap();
+    thread::spawn(move || {
+        let mut kept = Vec::new();
+        for stream in listener.incoming() {
+            let Ok(mut stream) = stream else { return };
+            let _ = stream.write_all(answer);
+            // Open for ever: it is not the end of the connection that tells.
+            kept.push(stream);
+        }
+    });
+    address
+}
+
+#[test]
+fn peers_that_cannot_be_trusted() {
+    let mut cluster = Cluster::new();
+    let (host_a, host_b) = (cluster.lab.a.clone(), cluster.lab.b.clone());
+    let pki = |name: &str| lab::Pki::new(&cluster.lab.shared_directory().unwrap().join(name)).unwrap();
+    let foreign = pki("foreign").issue("foreign", &[host_b.address().into()]).unwrap();
+    let intruder = pki("intruder").issue("intruder", &[host_a.address().into()]).unwrap();
+    let to_b = format!("[hosts.b]\naddress = \"{}:7740\"", host_b.address());
+    let plain = "[tls]\nplain = true";
+    let _foreign = Stranger::start(&host_b, "foreign", 7741, &tls(&foreign), "");
+    let _open = Stranger::start(&host_b, "open", 7742, plain, "");
+    impostor(&host_b, 7743, b"HTTP/1.1 400 Bad Request\r\n\r\n");
+    impostor(&host_b, 7744, b"");
+    let peers = [
+        ("foreign", 7741),
+        ("open", 7742),
+        ("web", 7743),
+        ("mute", 7744),
+        ("nobody", 7749),
+        // The second host under a name that it does not have.
+        ("other", 7740),
+    ];
+    configure(&mut cluster.a, |text| {
+        let hosts =
+            peers.map(|(name, port)| format!("[hosts.{name}]\naddress = \"{}:{port}\"\n", host_b.address()));
+        text + &hosts.concat()
+    });
+    let mut vm = Watched::new(&cluster, "vm1");
+    let words: [&[&str]; 6] = [
+        &["foreign", "certificate", "not signed by the authority"],
+        &["open", "speaks without TLS", "configure both for plain"],
+        &["web", "no Whimbrel agent", "check address and port"],
+        &["mute", "did not finish the handshake in time"],
+        &["cannot reach nobody", "is the agent running there"],
+        &["certificate is for", "correct the host's name"],
+    ];
+    for ((to, _), words) in peers.iter().zip(words) {
+        let check = cluster.a.cli(&["migrate", "vm1", "--to", to, "--check"]);
+        refused(&check, 1, words);
+        assert_eq!(check.json()["kind"], "unavailable", "{check:?}");
+        let failed = cluster.a.cli(&["migrate", "vm1", "--to", to]);
+        refused(&failed, 1, words);
+        assert_eq!(failed.last_json()["outcome"], "aborted", "{failed:?}");
+        vm.is_unharmed(&cluster, to);
+    }
+
+    // And the other way round: strangers that would move a VM of theirs here.
+    let theirs = Guest::start(&host_a, &cluster.environment, &bare("theirs")).unwrap();
+    let pid = theirs.pid().to_string();
+    let intruder = Stranger::start(&host_a, "intruder", 7741, &tls(&intruder), &to_b);
+    let naked = Stranger::start(&host_a, "naked", 7742, plain, &to_b);
+    let words: [&[&str]; 2] = [&["certificate", "not signed"], &["demands TLS", "certificates"]];
+    for (stranger, words) in [&intruder, &naked].into_iter().zip(words) {
+        stranger.cli(&["vm", "adopt", "--pid", &pid]).ok();
+        refused(&stranger.cli(&["migrate", "theirs", "--to", "b"]), 1, words);
+        assert_eq!(stranger.cli(&["vm", "list"]).ok().json()[0]["state"], "running");
+        nothing_is_left(&cluster, "a stranger's migration");
+    }
+    let log = cluster.b.log();
+    assert!(log.contains("a connection was refused") && log.contains("speaks without TLS"), "{log}");
+
+    // No certificate at all, by a client that speaks TLS well.
+    let address = format!("{}:7740", host_b.address());
+    let tool = host_a
+        .command("openssl")
+        .args(["s_client", "-connect", &address, "-tls1_3"])
+        .stdin(std::process::Stdio::null())
+        .output()
+        .unwrap();
+    if tool.status.code() == Some(127) {
+        eprintln!("no openssl here: a client without certificate was not tried");
+    } else {
+        eventually("a client without a certificate", || {
+            let log = cluster.b.log();
+            if log.contains("showed no certificate") { Ok(()) } else { Err(log) }
+        });
+    }
+    noise(&host_a, SocketAddr::from((host_b.address(), 7740)));
+    vm.is_unharmed(&cluster, "strangers");
+    vm.counts();
+    vm.moves(&cluster);
+}

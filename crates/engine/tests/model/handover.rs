@@ -1,0 +1,399 @@
+//! The handover as a stateright model: what may happen in a world, and what must hold in each.
+
+use engine::handover::destination::{DestinationEvent, DestinationState};
+use engine::handover::recover::Decision;
+use engine::handover::register::RegisterAnswer;
+use engine::handover::source::{SourceEvent, SourceState};
+use stateright::{Model, Property};
+
+use crate::heal;
+use crate::mutation::Rules;
+use crate::world::{Budget, Life, Packet, Qemu, Side, World};
+
+pub(crate) struct Handover {
+    pub(crate) rules: Rules,
+    pub(crate) budget: Budget,
+    pub(crate) register: bool,
+}
+
+/// Where in an agent's effects it is killed, if at all.
+pub(crate) type Die = Option<usize>;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Act {
+    Begin(Die),
+    Stop(Die),
+    SendAll,
+    Deliver(Packet, bool, Die),
+    Lose(Packet),
+    Repeat(Side, Die),
+    SourceCont(Die),
+    SourceContFails,
+    DestinationCont(Die),
+    DestinationContFails(Die),
+    Crash(Side),
+    CrashHost(Side, usize),
+    HostGone(Side),
+    Restart(Side, Die),
+    KillSourceQemu(Die),
+    KillDestinationQemu(Die),
+    Trouble(Trouble, Die),
+    ForeignCont,
+    Decide(Side, Decision),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Trouble {
+    SourceCancelled,
+    SourceLosesPeer,
+    SourceGivesUpContact,
+    SourceWaitsForRegister,
+    DestinationCancelled,
+    DestinationLosesPeer,
+    DestinationGivesUpContact,
+    DestinationWaitsForRegister,
+}
+
+const TROUBLES: [Trouble; 8] = [
+    Trouble::SourceCancelled,
+    Trouble::SourceLosesPeer,
+    Trouble::SourceGivesUpContact,
+    Trouble::SourceWaitsForRegister,
+    Trouble::DestinationCancelled,
+    Trouble::DestinationLosesPeer,
+    Trouble::DestinationGivesUpContact,
+    Trouble::DestinationWaitsForRegister,
+];
+
+const SIDES: [Side; 2] = [Side::Source, Side::Destination];
+
+/// No transition has more effects than this.
+const MOST_EFFECTS: usize = 5;
+
+impl Model for Handover {
+    type State = World;
+    type Action = Act;
+
+    fn init_states(&self) -> Vec<World> {
+        vec![World::new(self.budget, self.register)]
+    }
+
+    fn actions(&self, world: &World, acts: &mut Vec<Act>) {
+        let left = &world.budget;
+        let (source, destination) = (&world.source, &world.destination);
+        // Everything that an agent does may end with its death after some of its effects.
+        let mut killable = |act: &dyn Fn(Die) -> Act| {
+            acts.push(act(None));
+            if left.agent_crashes > 0 {
+                acts.extend((0..MOST_EFFECTS).map(|effects| act(Some(effects))));
+            }
+        };
+        let (source_up, destination_up) = (source.life == Life::Up, destination.life == Life::Up);
+        let at_home =
+            matches!(source.state, SourceState::Idle | SourceState::Aborted | SourceState::Returned);
+        if source_up && at_home && world.source_runs() && left.attempts > 0 {
+            killable(&Act::Begin);
+        }
+        if source_up && world.session && matches!(source.state, SourceState::Prepared { .. }) {
+            killable(&Act::Stop);
+        }
+        for packet in &world.net {
+            killable(&|die| Act::Deliver(*packet, false, die));
+        }
+        if source_up {
+            killable(&|die| Act::Repeat(Side::Source, die));
+        }
+        if destination_up {
+            killable(&|die| Act::Repeat(Side::Destination, die));
+        }
+        if world.source_cont && !world.held {
+            killable(&Act::SourceCont);
+        }
+        if world.destination_cont {
+            killable(&Act::DestinationCont);
+        }
+        if world.destination_cont && left.cont_failures > 0 {
+            killable(&Act::DestinationContFails);
+        }
+        for (side, life) in [(Side::Source, source.life), (Side::Destination, destination.life)] {
+            if life == Life::Down {
+                killable(&|die| Act::Restart(side, die));
+            }
+        }
+        if left.qemu_deaths > 0 && world.source_qemu != Qemu::Gone {
+            killable(&Act::KillSourceQemu);
+        }
+        if left.qemu_deaths > 0 && world.destination_qemu != Qemu::Gone {
+            killable(&Act::KillDestinationQemu);
+        }
+        if left.troubles > 0 {
+            for trouble in TROUBLES {
+                killable(&|die| Act::Trouble(trouble, die));
+            }
+        }
+        if world.session && matches!(source.state, SourceState::Stopped { .. }) {
+            acts.push(Act::SendAll);
+        }
+        for packet in &world.net {
+            acts.push(Act::Lose(*packet));
+            if left.duplicates > 0 {
+                acts.push(Act::Deliver(*packet, true, None));
+            }
+        }
+        if world.source_cont && !world.held && left.cont_failures > 0 {
+            acts.push(Act::SourceContFails);
+        }
+        for side in SIDES {
+            let (life, entries) = match side {
+                Side::Source => (source.life, source.journal.len()),
+                Side::Destination => (destination.life, destination.journal.len()),
+            };
+            if life == Life::Up && left.agent_crashes > 0 {
+                acts.push(Act::Crash(side));
+            }
+            if life != Life::Gone && left.host_crashes > 0 {
+                acts.extend((1..=entries).map(|keep| Act::CrashHost(side, keep)));
+            }
+            if life != Life::Gone && left.hosts_gone > 0 {
+                acts.push(Act::HostGone(side));
+            }
+        }
+        if left.decisions > 0 {
+            acts.push(Act::Decide(Side::Source, Decision::RunHere { force: false }));
+        }
+        if left.foreign_conts > 0 && world.source_qemu == Qemu::Paused && world.ghost.source.go_sent {
+            acts.push(Act::ForeignCont);
+        }
+    }
+
+    fn next_state(&self, last: &World, act: Act) -> Option<World> {
+        let mut world = last.clone();
+        let die = self.perform(&mut world, act);
+        if die.is_some() {
+            // Killed after more effects than there were: the same as not killed.
+            let died = |before: Life, after: Life| before == Life::Up && after == Life::Down;
+            let restarted = matches!(act, Act::Restart(..));
+            let source = died(last.source.life, world.source.life)
+                || (restarted && last.source.life == Life::Down && world.source.life == Life::Down);
+            let destination = died(last.destination.life, world.destination.life)
+                || (restarted && last.destination.life == Life::Down && world.destination.life == Life::Down);
+            let killed = match act {
+                Act::Restart(Side::Source, _) => source,
+                Act::Restart(Side::Destination, _) => destination,
+                _ => source || destination,
+            };
+            if !killed {
+                return None;
+            }
+            world.budget.agent_crashes -= 1;
+        }
+        (world != *last).then_some(world)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        let mut all = vec![
+            Property::<Self>::always(TWO_RUNNING, |_, world| {
+                !(world.source_runs() && world.destination_runs())
+            }),
+            Property::<Self>::always(TWO_HISTORIES, |_, world| !world.two_histories()),
+            Property::<Self>::always(ALONE, |_, world| !world.ghost.decided_alone),
+            Property::<Self>::always(DISCARDED, |_, world| !world.ghost.ran_discarded),
+            Property::<Self>::always(LEGAL, |_, world| world.ghost.illegal.is_none()),
+        ];
+        if self.budget.decisions == 0 {
+            all.push(Property::<Self>::always(ONE_RUNS, |model, world| heal::one_runs(&model.rules, world)));
+            all.push(Property::<Self>::always(LAST_COPY, |model, world| {
+                heal::last_copy(&model.rules, world)
+            }));
+        }
+        all.push(Property::<Self>::sometimes("a VM moves", |_, world| {
+            world.destination_runs()
+                && matches!(world.source.state, SourceState::Done { .. })
+                && matches!(world.destination.state, DestinationState::Active { .. })
+        }));
+        all.push(Property::<Self>::sometimes("a VM stays", |_, world| {
+            world.source_runs() && world.ghost.source.ran_on && world.source.state == SourceState::Aborted
+        }));
+        if self.budget.qemu_deaths + self.budget.cont_failures > 0 {
+            all.push(Property::<Self>::sometimes("a VM returns", |_, world| {
+                world.source_runs() && world.source.state == SourceState::Returned
+            }));
+        }
+        all
+    }
+}
+
+pub(crate) const TWO_RUNNING: &str = "never two running";
+pub(crate) const TWO_HISTORIES: &str = "never two histories";
+pub(crate) const ALONE: &str = "nobody in doubt decides alone";
+pub(crate) const DISCARDED: &str = "a discarded copy is never run";
+pub(crate) const LEGAL: &str = "no event is illegal";
+pub(crate) const ONE_RUNS: &str = "when links heal and agents restart, one is running";
+pub(crate) const LAST_COPY: &str = "a last copy that is whole is run";
+
+impl Handover {
+    /// Does it, pays for it, and says whether an agent was to be killed.
+    fn perform(&self, world: &mut World, act: Act) -> Die {
+        let rules = &self.rules;
+        match act {
+            Act::Begin(die) => {
+                world.budget.attempts -= 1;
+                world.begin(rules, die);
+                die
+            }
+            Act::Stop(die) => {
+                world.feed_source(rules, &SourceEvent::Stop { run: world.source_runs() }, die);
+                die
+            }
+            Act::SendAll => {
+                world.send(Packet::Data(world.source.epoch));
+                None
+            }
+            Act::Deliver(packet, doubled, die) => {
+                if doubled {
+                    world.budget.duplicates -= 1;
+                } else {
+                    world.net.retain(|other| *other != packet);
+                }
+                world.deliver(rules, packet, die);
+                die
+            }
+            Act::Lose(packet) => {
+                world.net.retain(|other| *other != packet);
+                None
+            }
+            Act::Repeat(Side::Source, die) => {
+                world.feed_source_if(rules, &SourceEvent::Repeat, die);
+                die
+            }
+            Act::Repeat(Side::Destination, die) => {
+                world.feed_destination_if(rules, &DestinationEvent::Repeat, die);
+                die
+            }
+            Act::SourceCont(die) => {
+                world.source_cont_done(rules, die);
+                die
+            }
+            Act::SourceContFails => {
+                world.budget.cont_failures -= 1;
+                world.source_cont = false;
+                world.feed_source(rules, &SourceEvent::ContinueFailed, None);
+                None
+            }
+            Act::DestinationCont(die) => {
+                world.destination_cont_done(rules, die);
+                die
+            }
+            Act::DestinationContFails(die) => {
+                world.budget.cont_failures -= 1;
+                world.destination_cont = false;
+                world.ghost.destination.cont_failed = true;
+                world.feed_destination(rules, &DestinationEvent::ContFailed, die);
+                die
+            }
+            Act::Crash(side) => {
+                world.budget.agent_crashes -= 1;
+                world.crash(side);
+                None
+            }
+            Act::CrashHost(side, keep) => {
+                world.budget.host_crashes -= 1;
+                world.crash_host(side, keep);
+                None
+            }
+            Act::HostGone(side) => {
+                world.budget.hosts_gone -= 1;
+                world.crash_host(side, 1);
+                match side {
+                    Side::Source => world.source.life = Life::Gone,
+                    Side::Destination => world.destination.life = Life::Gone,
+                }
+                None
+            }
+            Act::Restart(side, die) => {
+                world.restart(rules, side, die);
+                die
+            }
+            Act::KillSourceQemu(die) => {
+                world.budget.qemu_deaths -= 1;
+                world.kill_source_qemu();
+                world.feed_source_if(rules, &SourceEvent::QemuDied, die);
+                die
+            }
+            Act::KillDestinationQemu(die) => {
+                world.budget.qemu_deaths -= 1;
+                world.kill_destination_qemu();
+                world.feed_destination_if(rules, &DestinationEvent::QemuDied, die);
+                die
+            }
+            Act::Trouble(trouble, die) => {
+                world.budget.troubles -= 1;
+                trouble.happen(rules, world, die);
+                die
+            }
+            Act::ForeignCont => {
+                world.budget.foreign_conts -= 1;
+                if !world.held {
+                    world.source_qemu = Qemu::Running;
+                    world.ghost.source.ran_on = true;
+                }
+                None
+            }
+            Act::Decide(side, decision) => {
+                world.budget.decisions -= 1;
+                let undecided = match side {
+                    Side::Source => {
+                        matches!(
+                            world.source.state,
+                            SourceState::Committed { .. } | SourceState::Bereft { .. }
+                        )
+                    }
+                    Side::Destination => matches!(world.destination.state, DestinationState::Ready { .. }),
+                };
+                if undecided {
+                    world.decide(rules, side, decision);
+                }
+                None
+            }
+        }
+    }
+}
+
+impl Trouble {
+    fn happen(self, rules: &Rules, world: &mut World, die: Die) {
+        let unknown = RegisterAnswer::Unknown;
+        match self {
+            Self::SourceCancelled => world.feed_source_if(rules, &SourceEvent::Cancel, die),
+            Self::SourceLosesPeer => {
+                world.session = false;
+                world.feed_source_if(rules, &SourceEvent::PeerLost, die);
+            }
+            Self::SourceGivesUpContact => world.feed_source_if(rules, &SourceEvent::ContactLostForGood, die),
+            Self::SourceWaitsForRegister => {
+                if matches!(world.source.state, SourceState::Reclaiming { .. }) {
+                    world.feed_source(rules, &SourceEvent::RegisterSays(unknown), die);
+                }
+            }
+            Self::DestinationCancelled => world.feed_destination_if(rules, &DestinationEvent::Cancel, die),
+            Self::DestinationLosesPeer => {
+                world.session = false;
+                world.feed_destination_if(rules, &DestinationEvent::PeerLost, die);
+            }
+            Self::DestinationGivesUpContact => {
+                world.feed_destination_if(rules, &DestinationEvent::ContactLostForGood, die);
+            }
+            Self::DestinationWaitsForRegister => {
+                if matches!(
+                    world.destination.state,
+                    DestinationState::Taking { .. }
+                        | DestinationState::Refusing
+                        | DestinationState::Bereft
+                        | DestinationState::Starting { again: true, .. }
+                ) && world.register.is_some()
+                {
+                    world.feed_destination(rules, &DestinationEvent::RegisterSays(unknown), die);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! Planted errors, each found by the property that is meant for it.
+
+use crate::handover::{ALONE, DISCARDED, ONE_RUNS, TWO_HISTORIES, TWO_RUNNING};
+use crate::mutation::{self, HONEST, Rules};
+use crate::world::Budget;
+use crate::{NONE, TWO_ATTEMPTS_AND_A_CRASH, found};
+
+#[test]
+fn finds_a_source_that_continues_after_committed() {
+    let rules = Rules { source: mutation::source_continues_after_committed, ..HONEST };
+    found(rules, Budget { troubles: 1, ..NONE }, false, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_a_destination_that_discards_in_doubt() {
+    let rules = Rules { destination: mutation::destination_discards_in_doubt, ..HONEST };
+    found(rules, Budget { troubles: 1, ..NONE }, false, &[ALONE]);
+}
+
+#[test]
+fn finds_a_destination_that_runs_in_doubt() {
+    let rules = Rules { destination: mutation::destination_runs_in_doubt, ..HONEST };
+    found(rules, Budget { troubles: 2, ..NONE }, false, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_a_go_for_an_old_incarnation_that_is_obeyed() {
+    let rules = Rules { destination: mutation::destination_obeys_any_go, ..HONEST };
+    let budget = Budget { attempts: 2, duplicates: 1, qemu_deaths: 1, troubles: 1, ..NONE };
+    found(rules, budget, false, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_go_sent_before_it_is_journalled() {
+    let rules = Rules { source: mutation::source_sends_go_first, ..HONEST };
+    found(rules, Budget { agent_crashes: 1, ..NONE }, false, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_a_source_that_aborts_when_restarted_in_committed() {
+    let rules = Rules { source: mutation::source_aborts_when_restarted, ..HONEST };
+    found(rules, Budget { agent_crashes: 1, ..NONE }, false, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_a_source_that_does_not_hold_its_qemu() {
+    let rules = Rules { source: mutation::source_does_not_hold_qemu, ..HONEST };
+    found(rules, Budget { foreign_conts: 1, ..NONE }, false, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_a_source_that_reclaims_without_winning() {
+    let rules = Rules { source: mutation::source_reclaims_without_winning, ..HONEST };
+    found(rules, Budget { troubles: 1, ..NONE }, true, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_aborted_that_is_not_synced() {
+    let rules = Rules { source: mutation::source_does_not_sync_aborted, ..HONEST };
+    found(rules, Budget { host_crashes: 1, troubles: 1, ..NONE }, false, &[TWO_HISTORIES]);
+}
+
+#[test]
+fn finds_a_destination_that_does_not_ask_the_register() {
+    let rules = Rules { destination: mutation::destination_skips_register, ..HONEST };
+    found(rules, Budget { troubles: 1, ..NONE }, true, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_ready_sent_before_it_is_journalled() {
+    let rules = Rules { destination: mutation::destination_sends_ready_first, ..HONEST };
+    found(rules, Budget { agent_crashes: 1, ..NONE }, false, &[ALONE]);
+}
+
+#[test]
+fn finds_starting_that_is_not_journalled() {
+    let rules = Rules { destination: mutation::destination_does_not_journal_starting, ..HONEST };
+    let budget = Budget { agent_crashes: 1, qemu_deaths: 1, ..NONE };
+    found(rules, budget, false, &[TWO_HISTORIES]);
+}
+
+#[test]
+fn finds_a_destination_that_refuses_and_keeps_ownership() {
+    let rules = Rules { destination: mutation::destination_refuses_and_keeps, ..HONEST };
+    found(rules, Budget { qemu_deaths: 1, ..NONE }, true, &[ONE_RUNS]);
+}
+
+#[test]
+fn finds_a_destination_that_refuses_after_cont() {
+    let rules = Rules { destination: mutation::destination_refuses_after_cont, ..HONEST };
+    found(rules, Budget { qemu_deaths: 1, ..NONE }, false, &[TWO_HISTORIES]);
+}
+
+#[test]
+fn finds_a_rebooted_journal_that_is_trusted() {
+    let rules = Rules { destination: mutation::destination_trusts_a_rebooted_journal, ..HONEST };
+    found(rules, Budget { host_crashes: 1, ..NONE }, false, &[TWO_HISTORIES]);
+}
+
+#[test]
+fn finds_a_refused_copy_that_is_run() {
+    let rules = Rules { destination: mutation::destination_runs_a_refused_copy, ..HONEST };
+    found(rules, Budget { cont_failures: 1, duplicates: 1, ..NONE }, false, &[DISCARDED]);
+}
+
+/// Found by this model in the engine itself, and kept.
+#[test]
+fn finds_a_destination_that_knows_the_register_only_from_preflight() {
+    let rules = Rules { destination: mutation::destination_knows_preflight_only, ..HONEST };
+    found(rules, TWO_ATTEMPTS_AND_A_CRASH, true, &[ONE_RUNS]);
+}

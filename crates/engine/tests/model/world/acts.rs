@@ -1,0 +1,423 @@
+//! What happens in the world: the engine is asked, and its effects are done.
+
+use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState};
+use engine::handover::recover::Decision;
+use engine::handover::register::{self, RegisterAnswer};
+use engine::handover::source::{SourceEffect, SourceEvent, SourceReport, SourceState};
+use engine::handover::{Found, Step};
+use proto::message::{RegisterReply, Verdict};
+
+use super::*;
+use crate::mutation::Rules;
+
+impl World {
+    pub(crate) fn send(&mut self, packet: Packet) {
+        if let Err(place) = self.net.binary_search(&packet)
+            && self.net.len() < usize::from(self.budget.in_flight)
+        {
+            self.net.insert(place, packet);
+        }
+    }
+
+    /// Takes an event to the source. With `die_after`, the agent is killed when it has done so many effects.
+    pub(crate) fn feed_source(&mut self, rules: &Rules, event: &SourceEvent, die_after: Option<usize>) {
+        if self.source.life != Life::Up {
+            return;
+        }
+        let terms = terms(self.source.epoch, self.source.base, self.register.is_some());
+        match (rules.source)(&terms, &self.source.state, event) {
+            Err(illegal) => {
+                self.ghost.illegal = Some(illegal.event);
+            }
+            Ok(Step::Ignored(_)) => {}
+            Ok(Step::Moved(step)) => {
+                for (done, effect) in step.effects.iter().enumerate() {
+                    if die_after == Some(done) {
+                        return self.crash(Side::Source);
+                    }
+                    self.do_source(effect);
+                }
+                self.source.state = step.to;
+            }
+        }
+    }
+
+    fn do_source(&mut self, effect: &SourceEffect) {
+        let epoch = self.source.epoch;
+        match effect {
+            SourceEffect::Journal { state, durable } => {
+                self.source.write(state, *durable || self.budget.host_crashes == 0);
+                self.ghost.source.reclaimed |= matches!(state, SourceState::Reclaiming { .. });
+                self.ghost.source.kept |= matches!(
+                    state,
+                    SourceState::Aborting
+                        | SourceState::Aborted
+                        | SourceState::Returning
+                        | SourceState::Returned
+                );
+            }
+            SourceEffect::StopVm => {
+                if self.source_qemu == Qemu::Running {
+                    self.source_qemu = Qemu::Paused;
+                }
+            }
+            SourceEffect::PauseQemu => self.held = self.source_qemu != Qemu::Gone,
+            SourceEffect::ResumeQemu => self.held = false,
+            SourceEffect::ContinueVm => {
+                // After GO only the destination's REFUSED or the register can have decided this.
+                let refused = self.ghost.destination.gave_up && self.same_attempt();
+                let told = refused || self.register_says_source();
+                self.ghost.decided_alone |= self.ghost.source.go_sent && !told;
+                self.source_cont = true;
+            }
+            SourceEffect::QuitQemu => {
+                self.source_qemu = Qemu::Gone;
+                self.held = false;
+            }
+            SourceEffect::SendGo { .. } => {
+                self.ghost.source.go_sent = true;
+                self.send(Packet::Go(epoch));
+            }
+            SourceEffect::SendAbort => self.send(Packet::Abort(epoch)),
+            SourceEffect::Answer(Verdict::Committed { .. }) => {
+                self.ghost.source.go_sent = true;
+                self.send(Packet::Committed(epoch));
+            }
+            SourceEffect::Answer(Verdict::Aborted) => self.send(Packet::Aborted(epoch)),
+            SourceEffect::Answer(Verdict::Undecided) => self.send(Packet::Undecided(epoch)),
+            SourceEffect::AskDestination => self.send(Packet::AskDestination(epoch)),
+            SourceEffect::Register { request, .. } => {
+                self.send(Packet::Request(Side::Source, epoch, small_op(request)));
+            }
+            // True alarms only: an old RUNNING of a host that has crashed since may sound a false one.
+            SourceEffect::Report(SourceReport::Contradiction) if !self.ghost.source.lost => {
+                self.ghost.illegal = Some("contradiction");
+            }
+            SourceEffect::UndoAll | SourceEffect::Report(_) => {}
+        }
+    }
+
+    /// Takes an event to the destination.
+    pub(crate) fn feed_destination(
+        &mut self,
+        rules: &Rules,
+        event: &DestinationEvent,
+        die_after: Option<usize>,
+    ) {
+        if self.destination.life != Life::Up {
+            return;
+        }
+        let terms = terms(self.destination.epoch, self.destination.base, self.register.is_some());
+        match (rules.destination)(&terms, &self.destination.state, event) {
+            Err(illegal) => {
+                self.ghost.illegal = Some(illegal.event);
+            }
+            Ok(Step::Ignored(_)) => {}
+            Ok(Step::Moved(step)) => {
+                for (done, effect) in step.effects.iter().enumerate() {
+                    if die_after == Some(done) {
+                        return self.crash(Side::Destination);
+                    }
+                    self.do_destination(effect);
+                }
+                self.destination.state = step.to;
+            }
+        }
+    }
+
+    fn do_destination(&mut self, effect: &DestinationEffect) {
+        let epoch = self.destination.epoch;
+        match effect {
+            DestinationEffect::Journal { state, durable } => {
+                self.destination.write(state, *durable || self.budget.host_crashes == 0);
+                self.ghost.destination.cont_decided |= matches!(state, DestinationState::Starting { .. });
+                self.ghost.destination.gave_up |= matches!(
+                    state,
+                    DestinationState::Discarded | DestinationState::Refusing | DestinationState::Refused
+                );
+            }
+            DestinationEffect::SendReady { .. } => {
+                self.ghost.destination.ready_sent = true;
+                self.send(Packet::Ready(epoch));
+            }
+            DestinationEffect::AskSource => self.send(Packet::AskSource(epoch)),
+            DestinationEffect::Register { request, .. } => {
+                self.send(Packet::Request(Side::Destination, epoch, small_op(request)));
+            }
+            DestinationEffect::Cont => {
+                self.ghost.ran_discarded |= self.ghost.destination.gave_up;
+                self.destination_cont = true;
+            }
+            DestinationEffect::SendRunning => self.send(Packet::Running(epoch)),
+            DestinationEffect::SendRefused => self.send(Packet::Refused(epoch)),
+            DestinationEffect::SendCrashed => self.send(Packet::Crashed(epoch)),
+            DestinationEffect::Discard => {
+                // In doubt, a whole copy is thrown away only when the source has it, or it cannot be run.
+                // (One that has begun another attempt has it.)
+                let kept = self.ghost.source.kept || !self.same_attempt();
+                let told = kept || self.register_says_source() || self.ghost.destination.cont_failed;
+                let whole = self.destination_qemu != Qemu::Gone && self.ghost.destination.ready_sent;
+                self.ghost.decided_alone |= whole && !told;
+                self.destination_qemu = Qemu::Gone;
+                self.destination_cont = false;
+            }
+            DestinationEffect::Announce | DestinationEffect::Report(_) => {}
+        }
+    }
+
+    /// Takes an event that reaches agents in any state, also before a migration.
+    pub(crate) fn feed_source_if(&mut self, rules: &Rules, event: &SourceEvent, die_after: Option<usize>) {
+        if self.source.state != SourceState::Idle {
+            self.feed_source(rules, event, die_after);
+        }
+    }
+
+    /// Takes an event that reaches agents in any state, also before a migration.
+    pub(crate) fn feed_destination_if(
+        &mut self,
+        rules: &Rules,
+        event: &DestinationEvent,
+        die_after: Option<usize>,
+    ) {
+        if self.destination.state != DestinationState::Idle {
+            self.feed_destination(rules, event, die_after);
+        }
+    }
+
+    /// The agent is gone with all that it remembers. Answers to its questions have nobody to go to.
+    pub(crate) fn crash(&mut self, side: Side) {
+        self.net.retain(|packet| !matches!(packet, Packet::Reply(to, ..) if *to == side));
+        self.session = false;
+        match side {
+            Side::Source => self.source.life = Life::Down,
+            Side::Destination => self.destination.life = Life::Down,
+        }
+    }
+
+    /// The host is gone with its memory, its processes, and entries of the journal after the first `keep`.
+    pub(crate) fn crash_host(&mut self, side: Side, keep: usize) {
+        self.crash(side);
+        match side {
+            Side::Source => {
+                self.source.journal.truncate(keep);
+                self.source.rebooted = true;
+                self.source_qemu = Qemu::Gone;
+                self.source_cont = false;
+                self.held = false;
+                self.ghost.source.lost = true;
+            }
+            Side::Destination => {
+                self.destination.journal.truncate(keep);
+                self.destination.rebooted = true;
+                self.kill_destination_qemu();
+                self.ghost.destination.lost = true;
+            }
+        }
+    }
+
+    pub(crate) fn kill_source_qemu(&mut self) {
+        self.source_qemu = Qemu::Gone;
+        self.source_cont = false;
+        self.held = false;
+        self.ghost.source.lost = true;
+    }
+
+    pub(crate) fn kill_destination_qemu(&mut self) {
+        if self.destination_qemu != Qemu::Gone {
+            self.ghost.destination.lost |= self.ghost.destination.cont_decided;
+        }
+        self.destination_qemu = Qemu::Gone;
+        self.destination_cont = false;
+    }
+
+    pub(crate) fn restart(&mut self, rules: &Rules, side: Side, die_after: Option<usize>) {
+        match side {
+            Side::Source => {
+                self.source.life = Life::Up;
+                self.source.state = self.source.journal.last().cloned().unwrap_or(SourceState::Idle);
+                let found = found(self.source_qemu, self.source.rebooted, self.held);
+                if self.source.state != SourceState::Idle {
+                    self.feed_source(rules, &SourceEvent::Restarted(found), die_after);
+                }
+            }
+            Side::Destination => {
+                self.destination.life = Life::Up;
+                self.destination.state =
+                    self.destination.journal.last().cloned().unwrap_or(DestinationState::Idle);
+                // Its connection is closed: the command was read or never will be.
+                self.destination_cont = false;
+                let found = found(self.destination_qemu, self.destination.rebooted, false);
+                if self.destination.state != DestinationState::Idle {
+                    self.feed_destination(rules, &DestinationEvent::Restarted(found), die_after);
+                }
+            }
+        }
+    }
+
+    /// The source's agent begins another attempt, where it may.
+    pub(crate) fn begin(&mut self, rules: &Rules, die_after: Option<usize>) {
+        let attempt = self.source.epoch + 1;
+        self.source.epoch = attempt;
+        self.source.base = self.register.map_or(0, |record| record.epoch);
+        self.source.state = SourceState::Idle;
+        self.source.journal = vec![SourceState::Idle];
+        self.source.rebooted = false;
+        self.session = false;
+        self.net.retain(|packet| !matches!(packet, Packet::Reply(Side::Source, ..)));
+        self.ghost.source = SourceGhost::default();
+        self.feed_source(rules, &SourceEvent::Begin { run: true }, die_after);
+        if self.source.life == Life::Up {
+            self.send(Packet::Propose(attempt));
+        }
+    }
+
+    /// Delivers a packet that has been taken from the network, or doubled.
+    pub(crate) fn deliver(&mut self, rules: &Rules, packet: Packet, die_after: Option<usize>) {
+        let epoch = |e: u8| Epoch(e.into());
+        if let Packet::Go(e) | Packet::Committed(e) | Packet::AskDestination(e) = packet {
+            self.meet_unknown(e);
+        }
+        self.answer_from_old_journal(packet);
+        let to_source = |world: &mut Self, event| world.feed_source(rules, &event, die_after);
+        let to_destination = |world: &mut Self, event| world.feed_destination(rules, &event, die_after);
+        match packet {
+            Packet::Propose(e) => {
+                // An agent takes no proposal while an older one of the same VM is not over.
+                let idle =
+                    self.destination.state == DestinationState::Idle || self.destination.state.is_final();
+                if self.destination.life == Life::Up
+                    && idle
+                    && e > self.destination.epoch
+                    && e == self.source.epoch
+                {
+                    let base = self.source.base;
+                    self.destination = Agent { epoch: e, base, ..Agent::new(DestinationState::Idle) };
+                    self.ghost.destination = DestinationGhost::default();
+                    self.net.retain(|packet| !matches!(packet, Packet::Reply(Side::Destination, ..)));
+                    self.destination_qemu = Qemu::Paused;
+                    self.session = self.source.life == Life::Up && !self.source.state.is_final();
+                    to_destination(self, DestinationEvent::Prepare);
+                }
+            }
+            Packet::Data(e) => {
+                if e == self.destination.epoch && self.destination.state == DestinationState::Prepared {
+                    to_destination(self, DestinationEvent::Loaded { incarnation: incarnation(e) });
+                }
+            }
+            Packet::Ready(e) => {
+                to_source(self, SourceEvent::Ready { epoch: epoch(e), incarnation: incarnation(e) });
+            }
+            Packet::Running(e) => to_source(self, SourceEvent::Running { epoch: epoch(e) }),
+            Packet::Refused(e) => to_source(self, SourceEvent::Refused { epoch: epoch(e) }),
+            Packet::Crashed(e) => to_source(self, SourceEvent::Crashed { epoch: epoch(e) }),
+            Packet::AskSource(e) => to_source(self, SourceEvent::Asked { epoch: epoch(e) }),
+            Packet::Go(e) => {
+                let event = DestinationEvent::Go { epoch: epoch(e), incarnation: incarnation(e), run: true };
+                to_destination(self, event);
+            }
+            Packet::Committed(e) => {
+                let verdict = Verdict::Committed { incarnation: incarnation(e), run: true };
+                to_destination(self, DestinationEvent::SourceSays { epoch: epoch(e), verdict });
+            }
+            Packet::Aborted(e) => {
+                let verdict = Verdict::Aborted;
+                to_destination(self, DestinationEvent::SourceSays { epoch: epoch(e), verdict });
+            }
+            Packet::Undecided(e) => {
+                let verdict = Verdict::Undecided;
+                to_destination(self, DestinationEvent::SourceSays { epoch: epoch(e), verdict });
+            }
+            Packet::Abort(e) => to_destination(self, DestinationEvent::AbortReceived { epoch: epoch(e) }),
+            Packet::AskDestination(e) => to_destination(self, DestinationEvent::Asked { epoch: epoch(e) }),
+            Packet::Request(from, e, op) => self.ask_register(from, e, op),
+            Packet::Reply(to, _, record) => {
+                let answer = RegisterAnswer::Stands(Some(large(record)));
+                match to {
+                    Side::Source => to_source(self, SourceEvent::RegisterSays(answer)),
+                    Side::Destination => to_destination(self, DestinationEvent::RegisterSays(answer)),
+                }
+            }
+        }
+    }
+
+    /// A message about an older attempt meets that attempt's machine, which has long been over: the source kept the
+    /// guest, the destination refused or discarded it. (The present machines see it too, and have to ignore it.)
+    fn answer_from_old_journal(&mut self, packet: Packet) {
+        let (source, destination) = (self.source.life == Life::Up, self.destination.life == Life::Up);
+        match packet {
+            Packet::Ready(e) | Packet::AskSource(e) if source && e < self.source.epoch => {
+                self.send(Packet::Aborted(e));
+            }
+            Packet::Go(e) | Packet::AskDestination(e) if destination && e < self.destination.epoch => {
+                self.send(Packet::Refused(e));
+            }
+            _ => {}
+        }
+    }
+
+    /// A message about an attempt that is not in the destination's journal meets a machine that knows of nothing.
+    fn meet_unknown(&mut self, epoch: u8) {
+        let free = self.destination.state == DestinationState::Idle || self.destination.state.is_final();
+        if self.destination.life == Life::Up && epoch > self.destination.epoch && free {
+            let base = self.source.base;
+            self.destination = Agent { epoch, base, ..Agent::new(DestinationState::Idle) };
+            self.ghost.destination = DestinationGhost::default();
+        }
+    }
+
+    fn ask_register(&mut self, from: Side, asked: u8, op: Op) {
+        let Some(record) = self.register else { return };
+        let request = large_op(op);
+        let (reply, new) = register::apply(&request, Some(&large(record)));
+        if let Some(new) = new {
+            self.register = Some(small(&new));
+        }
+        let answer = match reply {
+            RegisterReply::Failed { .. } => RegisterAnswer::Unreachable,
+            reply => RegisterAnswer::from_reply(&request, reply),
+        };
+        let (life, epoch) = match from {
+            Side::Source => (self.source.life, self.source.epoch),
+            Side::Destination => (self.destination.life, self.destination.epoch),
+        };
+        if let (RegisterAnswer::Stands(Some(owned)), Life::Up, true) = (answer, life, epoch == asked) {
+            self.send(Packet::Reply(from, epoch, small(&owned)));
+        }
+    }
+
+    /// QEMU does what it was told, if it lives; whoever lives of the agents hears of it.
+    pub(crate) fn source_cont_done(&mut self, rules: &Rules, die_after: Option<usize>) {
+        self.source_cont = false;
+        if self.source_qemu == Qemu::Gone {
+            return self.feed_source(rules, &SourceEvent::QemuDied, die_after);
+        }
+        self.source_qemu = Qemu::Running;
+        self.ghost.source.ran_on = true;
+        self.feed_source(rules, &SourceEvent::Continued, die_after);
+    }
+
+    pub(crate) fn destination_cont_done(&mut self, rules: &Rules, die_after: Option<usize>) {
+        self.destination_cont = false;
+        self.destination_qemu = Qemu::Running;
+        self.ghost.destination.ran = true;
+        self.feed_destination(rules, &DestinationEvent::Contd, die_after);
+    }
+
+    pub(crate) fn decide(&mut self, rules: &Rules, side: Side, decision: Decision) {
+        match side {
+            Side::Source => self.feed_source(rules, &SourceEvent::OperatorDecides(decision), None),
+            Side::Destination => {
+                self.feed_destination(rules, &DestinationEvent::OperatorDecides(decision), None);
+            }
+        }
+    }
+}
+
+fn found(qemu: Qemu, rebooted: bool, held: bool) -> Found {
+    match qemu {
+        Qemu::Gone if rebooted => Found::Rebooted,
+        Qemu::Gone => Found::Gone,
+        Qemu::Running if !held => Found::Running,
+        Qemu::Running | Qemu::Paused => Found::Paused,
+    }
+}

@@ -163,8 +163,10 @@ impl Default for Limits {
 pub struct Timeouts {
     /// For a connection to a peer, handshake included.
     pub connect_ms: u64,
-    /// A peer that says nothing for so long is taken for unreachable: connections are made anew.
+    /// A peer whose host says nothing for so long is taken for unreachable: connections are made anew.
     pub peer_silence_ms: u64,
+    /// A stopped guest waits for the destination so much longer than everything should take; then it goes on here.
+    pub standstill_ms: u64,
     /// Pause between two attempts to reach a peer or the register.
     pub retry_ms: u64,
     /// Before COMMITTED, a peer that cannot be reached for so long ends the migration; the VM stays at its source.
@@ -183,6 +185,7 @@ impl Default for Timeouts {
         Self {
             connect_ms: 5_000,
             peer_silence_ms: 10_000,
+            standstill_ms: 5_000,
             retry_ms: 500,
             give_up_after_ms: 60_000,
             reclaim_after_ms: 60_000,

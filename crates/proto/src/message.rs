@@ -102,6 +102,12 @@ pub enum Message {
         /// BLAKE3 of the bytes, in 64 lower-case hexadecimal digits.
         digest: String,
     },
+    /// Source: its QEMU is held. The guest has stood still since the stop, and nobody can continue it before the matter
+    /// is decided. Until it has heard this, the destination is not ready, however much it has loaded.
+    Held {
+        /// Which migration.
+        epoch: Epoch,
+    },
     /// Destination: loaded and paused, everything durable. From here on it is in doubt.
     Ready {
         /// Which migration.

@@ -113,6 +113,7 @@ impl Message {
             | Self::Reject { .. }
             | Self::Resume
             | Self::Resumed
+            | Self::Held { .. }
             | Self::Running { .. }
             | Self::Refused { .. }
             | Self::Crashed { .. }

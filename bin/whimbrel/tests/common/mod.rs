@@ -295,6 +295,21 @@ impl Agent {
         }
     }
 
+    /// SIGSTOP: its host is well and keeps its connections alive, but it does nothing.
+    pub fn freeze(&self) {
+        self.signal("-STOP");
+    }
+
+    pub fn thaw(&self) {
+        self.signal("-CONT");
+    }
+
+    fn signal(&self, signal: &str) {
+        if let Some(daemon) = &self.daemon {
+            Command::new("kill").args([signal, &daemon.pid().to_string()]).status().unwrap();
+        }
+    }
+
     pub fn is_running(&mut self) -> bool {
         self.daemon.as_mut().is_some_and(lab::Daemon::is_running)
     }

@@ -75,6 +75,7 @@ impl Arena {
             Injury::CutToDestination => self.cluster.lab.cut(towards).unwrap(),
             Injury::CutToSource => self.cluster.lab.cut(back).unwrap(),
             Injury::CutBoth => self.cluster.lab.cut_both().unwrap(),
+            Injury::FrozenDestination => self.cluster.agent(destination).freeze(),
         }
     }
 
@@ -88,6 +89,7 @@ impl Arena {
     fn heal_and_restart(&mut self) {
         self.cluster.lab.heal().unwrap();
         for name in ["a", "b"] {
+            self.cluster.agent(name).thaw();
             if !self.cluster.agent_mut(name).is_running() {
                 self.cluster.agent_mut(name).kill();
                 self.cluster.agent_mut(name).start();
@@ -95,11 +97,11 @@ impl Arena {
         }
     }
 
-    /// Leaves a link cut until that is felt: until the migration waits for something, or is over, or (`next`) an agent
+    /// Leaves a link cut, or an agent frozen, until that is felt: until the migration waits for something, or is over, or (`next`) an agent
     /// stands at the point that is wanted next. Where nothing more has to be said a cut is never felt, so the patience
     /// has an end; nothing is asserted of it.
     fn let_it_be_felt(&self, next: bool) {
-        let until = Instant::now() + Duration::from_secs(4);
+        let until = Instant::now() + Duration::from_secs(8);
         while Instant::now() < until && (!next || self.faults().is_wanted()) {
             let list = self.cluster.agent(self.at).cli(&["migrations"]);
             if list.code == 0 {
@@ -223,7 +225,7 @@ impl Arena {
                 self.faults().want(&next.point);
             }
             held.release();
-            if step.injury.is_cut() {
+            if step.injury.is_silence() {
                 self.let_it_be_felt(next.is_some());
             }
             self.heal_and_restart();

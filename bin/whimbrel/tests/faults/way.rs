@@ -11,20 +11,24 @@ pub enum Injury {
     CutToDestination,
     CutToSource,
     CutBoth,
+    /// The destination's agent hangs; its host is well.
+    FrozenDestination,
 }
 
-pub const INJURIES: [Injury; 6] = [
+pub const INJURIES: [Injury; 7] = [
     Injury::SourceAgent,
     Injury::DestinationAgent,
     Injury::DestinationQemu,
     Injury::CutToDestination,
     Injury::CutToSource,
     Injury::CutBoth,
+    Injury::FrozenDestination,
 ];
 
 impl Injury {
-    pub fn is_cut(self) -> bool {
-        matches!(self, Self::CutToDestination | Self::CutToSource | Self::CutBoth)
+    /// Whether it is felt only after a while.
+    pub fn is_silence(self) -> bool {
+        matches!(self, Self::CutToDestination | Self::CutToSource | Self::CutBoth | Self::FrozenDestination)
     }
 }
 

@@ -272,6 +272,7 @@ impl Checks<'_> {
         let Timeouts {
             connect_ms,
             peer_silence_ms,
+            standstill_ms,
             retry_ms,
             give_up_after_ms,
             reclaim_after_ms,
@@ -281,6 +282,7 @@ impl Checks<'_> {
         let all = [
             ("connect_ms", connect_ms),
             ("peer_silence_ms", peer_silence_ms),
+            ("standstill_ms", standstill_ms),
             ("retry_ms", retry_ms),
             ("give_up_after_ms", give_up_after_ms),
             ("reclaim_after_ms", reclaim_after_ms),

@@ -290,6 +290,7 @@ impl Driver {
                 return self.verify(block, first_chunk, &hashes);
             }
             Message::DeviceState { bytes, digest } if control => return self.expect_state(bytes, digest),
+            Message::Held { epoch } if control && epoch == self.terms.epoch() => return self.held(),
             other => return self.does_not_belong(link, &kind(&other)),
         };
         match self.feed(&event) {

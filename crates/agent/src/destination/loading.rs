@@ -61,6 +61,15 @@ impl Driver {
         self.load(&coming.received, digest);
     }
 
+    /// The source cannot go on by itself any more: with what is loaded, this side is ready.
+    pub(super) fn held(&mut self) {
+        let Some(vm) = self.vm.as_ref().filter(|_| self.loaded.is_some()) else {
+            return self.fail("the source is held before all has come");
+        };
+        let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
+        self.take(&DestinationEvent::Loaded { incarnation });
+    }
+
     pub(super) fn load(&mut self, state: &[u8], digest: String) {
         let began = Instant::now();
         // From here on nothing but QEMU writes to the guest's memory.
@@ -70,11 +79,7 @@ impl Driver {
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
         match vm.load(state, patience) {
-            Ok(()) => {
-                self.loaded = Some((digest, began.elapsed().as_micros() as u64));
-                let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
-                self.take(&DestinationEvent::Loaded { incarnation });
-            }
+            Ok(()) => self.loaded = Some((digest, began.elapsed().as_micros() as u64)),
             Err(error) => self.fail(&crate::chain(&error)),
         }
     }

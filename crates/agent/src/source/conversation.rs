@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ::memory::{DataStream, Sender};
-use engine::handover::source::SourceEvent;
+use engine::handover::source::{SourceEvent, SourceState};
 use link::{LinkError, Writer};
 use proto::Purpose;
 use proto::message::Message;
@@ -207,7 +207,10 @@ impl Driver {
             }
             Notice::Lost { .. } => Ok(None),
             Notice::Asked { epoch, reply } => {
-                self.asker = Some(reply);
+                if matches!(self.state, SourceState::Stopped { .. }) {
+                    self.asked(epoch, reply);
+                    return Ok(None);
+                }
                 Err(Failure::new(SourceEvent::Asked { epoch }, "the destination has lost its part and asks"))
             }
             Notice::Event(event) => {

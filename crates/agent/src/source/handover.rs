@@ -8,12 +8,12 @@ use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Found, Illegal, Role, Step};
 use engine::precopy::FixedCost;
 use link::{Incoming, LinkError};
-use proto::Purpose;
 use proto::message::{Message, Proposal, RegisterRequest};
+use proto::{Epoch, Purpose};
 use tracing::{error, info, warn};
 
 use super::Driver;
-use super::inbox::Notice;
+use super::inbox::{Notice, Reply};
 use super::phases::{Control, unexpected};
 use super::vm::{SourceVm, VmError};
 use crate::config::Timeouts;
@@ -214,9 +214,7 @@ impl Driver {
                 Some(Notice::Message { link, message }) => self.message(link, message),
                 Some(Notice::Asked { epoch, reply }) => {
                     self.contact.heard = Instant::now();
-                    self.asker = Some(reply);
-                    self.take(&SourceEvent::Asked { epoch });
-                    self.asker = None;
+                    self.asked(epoch, reply);
                 }
                 Some(Notice::Event(event)) => {
                     if matches!(event, SourceEvent::RegisterSays(_))
@@ -278,6 +276,13 @@ impl Driver {
         {
             self.take(&SourceEvent::Failed);
         }
+    }
+
+    /// The destination asks on a connection of its own, on which it waits for the answer.
+    pub(super) fn asked(&mut self, epoch: Epoch, reply: Reply) {
+        self.asker = Some(reply);
+        self.take(&SourceEvent::Asked { epoch });
+        self.asker = None;
     }
 
     /// What concerns the handover names its epoch and holds on whatever connection it comes.

@@ -72,6 +72,8 @@ impl Drop for Control {
 #[derive(Debug, Default)]
 pub(crate) struct StopClock {
     pub(crate) stopped_at: Option<Instant>,
+    /// What the policy expected when it said stop.
+    pub(crate) expected_downtime: Duration,
     pub(crate) measured: Measured,
 }
 
@@ -196,7 +198,10 @@ impl Driver {
                 self.decided(&observed, &decision);
                 match decision {
                     Decision::NextRound { .. } => {}
-                    Decision::StopAndCopy { .. } => return Ok((sender, readable.give_up())),
+                    Decision::StopAndCopy { expected_downtime_ns } => {
+                        self.clock.expected_downtime = Duration::from_nanos(expected_downtime_ns);
+                        return Ok((sender, readable.give_up()));
+                    }
                     Decision::GiveUp { reason } => {
                         self.context.fixed_costs().forget();
                         return Err(Failure::new(SourceEvent::Failed, reason.to_string()));
@@ -273,6 +278,7 @@ impl Driver {
         tracked: &mut memory::Tracked,
     ) -> Result<Vec<u8>, Failure> {
         let began = Instant::now();
+        let acknowledged_by = self.standstill_ends();
         let vm = self.vm()?;
         // Asked once more after the stop: nothing can give memory back any more.
         if vm.gave_memory_back() {
@@ -285,7 +291,7 @@ impl Driver {
         let readable = cleared.stopped_before();
         let (sent, saved) = std::thread::scope(|scope| {
             let saving = scope.spawn(|| vm.save_devices());
-            (sender.send_round(readable), saving.join())
+            (sender.send_round_by(readable, acknowledged_by), saving.join())
         });
         let sent = sent.map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
         let state = saved
@@ -300,7 +306,7 @@ impl Driver {
         let (pages, scan) = (cleared.pages(), cleared.scan());
         let sent = sent
             .sender
-            .send_round(cleared.stopped_before())
+            .send_round_by(cleared.stopped_before(), self.standstill_ends())
             .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
         self.last_round(&sent, pages, scan.duration_us);
         self.inbox.interrupts(None);
@@ -308,6 +314,13 @@ impl Driver {
         self.take_notices()?;
         self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
         Ok(state)
+    }
+
+    /// Until when the stopped guest waits for the destination's next answer: longer than all should take, but not for
+    /// ever. An agent that hangs is no reason to stand still, however well its host is.
+    fn standstill_ends(&self) -> Instant {
+        let patience = Duration::from_millis(self.context.config.timeouts.standstill_ms);
+        Instant::now() + 4 * self.clock.expected_downtime + patience
     }
 
     fn last_round(&self, sent: &Sent, pages: u64, scan_us: u64) {
@@ -378,10 +391,11 @@ impl Driver {
         for piece in state.chunks(proto::limits::BLOB_BYTES) {
             self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
         }
-        // While the destination loads.
+        // While the destination loads. That it is ready then implies that this side is held.
         self.check_unchanged()?;
-        let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
-        match self.hear(Instant::now() + patience)? {
+        self.hold()?;
+        self.say(&Message::Held { epoch: self.terms.epoch() })?;
+        match self.hear(self.standstill_ends())? {
             Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
                 if epoch != self.terms.epoch() || loaded != digest {
                     return Err(Failure::new(
@@ -389,7 +403,6 @@ impl Driver {
                         "the destination has loaded another device state than the one that was sent",
                     ));
                 }
-                self.hold()?;
                 self.clock.measured.load_us = load_us;
                 self.clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
                 self.note("ready", "");
@@ -404,7 +417,7 @@ impl Driver {
         unchanged.map_err(|error| Failure::local("the guest is not as it was", &error))
     }
 
-    /// Before COMMITTED nobody's `cont` has reached the guest, and from here on nobody's can: QEMU is held first, and then
+    /// Before READY nobody's `cont` has reached the guest, and from here on nobody's can: QEMU is held first, and then
     /// looked at. If nothing comes of the handover, the guest's `cont` lets QEMU go, or undoing does.
     pub(super) fn hold(&mut self) -> Result<(), Failure> {
         self.vm()?.hold().map_err(|error| Failure::local("QEMU cannot be held", &error))?;

@@ -161,7 +161,7 @@ impl Model for Handover {
         if left.decisions > 0 {
             acts.push(Act::Decide(Side::Source, Decision::RunHere { force: false }));
         }
-        if left.foreign_conts > 0 && world.source_qemu == Qemu::Paused && world.ghost.source.go_sent {
+        if left.foreign_conts > 0 && world.source_qemu == Qemu::Paused {
             acts.push(Act::ForeignCont);
         }
     }
@@ -246,7 +246,7 @@ impl Handover {
                 die
             }
             Act::SendAll => {
-                world.send(Packet::Data(world.source.epoch));
+                world.send_all(rules);
                 None
             }
             Act::Deliver(packet, doubled, die) => {

@@ -4,7 +4,7 @@ use engine::handover::destination::{DestinationEvent, DestinationState};
 use engine::handover::source::{SourceEvent, SourceState};
 
 use crate::mutation::Rules;
-use crate::world::{Life, Packet, Qemu, Side, World};
+use crate::world::{Life, Qemu, Side, World};
 
 /// Turns until a state has to be settled. Each delivers all that is on its way.
 const TURNS: usize = 40;
@@ -49,7 +49,7 @@ fn time_passes(rules: &Rules, world: &mut World) {
             world.feed_source(rules, &SourceEvent::Stop { run: true }, None);
         }
         (SourceState::Stopped { .. }, DestinationState::Prepared) if world.session => {
-            world.send(Packet::Data(world.source.epoch));
+            world.send_all(rules);
         }
         (SourceState::Prepared { .. } | SourceState::Stopped { .. }, _) => {
             world.session = false;

@@ -129,6 +129,8 @@ fn a_second_attempt_follows() {
 #[test]
 fn somebody_else_continues_the_source() {
     both("foreign cont", Budget { agent_crashes: 1, foreign_conts: 1, ..NONE });
+    both("foreign cont, QEMU lost", Budget { agent_crashes: 1, foreign_conts: 1, qemu_deaths: 1, ..NONE });
+    both("foreign cont, host lost", Budget { foreign_conts: 1, host_crashes: 1, ..NONE });
 }
 
 /// With a register what the source's operator decides, at any time, is safe. (Progress is the operator's, and so is
@@ -182,6 +184,7 @@ const NOTED: Rules = Rules {
         }
         step
     },
+    holds: true,
     destination: |terms, state, event| {
         let step = destination(terms, state, event);
         if let Ok(Step::Moved(moved)) = &step {

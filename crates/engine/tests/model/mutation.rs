@@ -11,15 +11,18 @@ use crate::world::incarnation;
 pub(crate) type SourceStep = Result<Step<SourceState, SourceEffect>, Illegal>;
 pub(crate) type DestinationStep = Result<Step<DestinationState, DestinationEffect>, Illegal>;
 
-/// The two functions under test.
+/// The two functions under test, and what the source's agent does by itself.
 #[derive(Clone, Copy)]
 pub(crate) struct Rules {
     pub(crate) source: fn(&Terms, &SourceState, &SourceEvent) -> SourceStep,
     pub(crate) destination: fn(&Terms, &DestinationState, &DestinationEvent) -> DestinationStep,
+    /// HELD: all that the destination needs for READY has left only when the guest has stood still since the stop, and
+    /// QEMU is held, so that nobody can continue it any more.
+    pub(crate) holds: bool,
 }
 
 /// As they are.
-pub(crate) const HONEST: Rules = Rules { source, destination };
+pub(crate) const HONEST: Rules = Rules { source, destination, holds: true };
 
 #[allow(clippy::unnecessary_wraps, reason = "stands in for a function that can fail")]
 fn to<S, E>(to: S, effects: Vec<E>) -> Result<Step<S, E>, Illegal> {

@@ -44,8 +44,14 @@ fn finds_a_source_that_aborts_when_restarted_in_committed() {
 
 #[test]
 fn finds_a_source_that_does_not_hold_its_qemu() {
-    let rules = Rules { source: mutation::source_does_not_hold_qemu, ..HONEST };
+    let rules = Rules { source: mutation::source_does_not_hold_qemu, holds: false, ..HONEST };
     found(rules, Budget { foreign_conts: 1, ..NONE }, false, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_a_source_that_lets_the_destination_be_ready_before_it_holds_its_qemu() {
+    let rules = Rules { holds: false, ..HONEST };
+    found(rules, Budget { foreign_conts: 1, qemu_deaths: 1, ..NONE }, false, &[TWO_HISTORIES]);
 }
 
 #[test]

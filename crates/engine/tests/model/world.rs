@@ -101,7 +101,7 @@ pub(crate) enum Op {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) enum Packet {
     Propose(u8),
-    /// All of memory and device state, whole.
+    /// All of memory and device state, whole, and the source's word that its QEMU is held.
     Data(u8),
     Ready(u8),
     Go(u8),

@@ -107,6 +107,9 @@ pub enum SendError {
         /// Why.
         source: RamError,
     },
+    /// The other side has not acknowledged everything in time.
+    #[error("the other side has not acknowledged everything in time")]
+    Overdue,
     /// [`SenderHandle::cancel`] was called, or the sender ended.
     #[error("sending was cancelled")]
     Cancelled,
@@ -121,7 +124,11 @@ pub enum SendError {
 impl SendError {
     /// Whether new connections may help.
     pub fn is_connection(&self) -> bool {
-        matches!(self, Self::Stream { source, .. } if is_transient(source))
+        match self {
+            Self::Stream { source, .. } => is_transient(source),
+            Self::Overdue => true,
+            _ => false,
+        }
     }
 }
 
@@ -236,7 +243,20 @@ impl Sender {
     ///
     /// # Errors
     /// [`Interrupted`] when a connection breaks, guest memory cannot be read, or somebody cancels.
-    pub fn send_round(mut self, pages: Readable) -> Result<Sent, Box<Interrupted>> {
+    pub fn send_round(self, pages: Readable) -> Result<Sent, Box<Interrupted>> {
+        self.send(pages, None)
+    }
+
+    /// As [`send_round`](Self::send_round), for a guest that stands still meanwhile: it does so no longer than until
+    /// `deadline`. The other side's kernel takes bytes and keeps connections alive also for an agent that hangs.
+    ///
+    /// # Errors
+    /// As there, and with [`SendError::Overdue`].
+    pub fn send_round_by(self, pages: Readable, deadline: Instant) -> Result<Sent, Box<Interrupted>> {
+        self.send(pages, Some(deadline))
+    }
+
+    fn send(mut self, pages: Readable, deadline: Option<Instant>) -> Result<Sent, Box<Interrupted>> {
         let started = Instant::now();
         let round = pages.owed.round + 1;
         let plan = Arc::new(Plan::new(&pages.owed.blocks, self.shared.stream_count(), round));
@@ -246,7 +266,7 @@ impl Sender {
         } else {
             self.shared.wake_workers(&plan);
         }
-        let failure = self.shared.wait_settled();
+        let failure = self.shared.wait_settled(deadline);
         if failure.is_some() {
             // No thread of this generation does anything after this.
             self.end_threads();

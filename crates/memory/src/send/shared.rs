@@ -3,6 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Instant;
 
 use proto::frame::{HEADER_BYTES, Kind};
 use proto::pages::{PagesHeader, ROUND_END_BYTES, decode_ack, encode_round_end};
@@ -99,8 +100,8 @@ impl Shared {
         self.begin.notify_all();
     }
 
-    /// Waits until every stream's end of the round is acknowledged, or something failed.
-    pub(super) fn wait_settled(&self) -> Option<SendError> {
+    /// Waits until every stream's end of the round is acknowledged, or something failed, or it is too late.
+    pub(super) fn wait_settled(&self, deadline: Option<Instant>) -> Option<SendError> {
         let mut state = lock(&self.state);
         loop {
             if state.unsettled == 0 {
@@ -109,7 +110,17 @@ impl Shared {
             if self.stopped.load(Ordering::Acquire) {
                 return Some(state.failure.take().unwrap_or(SendError::Cancelled));
             }
-            state = self.settled.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = match deadline.map(|deadline| deadline.checked_duration_since(Instant::now())) {
+                None => self.settled.wait(state).unwrap_or_else(PoisonError::into_inner),
+                Some(Some(left)) => {
+                    self.settled.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+                Some(None) => {
+                    drop(state);
+                    self.fail(SendError::Overdue);
+                    lock(&self.state)
+                }
+            };
         }
     }
 

@@ -4,6 +4,7 @@ use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, mpsc};
 use std::thread;
+use std::time::Instant;
 
 use proto::Generation;
 use proto::frame::Kind;
@@ -72,6 +73,16 @@ fn cancelling_ends_a_blocked_round_at_once() {
     assert_eq!(interrupted.owed.pages(), 4 * CHUNK_PAGES);
     assert!(handle.is_broken());
     drop(far);
+}
+
+#[test]
+fn a_side_that_takes_all_and_acknowledges_nothing_is_overdue() {
+    let ram = FakeRam::new(&[3]);
+    (0..3).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
+    let (sender, _silent) = sender(&ram, 1);
+    let interrupted = sender.send_round_by(all(&ram), Instant::now()).unwrap_err();
+    assert!(matches!(interrupted.cause, SendError::Overdue), "{}", interrupted.cause);
+    assert_eq!(interrupted.owed.pages(), 3);
 }
 
 #[test]

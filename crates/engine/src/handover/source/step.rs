@@ -67,9 +67,9 @@ fn stopped(terms: &Terms, run: bool, event: &On) -> Taken {
         On::Cancel => moved(abort_stopped(run, Say::Cancelled)),
         On::Failed => moved(abort_stopped(run, Say::Failed)),
         On::PeerSilent | On::PeerLost | On::ContactLostForGood => moved(abort_stopped(run, Say::PeerGaveUp)),
-        On::Refused { .. } | On::Crashed { .. } | On::Asked { .. } => {
-            moved(abort_stopped(run, Say::PeerGaveUp))
-        }
+        On::Refused { .. } | On::Crashed { .. } => moved(abort_stopped(run, Say::PeerGaveUp)),
+        // It may be ready, with its READY on another way than its question.
+        On::Asked { .. } => moved(Move::to(In::Stopped { run }).then([Do::Answer(Verdict::Undecided)])),
         On::Restarted(Found::Running | Found::Paused) => {
             moved(abort_stopped(run, Say::Interrupted).within("qemu-lives"))
         }

@@ -42,6 +42,17 @@ impl World {
         }
     }
 
+    /// All of memory and device state, and HELD, on which the destination waits with READY.
+    pub(crate) fn send_all(&mut self, rules: &Rules) {
+        if rules.holds {
+            if self.source_qemu != Qemu::Paused {
+                return self.feed_source(rules, &SourceEvent::Failed, None);
+            }
+            self.held = true;
+        }
+        self.send(Packet::Data(self.source.epoch));
+    }
+
     fn do_source(&mut self, effect: &SourceEffect) {
         let epoch = self.source.epoch;
         match effect {
@@ -68,6 +79,7 @@ impl World {
                 let refused = self.ghost.destination.gave_up && self.same_attempt();
                 let told = refused || self.register_says_source();
                 self.ghost.decided_alone |= self.ghost.source.go_sent && !told;
+                self.held = false;
                 self.source_cont = true;
             }
             SourceEffect::QuitQemu => {
@@ -93,7 +105,8 @@ impl World {
             SourceEffect::Report(SourceReport::Contradiction) if !self.ghost.source.lost => {
                 self.ghost.illegal = Some("contradiction");
             }
-            SourceEffect::UndoAll | SourceEffect::Report(_) => {}
+            SourceEffect::UndoAll => self.held = false,
+            SourceEffect::Report(_) => {}
         }
     }
 

@@ -18,6 +18,7 @@ mod cpu;
 pub mod daemon;
 mod destination;
 pub mod fault;
+mod hold;
 pub mod journal;
 mod machine;
 mod owners;

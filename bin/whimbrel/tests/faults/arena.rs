@@ -31,7 +31,8 @@ impl Arena {
         self.guest = None;
         // The log of an earlier guest would tell of ticks that this one has not made yet.
         let _ = fs::remove_dir_all(self.cluster.lab.a.directory().join("vm1"));
-        self.guest = Some(self.cluster.guest(&GuestSpec::tiny("vm1", load)));
+        let spec = GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", load) };
+        self.guest = Some(self.cluster.guest(&spec));
         self.at = "a";
     }
 
@@ -115,7 +116,7 @@ impl Arena {
     }
 
     /// The guest runs on exactly one side, whole; nothing is left behind.
-    fn check(&mut self, what: &str, way: &Way) {
+    pub fn check(&mut self, what: &str, way: &Way) {
         let (a, b) = (self.qemus("a"), self.qemus("b"));
         let logs =
             || format!("--- a\n{}\n--- b\n{}", tail(&self.cluster.a.log()), tail(&self.cluster.b.log()));

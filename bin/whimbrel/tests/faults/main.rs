@@ -16,6 +16,8 @@ mod way;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::fs;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use agent::register::SqliteRegister;
@@ -179,6 +181,41 @@ fn with_a_register_the_other_side_takes_over() {
     assert_eq!(arena.cluster.b.vm("vm1").unwrap()["state"], "running", "{}", arena.cluster.b.log());
     arena.at = "b";
     arena.check_guest("taken over");
+}
+
+/// What an HA manager does that sees a paused guest: it goes to a monitor and continues it.
+fn foreign_cont(arena: &Arena, host: &str) -> UnixStream {
+    let vms = arena.cluster.agent(host).directory.join("run/vms");
+    let [vm] = &common::entries(&vms)[..] else { panic!("not one VM in {}", vms.display()) };
+    let mut monitor = UnixStream::connect(vms.join(vm).join("lab.sock")).unwrap();
+    monitor.write_all(b"{\"execute\":\"qmp_capabilities\"}\n{\"execute\":\"cont\"}\n").unwrap();
+    monitor
+}
+
+/// A copy that is ready can be run by its agent alone, whoever else would like to; nor does an agent that is started
+/// anew let it hear what it was told meanwhile.
+#[test]
+fn nobody_else_starts_a_copy_in_doubt() {
+    let mut arena = Arena::new(false);
+    hold(&mut arena, "source/stopped/ready[no-register]:before-effects", |arena| {
+        arena.cluster.a.kill();
+        let [pid] = arena.qemus("b")[..] else { panic!("not one copy") };
+        let is_held = || {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+            stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
+        };
+        assert!(is_held());
+        let _cont = foreign_cont(arena, "b");
+        arena.cluster.b.kill();
+        arena.cluster.b.start();
+        assert!(is_held());
+        arena.cluster.a.start();
+        arena.cluster.a.wait_settled();
+        arena.cluster.b.wait_settled();
+    });
+    arena.check("in doubt", &Way(Vec::new()));
+    assert_eq!(arena.at, "a");
+    arena.retry();
 }
 
 fn hold(arena: &mut Arena, point: &str, then: impl FnOnce(&mut Arena)) {

@@ -264,8 +264,8 @@ impl Daemon {
                 keep_traces(&context, &migration, &vm.traces)?;
                 Ok((vm, findings))
             });
-            let started = started.and_then(|(vm, findings)| {
-                let version = vm.qmp.version().to_string();
+            let started = started.and_then(|(mut vm, findings)| {
+                let version = vm.qmp().ok().map(|qmp| qmp.version().to_string());
                 driver.started(vm).map(|()| (version, findings))
             });
             match started {
@@ -274,7 +274,7 @@ impl Daemon {
                         findings,
                         qemu_start_us: began.elapsed().as_micros() as u64,
                         ram_kind,
-                        qemu_version: Some(qemu_version),
+                        qemu_version,
                     });
                     driver.run();
                 }

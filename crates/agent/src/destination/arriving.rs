@@ -19,6 +19,7 @@ use tracing::{info, warn};
 
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
+use crate::hold::{self, HoldError};
 use crate::watch::Watch;
 
 /// How long a killed process may take to be gone.
@@ -67,6 +68,12 @@ pub(crate) enum ArriveError {
     /// The journal does not take where its things are.
     #[error(transparent)]
     Journal(#[from] crate::journal::JournalError),
+    /// It cannot be held.
+    #[error(transparent)]
+    Hold(#[from] HoldError),
+    /// Somebody else continued the guest here.
+    #[error("somebody else continued the guest here before it was this host's")]
+    Ran,
     /// It is not there, or was loaded before.
     #[error("QEMU is gone")]
     Gone,
@@ -133,7 +140,9 @@ impl Traces {
 /// A QEMU that waits for its guest.
 pub(crate) struct Arriving {
     pub(crate) process: Process,
-    pub(crate) qmp: Qmp,
+    /// Absent while QEMU is held by an agent before this one: it would not answer, and letting it go for a look would
+    /// let it hear what others told it meanwhile.
+    qmp: Option<Qmp>,
     pub(crate) traces: Traces,
     /// Its RAM blocks in the order of the proposal.
     pub(crate) blocks: Vec<RamBlock>,
@@ -163,6 +172,7 @@ impl Arriving {
         })();
         match waiting {
             Ok((process, blocks, incoming, seen)) => {
+                let qmp = Some(qmp);
                 Ok((Self { process, qmp, traces, blocks, incoming: Some(incoming), watch: None }, seen))
             }
             Err(error) => {
@@ -176,7 +186,8 @@ impl Arriving {
     pub(crate) fn find(traces: Traces, patience: Duration) -> Result<Self, ArriveError> {
         let (pid, start) = traces.process.ok_or(ArriveError::Gone)?;
         let process = Process::open_exact(pid, start)?;
-        let qmp = Qmp::connect(&traces.qmp(), patience)?;
+        let held = hold::is_held(&process);
+        let qmp = if held { None } else { Some(Qmp::connect(&traces.qmp(), patience)?) };
         Ok(Self { process, qmp, traces, blocks: Vec::new(), incoming: None, watch: None })
     }
 
@@ -190,7 +201,30 @@ impl Arriving {
     /// Loads the device state. The guest stays paused.
     pub(crate) fn load(&mut self, state: &[u8], patience: Duration) -> Result<(), ArriveError> {
         let incoming = self.incoming.take().ok_or(ArriveError::Gone)?;
-        Ok(incoming.load(&mut self.qmp, state, Instant::now() + patience)?)
+        Ok(incoming.load(self.qmp()?, state, Instant::now() + patience)?)
+    }
+
+    /// Its monitor, for a QEMU that is not held.
+    pub(crate) fn qmp(&mut self) -> Result<&mut Qmp, QmpError> {
+        let qmp = match self.qmp.take() {
+            Some(qmp) => qmp,
+            None => Qmp::connect(&self.traces.qmp(), qemu::qmp::DEFAULT_TIMEOUT)?,
+        };
+        Ok(self.qmp.insert(qmp))
+    }
+
+    /// Holds a QEMU that has loaded all: from here on nobody can run this copy but by [`release`](Self::release). An
+    /// error says that it cannot be held, or that somebody was faster.
+    pub(crate) fn hold(&mut self) -> Result<(), ArriveError> {
+        hold::hold(&self.process)?;
+        // QEMU says so before it lets a guest run; what it has said is there without it.
+        let events = self.qmp()?.take_events()?;
+        if events.iter().any(|event| event.name == "RESUME") { Err(ArriveError::Ran) } else { Ok(()) }
+    }
+
+    /// Lets QEMU go, for the guest is to be run, or was.
+    pub(crate) fn release(&self) -> Result<(), HoldError> {
+        hold::release(&self.process)
     }
 
     /// What GO has to name.
@@ -205,7 +239,10 @@ impl Arriving {
 
     /// What an agent that was started anew finds.
     pub(crate) fn found(&mut self) -> Found {
-        match qemu::control::status(&mut self.qmp) {
+        if hold::is_held(&self.process) {
+            return Found::Paused;
+        }
+        match self.qmp().and_then(qemu::control::status) {
             Ok(status) if status.running => Found::Running,
             Ok(_) => Found::Paused,
             Err(_) if self.process.is_alive() => Found::Paused,

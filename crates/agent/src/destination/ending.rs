@@ -56,6 +56,10 @@ impl Driver {
         let id = &self.terms.migration;
         let journal = &self.context.journal;
         let active = matches!(self.state, DestinationState::Active { .. });
+        if active {
+            // An agent before this one may have ended before it did so: one that was paused by its user gets no `cont`.
+            self.let_go();
+        }
         let record = self.vm.take_if(|_| active).map(|vm| {
             let description = self.proposal.description.clone();
             let (pid, start) = (vm.process.pid(), vm.process.start_time());

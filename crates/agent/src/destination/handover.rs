@@ -83,8 +83,9 @@ impl Machine for Driver {
             DestinationEffect::Register { request, .. } => self.ask_register(request.clone()),
             DestinationEffect::Cont => self.cont(),
             DestinationEffect::Announce => {
+                self.let_go();
                 if let Some(vm) = &mut self.vm
-                    && let Err(error) = qemu::control::announce_self(&mut vm.qmp)
+                    && let Err(error) = vm.qmp().and_then(qemu::control::announce_self)
                 {
                     warn!(
                         error = crate::chain(&error),
@@ -424,7 +425,10 @@ impl Driver {
         if !vm.process.is_alive() && matches!(self.state, DestinationState::Starting { again: false, .. }) {
             return self.follow_ups.push_back(DestinationEvent::ContFailed);
         }
-        let event = match qemu::control::cont(&mut vm.qmp) {
+        if let Err(error) = vm.release() {
+            error!(error = crate::chain(&error), "QEMU is not let go");
+        }
+        let event = match vm.qmp().and_then(qemu::control::cont) {
             Ok(()) => {
                 self.continue_us = began.elapsed().as_micros() as u64;
                 DestinationEvent::Contd
@@ -443,6 +447,15 @@ impl Driver {
             }
         };
         self.follow_ups.push_back(event);
+    }
+
+    /// Whoever has a VM that is this host's may do with it as he likes.
+    pub(super) fn let_go(&self) {
+        if let Some(vm) = &self.vm
+            && let Err(error) = vm.release()
+        {
+            warn!(migration = %self.terms.migration, error = crate::chain(&error), "QEMU is not let go");
+        }
     }
 
     fn discard(&mut self) {

@@ -34,7 +34,12 @@ impl Driver {
         let (Some(vm), Some(name)) = (&mut self.vm, name) else {
             return self.fail("there is nothing to compare");
         };
-        match verification::differences(&mut vm.qmp, vm.process.pid(), &name, first_chunk, hashes) {
+        let pid = vm.process.pid();
+        let compared = match vm.qmp() {
+            Ok(qmp) => verification::differences(qmp, pid, &name, first_chunk, hashes),
+            Err(error) => return self.fail(&format!("QEMU does not answer: {}", crate::chain(&error))),
+        };
+        match compared {
             Ok(different_chunks) => self.say(&Message::Verified { different_chunks }),
             Err(error) => self.fail(&format!("memory cannot be compared: {}", crate::chain(&error))),
         }
@@ -63,11 +68,16 @@ impl Driver {
 
     /// The source cannot go on by itself any more: with what is loaded, this side is ready.
     pub(super) fn held(&mut self) {
-        let Some(vm) = self.vm.as_ref().filter(|_| self.loaded.is_some()) else {
+        let Some(vm) = self.vm.as_mut().filter(|_| self.loaded.is_some()) else {
             return self.fail("the source is held before all has come");
         };
-        let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
-        self.take(&DestinationEvent::Loaded { incarnation });
+        match vm.hold() {
+            Ok(()) => {
+                let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
+                self.take(&DestinationEvent::Loaded { incarnation });
+            }
+            Err(error) => self.fail(&crate::chain(&error)),
+        }
     }
 
     pub(super) fn load(&mut self, state: &[u8], digest: String) {

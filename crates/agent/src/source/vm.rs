@@ -2,8 +2,7 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use engine::handover::Found;
 use engine::handover::source::SourceEvent;
@@ -17,13 +16,14 @@ use tracing::{info, warn};
 
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
+use crate::hold::{self, HoldError};
 use crate::journal::VmRecord;
 use crate::verification::{self, CompareError, Hashes};
 use crate::vms;
 use crate::watch::Watch;
 
-/// How long a signal may take to have its effect.
-const SIGNAL_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a killed process may take to be gone.
+const KILL_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Why a VM does not do what it is told.
 #[derive(Debug, thiserror::Error)]
@@ -51,16 +51,9 @@ pub(crate) enum VmError {
     /// It was changed while it was moved (design, trap 12).
     #[error("{0} changed during the migration; it was plugged or unplugged, try again")]
     Changed(String),
-    /// A signal had no effect.
-    #[error("QEMU (pid {pid}) does not {what} after {signal}")]
-    Signal {
-        /// Its process.
-        pid: u32,
-        /// What it should do.
-        what: &'static str,
-        /// The signal.
-        signal: &'static str,
-    },
+    /// It cannot be held, or let go.
+    #[error(transparent)]
+    Hold(#[from] HoldError),
 }
 
 /// A VM on its way out.
@@ -166,7 +159,7 @@ impl SourceVm {
     pub(crate) fn found(&mut self) -> Found {
         if !self.is_alive() {
             Found::Gone
-        } else if self.is_held() {
+        } else if hold::is_held(&self.process) {
             Found::Paused
         } else if self.is_running().unwrap_or(false) {
             Found::Running
@@ -242,45 +235,19 @@ impl SourceVm {
 
     /// Holds QEMU by SIGSTOP: from COMMITTED on nobody else's `cont` shall reach the guest (design, trap 18).
     pub(crate) fn hold(&mut self) -> Result<(), VmError> {
-        self.process.signal(Signal::STOP)?;
-        self.wait_until(Self::is_held, "stop", "SIGSTOP")
+        Ok(hold::hold(&self.process)?)
     }
 
     /// Lets QEMU itself, not yet the guest, go on.
     pub(crate) fn release(&mut self) -> Result<(), VmError> {
-        if !self.is_held() {
-            return Ok(());
-        }
-        self.process.signal(Signal::CONT)?;
-        self.wait_until(|vm| !vm.is_held(), "go on", "SIGCONT")
-    }
-
-    fn is_held(&self) -> bool {
-        self.process.status().is_ok_and(|status| status.state == 'T')
-    }
-
-    fn wait_until(
-        &self,
-        holds: impl Fn(&Self) -> bool,
-        what: &'static str,
-        signal: &'static str,
-    ) -> Result<(), VmError> {
-        let deadline = Instant::now() + SIGNAL_PATIENCE;
-        while !holds(self) {
-            self.process.check_alive()?;
-            if Instant::now() > deadline {
-                return Err(VmError::Signal { pid: self.process.pid(), what, signal });
-            }
-            thread::sleep(Duration::from_micros(50));
-        }
-        Ok(())
+        Ok(hold::release(&self.process)?)
     }
 
     /// Ends QEMU and removes what it made for itself. Its block devices are inactive and its guest runs elsewhere:
     /// there is nothing that it could still have to do.
     pub(crate) fn quit(self) {
         let pid = self.process.pid();
-        match self.process.signal(Signal::KILL).and_then(|()| self.process.wait_exit(Some(SIGNAL_PATIENCE))) {
+        match self.process.signal(Signal::KILL).and_then(|()| self.process.wait_exit(Some(KILL_PATIENCE))) {
             Ok(true) => info!(pid, "the source's QEMU has ended"),
             Ok(false) => warn!(pid, "the source's QEMU does not end after SIGKILL"),
             Err(error) => info!(pid, %error, "the source's QEMU had ended"),

@@ -25,7 +25,7 @@ fn arrived(world: &World) -> (Qemu, Arriving, Incarnation) {
     let qemu = Qemu::start(&traces.directory);
     traces.process = Some(qemu.process());
     let mut vm = Arriving::find(traces, PATIENCE).unwrap();
-    vm.qmp.set_timeout(Duration::from_millis(50));
+    vm.qmp().unwrap().set_timeout(Duration::from_millis(50));
     let incarnation = qemu.incarnation();
     (qemu, vm, incarnation)
 }
@@ -110,4 +110,48 @@ fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
     qemu.monitor().ignores = None;
     source.hear_until(|message| matches!(message, Message::Running { .. }));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+}
+
+#[test]
+fn a_copy_that_is_ready_is_held_until_it_is_to_run() {
+    let world = World::new();
+    let (qemu, vm, incarnation) = arrived(&world);
+    let (mut driver, mut source) = driver(&world, DestinationState::Prepared, Some(vm));
+    driver.loaded = Some((String::new(), 0));
+    driver.held();
+    assert!(qemu.is_held());
+    assert_eq!(
+        world.state(),
+        State::Destination(DestinationState::Ready { incarnation: incarnation.clone() })
+    );
+    let settled = thread::spawn(move || driver.run());
+    source.say(&go(&incarnation));
+    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    assert!(!qemu.is_held());
+    qemu.heard("cont", 1);
+}
+
+#[test]
+fn a_copy_that_somebody_else_continued_is_never_ready() {
+    let world = World::new();
+    let (qemu, vm, _) = arrived(&world);
+    let (mut driver, _source) = driver(&world, DestinationState::Prepared, Some(vm));
+    driver.loaded = Some((String::new(), 0));
+    qemu.resumes();
+    driver.held();
+    assert_eq!(driver.run(), DestinationState::Discarded);
+}
+
+#[test]
+fn a_copy_that_is_held_is_found_without_letting_it_hear_anything() {
+    let world = World::new();
+    let (qemu, mut vm, _) = arrived(&world);
+    vm.hold().unwrap();
+    let traces = vm.traces.clone();
+    drop(vm);
+    let connections = qemu.monitor().connections;
+    let mut found = Arriving::find(traces, PATIENCE).unwrap();
+    assert_eq!(found.found(), Found::Paused);
+    assert!(qemu.is_held());
+    assert_eq!(qemu.monitor().connections, connections);
 }

@@ -304,11 +304,17 @@ pub(crate) struct RecoverCommand {
     /// Which of its migrations; by default the latest
     pub epoch: Option<u64>,
     /// Run the VM on this host: the other one does not run it and never will
-    #[arg(long, conflicts_with = "give_up")]
+    #[arg(long, group = "decision")]
     pub run_here: bool,
     /// Give this host's copy up: the other host has the VM, or nobody shall
-    #[arg(long)]
+    #[arg(long, group = "decision")]
     pub give_up: bool,
+    /// Take the VM in the register of owners even from the other host, if that has won there: it never ran the VM
+    #[arg(long, requires = "run_here")]
+    pub even_against_the_register: bool,
+    /// Do not ask the register of owners, which is lost for good; no other host may count on it any more
+    #[arg(long, requires = "decision", conflicts_with = "even_against_the_register")]
+    pub without_the_register: bool,
     /// Carry the decision out; what it risks was read and understood
     #[arg(long)]
     pub i_know_the_risk: bool,

@@ -1,6 +1,6 @@
 //! `whimbrel recover`: what is known, what is risked, and then, with the operator's word, what is done.
 
-use agent::api::{Client, RecoverAction, RecoverReport, RecoverRequest, Which};
+use agent::api::{Client, RecoverAction, RecoverReport, RecoverRequest, RegisterSay, Which};
 use agent::progress::Standing;
 
 use crate::Code;
@@ -16,13 +16,20 @@ pub(crate) fn recover(client: &Client, command: &RecoverCommand, output: &Output
         _ => RecoverAction::Ask,
     };
     let which = command.epoch.map_or(Which::Latest, Which::Epoch);
-    let request = RecoverRequest { action, i_know_the_risk: command.i_know_the_risk };
+    let register = match (command.even_against_the_register, command.without_the_register) {
+        (true, _) => RegisterSay::Overruled,
+        (_, true) => RegisterSay::None,
+        _ => RegisterSay::Asked,
+    };
+    let request = RecoverRequest { action, register, i_know_the_risk: command.i_know_the_risk };
     let report = client.recover(&command.vm, which, &request).map_err(Failure::of_migration)?;
     output.show(&report, |report| text(report, command));
-    Ok(match report.status.standing {
-        Standing::InDoubt => Code::InDoubt,
-        Standing::Underway | Standing::Done | Standing::Failed => Code::Done,
-    })
+    // A decision that was not carried out, or has not settled it, is not done.
+    let open = match action {
+        RecoverAction::Ask => report.status.standing == Standing::InDoubt,
+        RecoverAction::RunHere | RecoverAction::GiveUpHere => !report.done,
+    };
+    Ok(if open { Code::InDoubt } else { Code::Done })
 }
 
 fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
@@ -38,14 +45,23 @@ fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
         }
     }
     let vm = &command.vm;
-    if status.standing != Standing::InDoubt || report.done {
+    let decides = command.run_here || command.give_up;
+    if report.done || (!decides && status.standing != Standing::InDoubt) {
         return text.finish();
     }
-    if command.run_here || command.give_up {
+    if decides {
         let decision = if command.run_here { "--run-here" } else { "--give-up" };
-        text.line(format_args!(
-            "Nothing was done. If it is right all the same: `whimbrel recover {vm} {decision} --i-know-the-risk`"
-        ));
+        let register = match (command.even_against_the_register, command.without_the_register) {
+            (true, _) => " --even-against-the-register",
+            (_, true) => " --without-the-register",
+            _ => "",
+        };
+        if !command.i_know_the_risk && !report.risked.is_empty() {
+            text.line(format_args!(
+                "Nothing was done. If it is right all the same: `whimbrel recover {vm} {decision}{register} \
+                 --i-know-the-risk`"
+            ));
+        }
     } else {
         text.line(format_args!(
             "It settles by itself when the other host or the register can be reached. What an operator can decide:"

@@ -117,6 +117,8 @@ fn usage_errors_are_2() {
         (&["migrate", "web", "--to", "beta", "--on-limit", "hope"], "abort"),
         (&["limit", "web"], "--bandwidth"),
         (&["recover", "web", "--run-here", "--give-up"], "cannot be used with"),
+        (&["recover", "web", "--without-the-register"], "--run-here"),
+        (&["recover", "web", "--give-up", "--even-against-the-register"], "--run-here"),
         (&["vm", "adopt"], "--pid"),
         (&["fly"], "fly"),
     ];
@@ -286,6 +288,17 @@ fn a_decision_is_described_before_it_is_carried_out() {
         "{asked:?}"
     );
     assert!(asked[3].contains(r#""action":"run-here","i_know_the_risk":true"#), "{asked:?}");
+
+    let world = World::new();
+    world.say(&["migrate", "web", "--to", "limbo"]);
+    let forced = world.say(&["recover", "web", "--run-here", "--even-against-the-register"]);
+    let again = "--run-here --even-against-the-register --i-know-the-risk";
+    expect(&forced, 3, &["Nothing was done", again], &[]);
+    let without = world.say(&["recover", "web", "--give-up", "--without-the-register"]);
+    expect(&without, 3, &["--give-up --without-the-register --i-know-the-risk"], &[]);
+    let asked = world.fake.asked();
+    assert!(asked[1].contains(r#""register":"overruled""#), "{asked:?}");
+    assert!(asked[2].contains(r#""register":"none""#), "{asked:?}");
 }
 
 #[test]

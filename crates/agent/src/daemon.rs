@@ -2,6 +2,7 @@
 
 mod connections;
 mod control;
+mod deciding;
 mod drive;
 mod recovery;
 mod status;

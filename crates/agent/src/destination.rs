@@ -17,7 +17,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use engine::handover::Terms;
-use engine::handover::destination::{DestinationEvent, DestinationState};
+use engine::handover::destination::{DestinationEvent, DestinationReport, DestinationState};
 use link::{Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
@@ -68,6 +68,8 @@ pub(crate) struct Driver {
     register: owners::Desk,
     /// Why the migration ended, for the source.
     reason: Option<String>,
+    /// The last thing that people were told, and in which state: not again at every repetition.
+    told: Option<(&'static str, DestinationReport)>,
 }
 
 impl Driver {
@@ -109,6 +111,7 @@ impl Driver {
             look_again: false,
             register: owners::Desk::default(),
             reason: None,
+            told: None,
         }
     }
 }

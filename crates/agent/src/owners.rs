@@ -1,5 +1,7 @@
 //! The register of owners, as the drivers use it.
 
+use std::time::{Duration, Instant};
+
 use engine::handover::register::RegisterAnswer;
 use proto::message::{Ownership, RegisterRequest};
 use proto::{Epoch, HostId, VmName};
@@ -17,6 +19,7 @@ pub(crate) fn ask(context: &Context, request: &RegisterRequest) -> RegisterAnswe
 pub(crate) struct Desk {
     busy: bool,
     waiting: Option<RegisterRequest>,
+    silent_since: Option<Instant>,
 }
 
 impl Desk {
@@ -28,6 +31,16 @@ impl Desk {
         }
         self.busy = true;
         Some(request)
+    }
+
+    /// How long the register has not answered now.
+    pub(crate) fn silence(&mut self, answer: &RegisterAnswer) -> Duration {
+        if matches!(answer, RegisterAnswer::Stands(_)) {
+            self.silent_since = None;
+        } else {
+            self.silent_since.get_or_insert_with(Instant::now);
+        }
+        self.silent_since.map(|since| since.elapsed()).unwrap_or_default()
     }
 
     /// The answer has come. The question to be asked now, if one has waited.

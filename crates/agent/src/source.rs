@@ -18,7 +18,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::handover::Terms;
-use engine::handover::source::{SourceEvent, SourceState};
+use engine::handover::source::{SourceEvent, SourceReport, SourceState};
 use proto::Generation;
 use proto::message::Proposal;
 
@@ -149,6 +149,10 @@ pub(crate) struct Driver {
     clock: phases::StopClock,
     contact: handover::Contact,
     outcome: Option<Outcome>,
+    /// The last thing that people were told, and in which state: not again at every repetition.
+    told: Option<(&'static str, SourceReport)>,
+    /// The last reason that the journal was given.
+    reason: Option<String>,
     /// Since the migration began; absent if another agent began it.
     cpu: Option<CpuTime>,
 }
@@ -190,6 +194,8 @@ impl Driver {
             clock: phases::StopClock::default(),
             contact,
             outcome: None,
+            told: None,
+            reason: None,
             cpu,
         }
     }

@@ -13,7 +13,7 @@ use std::thread;
 
 use agent::api::{
     AdoptRequest, CancelOutcome, Client, ClientError, Control, Kind, Limits, MigrateRequest, Problem,
-    RecoverAction, RecoverRequest, Server, ServerError, Which, serve,
+    RecoverAction, RecoverRequest, RegisterSay, Server, ServerError, Which, serve,
 };
 use agent::progress::{Phase, Standing};
 use whimbrel_agent as agent;
@@ -184,7 +184,11 @@ fn migrations_are_cancelled_recovered_and_limited() {
     start("limbo");
     let too_late = world.client.cancel(&vm("web"), Which::Latest).unwrap();
     assert!(matches!(too_late, CancelOutcome::TooLate { .. }));
-    let mut request = RecoverRequest { action: RecoverAction::RunHere, i_know_the_risk: false };
+    let mut request = RecoverRequest {
+        action: RecoverAction::RunHere,
+        register: RegisterSay::Asked,
+        i_know_the_risk: false,
+    };
     let described = world.client.recover(&vm("web"), Which::Latest, &request).unwrap();
     assert!(!described.done && !described.risked.is_empty());
     request.i_know_the_risk = true;

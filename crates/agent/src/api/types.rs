@@ -284,6 +284,9 @@ pub enum CancelOutcome {
 pub struct RecoverRequest {
     /// What to do.
     pub action: RecoverAction,
+    /// What the register of owners has to say in it.
+    #[serde(default, skip_serializing_if = "RegisterSay::is_default")]
+    pub register: RegisterSay,
     /// The operator has read what is risked and takes it upon himself. Without it, an action that guesses is only
     /// described.
     #[serde(default)]
@@ -300,6 +303,26 @@ pub enum RecoverAction {
     RunHere,
     /// Give this side's copy up: the operator knows that the other side has the VM.
     GiveUpHere,
+}
+
+/// What the register of owners has to say in an operator's decision. Means nothing where none is configured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum RegisterSay {
+    /// It is asked, and what it says is done.
+    #[default]
+    Asked,
+    /// It is changed, even if the other side has won there. To run the VM on the source only.
+    Overruled,
+    /// It is not asked: it is lost for good.
+    None,
+}
+
+impl RegisterSay {
+    #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it so")]
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// What is known, what is risked, and what was done.

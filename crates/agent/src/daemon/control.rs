@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::DestinationEvent;
-use engine::handover::recover::{Advice, Decision, advise_destination, advise_source};
 use engine::handover::source::SourceEvent;
 use proto::{HostId, MigrationId, VmName};
 
@@ -14,7 +13,7 @@ use super::{Daemon, Mail};
 use crate::api::Control;
 use crate::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Limits, MigrateRequest, MigrationStatus,
-    RecoverAction, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
+    RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use crate::api::{Kind, Problem};
 use crate::journal::State;
@@ -164,56 +163,7 @@ impl Control for Users {
     }
 
     fn recover(&self, id: &MigrationId, request: RecoverRequest) -> Result<RecoverReport, Problem> {
-        let record = self.record(id)?;
-        let advice = match &record.state {
-            State::Source(state) => advise_source(&record.terms, state),
-            State::Destination(state) => advise_destination(&record.terms, state),
-        };
-        let decision = match request.action {
-            RecoverAction::Ask => None,
-            RecoverAction::RunHere => Some(choice(&advice, true)),
-            RecoverAction::GiveUpHere => Some(choice(&advice, false)),
-        };
-        let known = advice.known.iter().chain(&advice.unknown).cloned().collect();
-        let mut risked: Vec<String> = advice
-            .choices
-            .iter()
-            .filter(|choice| decision.is_none_or(|decision| decision == Some(choice.decision)))
-            .map(|choice| format!("{}: {}", choice.then, choice.risk))
-            .collect();
-        let (done, message) = match decision {
-            None => {
-                self.nudge(id);
-                self.settled(id, |status| status.standing != Standing::Underway);
-                let over = self.status(id)?.standing.is_over();
-                (over, if over { "settled" } else { "asked again; nobody could say more" }.to_owned())
-            }
-            Some(None) => {
-                risked.clear();
-                (record.state.standing().is_over(), "nothing needs to be decided here".to_owned())
-            }
-            Some(Some(_)) if !request.i_know_the_risk => (
-                false,
-                "nothing was done; say that you know the risk (--i-know-the-risk) to do it".to_owned(),
-            ),
-            Some(Some(decision)) => {
-                let heard = match self.mailbox(id) {
-                    Some(Mail::Source(mailbox)) => {
-                        mailbox.put(source::Notice::Event(SourceEvent::OperatorDecides(decision)))
-                    }
-                    Some(Mail::Destination(mailbox)) => {
-                        mailbox.put(destination::Notice::Event(DestinationEvent::OperatorDecides(decision)))
-                    }
-                    None => false,
-                };
-                if heard {
-                    self.settled(id, |status| status.standing.is_over());
-                }
-                let over = self.status(id)?.standing.is_over();
-                (over, if over { "done" } else { "told; it is not over yet" }.to_owned())
-            }
-        };
-        Ok(RecoverReport { status: self.status(id)?, known, risked, done, message })
+        self.decide(id, &request)
     }
 
     fn set_limits(&self, id: &MigrationId, limits: Limits) -> Result<Limits, Problem> {
@@ -255,7 +205,7 @@ impl Daemon {
     }
 
     /// Makes a driver repeat what it waits for.
-    fn nudge(&self, id: &MigrationId) {
+    pub(super) fn nudge(&self, id: &MigrationId) {
         match self.mailbox(id) {
             Some(Mail::Source(mailbox)) => drop(mailbox.put(source::Notice::Event(SourceEvent::Repeat))),
             Some(Mail::Destination(mailbox)) => {
@@ -266,7 +216,7 @@ impl Daemon {
     }
 
     /// Waits until a migration stands in a certain way, or patience ends.
-    fn settled(&self, id: &MigrationId, enough: impl Fn(&MigrationStatus) -> bool) {
+    pub(super) fn settled(&self, id: &MigrationId, enough: impl Fn(&MigrationStatus) -> bool) {
         let until = Instant::now() + PATIENCE;
         while Instant::now() < until {
             let driven = self.drivers().contains_key(id);
@@ -276,10 +226,4 @@ impl Daemon {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
-}
-
-/// The decision to run here (or not) among those that can be made.
-fn choice(advice: &Advice, here: bool) -> Option<Decision> {
-    let decisions = advice.choices.iter().map(|choice| choice.decision);
-    decisions.into_iter().find(|decision| matches!(decision, Decision::RunHere { .. }) == here)
 }

@@ -37,7 +37,12 @@ impl Driver {
                 )
             }
         };
-        info!(migration = %self.terms.migration, text, "report");
+        let told = Some((self.state.name(), report));
+        let again = self.told == told;
+        self.told = told;
+        if !again {
+            info!(migration = %self.terms.migration, text, "report");
+        }
         let doubt = matches!(report, DestinationReport::OperatorNeeded | DestinationReport::RegisterForeign);
         self.publisher.update(|progress| {
             if doubt {
@@ -46,9 +51,20 @@ impl Driver {
             }
             progress.message = Some(text.clone());
         });
-        if let Err(error) = self.context.journal.set_message(&self.terms.migration, &text) {
+        if !again && let Err(error) = self.context.journal.set_message(&self.terms.migration, &text) {
             warn!(error = crate::chain(&error), "the message is not in the journal");
         }
+    }
+
+    /// What waits for the register's word waits for an operator, when the register has been silent for long.
+    pub(super) fn tell_of_silent_register(&mut self) {
+        let vm = &self.terms.migration.vm;
+        let text = format!("the register does not answer; start the witness, or see `whimbrel recover {vm}`");
+        self.publisher.update(|progress| {
+            progress.phase = Phase::InDoubt;
+            progress.standing = Standing::InDoubt;
+            progress.message = Some(text);
+        });
     }
 
     /// The matter is settled: the VM is one of this host's, or nothing of it is left.

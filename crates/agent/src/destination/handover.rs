@@ -201,10 +201,14 @@ impl Driver {
     fn notice(&mut self, notice: Notice) {
         match notice {
             Notice::Event(event) => {
-                if matches!(event, DestinationEvent::RegisterSays(_))
-                    && let Some(request) = self.register.answered()
-                {
-                    self.send_to_register(request);
+                if let DestinationEvent::RegisterSays(answer) = &event {
+                    let silence = self.register.silence(answer);
+                    if let Some(request) = self.register.answered() {
+                        self.send_to_register(request);
+                    }
+                    if silence >= Duration::from_millis(self.context.config.timeouts.reclaim_after_ms) {
+                        self.tell_of_silent_register();
+                    }
                 }
                 self.take(&event);
             }

@@ -19,8 +19,12 @@ impl Driver {
         self.telemetry.update(|progress| {
             progress.message.get_or_insert_with(|| reason.to_owned());
         });
-        if let Err(error) = self.context.journal.set_message(&self.terms.migration, reason) {
-            warn!(error = crate::chain(&error), "the reason is not in the journal");
+        if self.reason.as_deref() == Some(reason) {
+            return;
+        }
+        match self.context.journal.set_message(&self.terms.migration, reason) {
+            Ok(()) => self.reason = Some(reason.to_owned()),
+            Err(error) => warn!(error = crate::chain(&error), "the reason is not in the journal"),
         }
     }
 
@@ -60,8 +64,12 @@ impl Driver {
             }
             SourceReport::CopyLost => format!("this side's stopped copy is gone; only that at {to} is left"),
         };
-        info!(migration = %self.terms.migration, text, "report");
-        self.note("report", &*text);
+        let told = Some((self.state.name(), report));
+        if self.told != told {
+            self.told = told;
+            info!(migration = %self.terms.migration, text, "report");
+            self.note("report", &*text);
+        }
         self.outcome = match report {
             SourceReport::Cancelled => Some(Outcome::Cancelled),
             SourceReport::Returned => Some(Outcome::Returned),
@@ -88,6 +96,17 @@ impl Driver {
             } else {
                 progress.message.get_or_insert(text.clone());
             }
+        });
+    }
+
+    /// What waits for the register's word waits for an operator, when the register has been silent for long.
+    pub(super) fn tell_of_silent_register(&mut self) {
+        let vm = &self.terms.migration.vm;
+        let text = format!("the register does not answer; start the witness, or see `whimbrel recover {vm}`");
+        self.telemetry.update(|progress| {
+            progress.phase = Phase::InDoubt;
+            progress.standing = Standing::InDoubt;
+            progress.message = Some(text);
         });
     }
 

@@ -217,10 +217,14 @@ impl Driver {
                     self.asked(epoch, reply);
                 }
                 Some(Notice::Event(event)) => {
-                    if matches!(event, SourceEvent::RegisterSays(_))
-                        && let Some(request) = self.register.answered()
-                    {
-                        self.send_to_register(request, true);
+                    if let SourceEvent::RegisterSays(answer) = &event {
+                        let silence = self.register.silence(answer);
+                        if let Some(request) = self.register.answered() {
+                            self.send_to_register(request, true);
+                        }
+                        if silence >= self.contact.patience {
+                            self.tell_of_silent_register();
+                        }
                     }
                     self.take(&event);
                 }

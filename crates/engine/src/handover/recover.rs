@@ -21,6 +21,11 @@ pub enum Decision {
     },
     /// The guest is to run on the other side, or nowhere: this side's copy is given up.
     RunElsewhere,
+    /// One of the two by the operator's word alone: the register is gone for good, and is not asked.
+    WithoutRegister {
+        /// Whether the guest is to run on this side.
+        run_here: bool,
+    },
 }
 
 /// A decision that can be made, and its price.
@@ -48,6 +53,9 @@ pub struct Advice {
 const TWO: &str = "If it does run there, two copies write to the same disks and destroy them. Make sure that the \
                    other host is off or cut from storage and network before you decide this";
 
+const GONE: &str = "only if the register is lost for good, or has been made anew: one that comes back does not know of \
+                    this decision, and may give the VM to the other host";
+
 /// What the source's operator is told.
 pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
     let there = &terms.destination;
@@ -74,10 +82,12 @@ pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
                 "this host is asking the register of owners to give the VM back".to_owned(),
                 "the guest does not run on this host".to_owned(),
             ],
-            unknown: vec![
-                "what the register will say; until it does, nothing can be decided here".to_owned(),
-            ],
-            choices: if *force { vec![] } else { vec![forced(terms)] },
+            unknown: vec!["what the register will say".to_owned()],
+            choices: [(!force).then(|| forced(terms))]
+                .into_iter()
+                .flatten()
+                .chain(unregistered(terms))
+                .collect(),
         },
         SourceState::Bereft { .. } => Advice {
             known: vec![
@@ -86,18 +96,7 @@ pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
                 register_line(terms),
             ],
             unknown: vec![format!("whether {there} has a complete copy, and whether it runs")],
-            choices: vec![
-                Choice {
-                    decision: Decision::RunHere { force: false },
-                    then: "this host owns the VM again; start it from its disks".to_owned(),
-                    risk: format!("what the guest had only in memory is lost. {TWO}: {there}"),
-                },
-                Choice {
-                    decision: Decision::RunElsewhere,
-                    then: format!("this host forgets the VM; {there} keeps what it has"),
-                    risk: format!("if {there} has no complete copy, nobody has one"),
-                },
-            ],
+            choices: bereft_choices(terms),
         },
         SourceState::Idle
         | SourceState::Prepared { .. }
@@ -128,39 +127,72 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
                 register_line(terms),
             ],
             unknown: vec![format!("whether {there} committed epoch {epoch}, or went on running the guest")],
+            choices: ready_choices(terms),
+        },
+        DestinationState::Taking { .. } => Advice {
+            known: vec![
+                format!("{there} committed the guest to this host, where a complete copy is loaded, paused"),
+                "the register of owners decides, and is being asked".to_owned(),
+            ],
+            unknown: vec!["what it will say".to_owned()],
             choices: vec![
                 Choice {
-                    decision: Decision::RunHere { force: false },
+                    decision: Decision::RunElsewhere,
+                    then: format!(
+                        "the register is told that {there} has the guest, and this copy is thrown away"
+                    ),
+                    risk: format!("if {there} does not come back, this was the only copy"),
+                },
+                Choice {
+                    decision: Decision::WithoutRegister { run_here: true },
                     then: "the guest runs here from the moment at which it was stopped".to_owned(),
                     risk: format!(
-                        "right only if {there} is gone and did not go on running the guest after that moment: what it \
-                         wrote since does not fit this copy's memory, and the disks are destroyed. {TWO}: {there}"
+                        "right only if it has not been taken back by {there}, and {GONE}. {TWO}: {there}"
                     ),
                 },
                 Choice {
-                    decision: Decision::RunElsewhere,
+                    decision: Decision::WithoutRegister { run_here: false },
                     then: format!("this copy is thrown away and {there}, when it comes back, is told so"),
-                    risk: format!("if {there} does not come back, this was the only copy"),
+                    risk: format!("{GONE}. If {there} does not come back, this was the only copy"),
                 },
             ],
         },
-        DestinationState::Taking { .. } | DestinationState::Refusing | DestinationState::Bereft => Advice {
-            known: vec!["the register of owners decides, and is being asked".to_owned()],
+        DestinationState::Refusing => Advice {
+            known: vec![
+                "this host's copy cannot run, and never has".to_owned(),
+                format!("the register of owners is being asked to give the VM to {there}"),
+            ],
             unknown: vec!["what it will say".to_owned()],
-            choices: vec![],
+            choices: vec![Choice {
+                decision: Decision::WithoutRegister { run_here: false },
+                then: format!("{there} is told that this copy cannot run, without the register's word"),
+                risk: GONE.to_owned(),
+            }],
+        },
+        DestinationState::Bereft => Advice {
+            known: vec!["this host was booted anew, and its copy of the guest is gone".to_owned()],
+            unknown: vec![
+                "whether the guest had run here: the register of owners knows, and is being asked".to_owned(),
+            ],
+            choices: vec![Choice {
+                decision: Decision::WithoutRegister { run_here: false },
+                then: format!(
+                    "{there} is told that this copy is gone and may have run; it keeps its own, and its operator decides"
+                ),
+                risk: GONE.to_owned(),
+            }],
         },
         DestinationState::Starting { again: true, .. } => Advice {
-            known: vec!["the guest is this host's, but QEMU does not continue it".to_owned()],
+            known: vec![if terms.register.is_some() {
+                "the guest was this host's by the register, which is asked again before it is continued"
+                    .to_owned()
+            } else {
+                "the guest is this host's, but QEMU does not continue it".to_owned()
+            }],
             unknown: vec![
                 "whether a `cont` sent before the agent restarted let it run for a while".to_owned(),
             ],
-            choices: vec![Choice {
-                decision: Decision::RunElsewhere,
-                then: format!("this copy is thrown away and {there} continues its own"),
-                risk: format!(
-                    "right only if the guest has not run here: otherwise its disks do not fit {there}'s memory"
-                ),
-            }],
+            choices: starting_choices(terms),
         },
         DestinationState::Starting { .. } | DestinationState::Active { .. } => {
             settled(format!("the guest is this host's since epoch {epoch}"))
@@ -181,6 +213,96 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
     }
 }
 
+fn ready_choices(terms: &Terms) -> Vec<Choice> {
+    let there = &terms.source;
+    let run_here = |decision, only: &str| Choice {
+        decision,
+        then: "the guest runs here from the moment at which it was stopped".to_owned(),
+        risk: format!(
+            "right only if {there} is gone and did not go on running the guest after that moment: what it wrote since \
+             does not fit this copy's memory, and the disks are destroyed. {only}{TWO}: {there}"
+        ),
+    };
+    let mut choices = vec![
+        run_here(Decision::RunHere { force: false }, ""),
+        Choice {
+            decision: Decision::RunElsewhere,
+            then: format!("this copy is thrown away and {there}, when it comes back, is told so"),
+            risk: format!("if {there} does not come back, this was the only copy"),
+        },
+    ];
+    if terms.register.is_some() {
+        choices.push(run_here(Decision::WithoutRegister { run_here: true }, &format!("And {GONE}. ")));
+    }
+    choices
+}
+
+fn starting_choices(terms: &Terms) -> Vec<Choice> {
+    let there = &terms.source;
+    let give_up = |decision, only: &str| Choice {
+        decision,
+        then: format!("this copy is thrown away and {there} continues its own"),
+        risk: format!(
+            "right only if the guest has not run here: otherwise its disks do not fit {there}'s memory{only}"
+        ),
+    };
+    let mut choices = vec![give_up(Decision::RunElsewhere, "")];
+    if terms.register.is_some() {
+        choices.push(Choice {
+            decision: Decision::WithoutRegister { run_here: true },
+            then: "the guest is continued here".to_owned(),
+            risk: format!(
+                "right only if {there}'s operator has not taken it back, and {GONE}. {TWO}: {there}"
+            ),
+        });
+        choices.push(give_up(Decision::WithoutRegister { run_here: false }, &format!(". And {GONE}")));
+    }
+    choices
+}
+
+fn bereft_choices(terms: &Terms) -> Vec<Choice> {
+    let there = &terms.destination;
+    let run_here = |decision, only: &str| Choice {
+        decision,
+        then: "this host owns the VM again; start it from its disks".to_owned(),
+        risk: format!("what the guest had only in memory is lost. {only}{TWO}: {there}"),
+    };
+    let mut choices = vec![run_here(Decision::RunHere { force: false }, "")];
+    if terms.register.is_some() {
+        choices.push(run_here(
+            Decision::RunHere { force: true },
+            &format!("The register gives the VM to this host even if {there} has taken it. "),
+        ));
+        choices.push(run_here(Decision::WithoutRegister { run_here: true }, &format!("And {GONE}. ")));
+    }
+    choices.push(Choice {
+        decision: Decision::RunElsewhere,
+        then: format!("this host forgets the VM; {there} keeps what it has"),
+        risk: format!("if {there} has no complete copy, nobody has one"),
+    });
+    choices
+}
+
+/// The source's two decisions without the register's word.
+fn unregistered(terms: &Terms) -> [Choice; 2] {
+    let there = &terms.destination;
+    [
+        Choice {
+            decision: Decision::WithoutRegister { run_here: true },
+            then: "the guest continues here from the moment at which it was stopped".to_owned(),
+            risk: format!("right only if it never ran on {there}, and {GONE}. {TWO}: {there}"),
+        },
+        Choice {
+            decision: Decision::WithoutRegister { run_here: false },
+            then: format!("what is held here is thrown away; {there} has the guest"),
+            risk: format!(
+                "if {there} has it not, or cannot run it, its memory is lost and it has to be started from its disks; \
+                 and {GONE}"
+            ),
+        },
+    ]
+}
+
 fn committed_choices(terms: &Terms) -> Vec<Choice> {
     let there = &terms.destination;
     let mut choices = vec![if terms.register.is_some() {
@@ -197,7 +319,8 @@ fn committed_choices(terms: &Terms) -> Vec<Choice> {
         }
     }];
     if terms.register.is_some() {
-        choices.push(forced(terms));
+        let [run_here, _] = unregistered(terms);
+        choices.extend([forced(terms), run_here]);
     }
     choices.push(Choice {
         decision: Decision::RunElsewhere,

@@ -228,8 +228,13 @@ fn destination_states() -> Vec<DestinationState> {
 
 const FOUND: [Found; 4] = [Found::Running, Found::Paused, Found::Gone, Found::Rebooted];
 
-const DECISIONS: [Decision; 3] =
-    [Decision::RunHere { force: false }, Decision::RunHere { force: true }, Decision::RunElsewhere];
+const DECISIONS: [Decision; 5] = [
+    Decision::RunHere { force: false },
+    Decision::RunHere { force: true },
+    Decision::RunElsewhere,
+    Decision::WithoutRegister { run_here: true },
+    Decision::WithoutRegister { run_here: false },
+];
 
 /// Every answer of a register that a role may tell from another; none where there is no register.
 fn answers(terms: &Terms) -> Vec<RegisterAnswer> {

@@ -3,7 +3,7 @@ use proto::message::{Ownership, RegisterReply, Verdict};
 use proto::{Generation, Incarnation, VmName};
 
 use super::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
-use super::recover::{Decision, advise_destination, advise_source};
+use super::recover::{Choice, Decision, advise_destination, advise_source};
 use super::register::{RegisterAnswer, Standing, apply};
 use super::source::{SourceEffect, SourceEvent, SourceState, source};
 use super::*;
@@ -204,7 +204,12 @@ fn every_advised_decision_is_legal() {
         let terms = terms(register);
         let committed = SourceState::Committed { incarnation: incarnation(1), run: true };
         let bereft = SourceState::Bereft { incarnation: None, run: true };
-        for state in [committed, bereft] {
+        let mut states = vec![committed, bereft];
+        if register.is_some() {
+            let incarnation = Some(incarnation(1));
+            states.push(SourceState::Reclaiming { incarnation, run: true, force: false });
+        }
+        for state in states {
             for choice in advise_source(&terms, &state).choices {
                 let step = moved(source(&terms, &state, &SourceEvent::OperatorDecides(choice.decision)));
                 assert_ne!(step.to, state, "{choice:?}");
@@ -212,11 +217,51 @@ fn every_advised_decision_is_legal() {
         }
         let ready = DestinationState::Ready { incarnation: incarnation(1) };
         let again = DestinationState::Starting { incarnation: incarnation(1), again: true };
-        for state in [ready, again] {
+        let mut states = vec![ready, again];
+        if register.is_some() {
+            let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
+            states.extend([taking, DestinationState::Refusing, DestinationState::Bereft]);
+        }
+        for state in states {
             for choice in advise_destination(&terms, &state).choices {
                 let event = DestinationEvent::OperatorDecides(choice.decision);
-                assert_ne!(moved(destination(&terms, &state, &event)).to, state, "{choice:?}");
+                let step = moved(destination(&terms, &state, &event));
+                let conts = step.effects.contains(&DestinationEffect::Cont);
+                assert!(step.to != state || conts, "{choice:?}");
             }
+        }
+    }
+}
+
+/// Wherever the register's word is waited for, there is a way out without it; where there is none, nobody is asked to
+/// do without it.
+#[test]
+fn a_register_that_is_lost_leaves_a_way_out() {
+    let without = |choices: Vec<Choice>| {
+        choices.iter().any(|choice| matches!(choice.decision, Decision::WithoutRegister { .. }))
+    };
+    let one = || incarnation(1);
+    for (register, expected) in [(Some(Epoch(3)), true), (None, false)] {
+        let terms = terms(register);
+        let mut sources = vec![
+            SourceState::Committed { incarnation: one(), run: true },
+            SourceState::Bereft { incarnation: None, run: true },
+        ];
+        let mut destinations = vec![
+            DestinationState::Ready { incarnation: one() },
+            DestinationState::Starting { incarnation: one(), again: true },
+        ];
+        if expected {
+            let reclaiming = |force| SourceState::Reclaiming { incarnation: Some(one()), run: true, force };
+            sources.extend([reclaiming(false), reclaiming(true)]);
+            destinations.push(DestinationState::Taking { incarnation: one(), run: true });
+            destinations.extend([DestinationState::Refusing, DestinationState::Bereft]);
+        }
+        for state in sources {
+            assert_eq!(without(advise_source(&terms, &state).choices), expected, "{state:?}");
+        }
+        for state in destinations {
+            assert_eq!(without(advise_destination(&terms, &state).choices), expected, "{state:?}");
         }
     }
 }

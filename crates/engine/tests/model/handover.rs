@@ -8,6 +8,7 @@ use stateright::{Model, Property};
 
 use crate::heal;
 use crate::mutation::Rules;
+use crate::words;
 use crate::world::{Budget, Life, Packet, Qemu, Side, World};
 
 pub(crate) struct Handover {
@@ -40,6 +41,8 @@ pub(crate) enum Act {
     Trouble(Trouble, Die),
     ForeignCont,
     Decide(Side, Decision),
+    LoseRegister,
+    Say(Side, Decision),
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -161,6 +164,12 @@ impl Model for Handover {
         if left.decisions > 0 {
             acts.push(Act::Decide(Side::Source, Decision::RunHere { force: false }));
         }
+        if left.registers_lost > 0 {
+            acts.push(Act::LoseRegister);
+        }
+        if left.words > 0 {
+            acts.extend(words::words(world).into_iter().map(|(side, word)| Act::Say(side, word)));
+        }
         if left.foreign_conts > 0 && world.source_qemu == Qemu::Paused {
             acts.push(Act::ForeignCont);
         }
@@ -198,9 +207,11 @@ impl Model for Handover {
             Property::<Self>::always(TWO_HISTORIES, |_, world| !world.two_histories()),
             Property::<Self>::always(ALONE, |_, world| !world.ghost.decided_alone),
             Property::<Self>::always(DISCARDED, |_, world| !world.ghost.ran_discarded),
-            Property::<Self>::always(LEGAL, |_, world| world.ghost.illegal.is_none()),
+            Property::<Self>::always(STILL_WAITS, |_, world| !world.ghost.still_waits),
+            // After an operator's word the two sides may contradict one another: the connection is closed then.
+            Property::<Self>::always(LEGAL, |_, world| world.ghost.word || world.ghost.illegal.is_none()),
         ];
-        if self.budget.decisions == 0 {
+        if self.budget.decisions + self.budget.words == 0 {
             all.push(Property::<Self>::always(ONE_RUNS, |model, world| heal::one_runs(&model.rules, world)));
             all.push(Property::<Self>::always(LAST_COPY, |model, world| {
                 heal::last_copy(&model.rules, world)
@@ -227,6 +238,7 @@ pub(crate) const TWO_RUNNING: &str = "never two running";
 pub(crate) const TWO_HISTORIES: &str = "never two histories";
 pub(crate) const ALONE: &str = "nobody in doubt decides alone";
 pub(crate) const DISCARDED: &str = "a discarded copy is never run";
+pub(crate) const STILL_WAITS: &str = "an operator's word without the register ends the waiting for it";
 pub(crate) const LEGAL: &str = "no event is illegal";
 pub(crate) const ONE_RUNS: &str = "when links heal and agents restart, one is running";
 pub(crate) const LAST_COPY: &str = "a last copy that is whole is run";
@@ -337,6 +349,16 @@ impl Handover {
                     world.source_qemu = Qemu::Running;
                     world.ghost.source.ran_on = true;
                 }
+                None
+            }
+            Act::LoseRegister => {
+                world.budget.registers_lost -= 1;
+                world.register_lost = true;
+                None
+            }
+            Act::Say(side, word) => {
+                world.budget.words -= 1;
+                words::say(rules, world, side, word);
                 None
             }
             Act::Decide(side, decision) => {

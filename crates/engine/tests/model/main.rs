@@ -19,6 +19,7 @@ mod handover;
 mod heal;
 mod mutation;
 mod planted;
+mod words;
 mod world;
 
 use std::collections::BTreeSet;
@@ -45,6 +46,8 @@ const NONE: Budget = Budget {
     troubles: 0,
     foreign_conts: 0,
     decisions: 0,
+    words: 0,
+    registers_lost: 0,
     attempts: 1,
     in_flight: 3,
 };

@@ -31,6 +31,10 @@ pub(crate) struct Budget {
     pub(crate) foreign_conts: u8,
     /// Decisions of operators.
     pub(crate) decisions: u8,
+    /// Words of operators against the register or without it.
+    pub(crate) words: u8,
+    /// Registers that never answer again.
+    pub(crate) registers_lost: u8,
     /// Migrations begun.
     pub(crate) attempts: u8,
     /// Packets on their way at once; one that is sent beyond that is lost.
@@ -128,6 +132,10 @@ pub(crate) struct Ghost {
     /// Violations found while doing an effect.
     pub(crate) decided_alone: bool,
     pub(crate) ran_discarded: bool,
+    /// An operator has decided against the register or without it.
+    pub(crate) word: bool,
+    /// Waits for the register although an operator has decided without it.
+    pub(crate) still_waits: bool,
     pub(crate) illegal: Option<&'static str>,
 }
 
@@ -171,6 +179,7 @@ pub(crate) struct World {
     /// The streams of the migration.
     pub(crate) session: bool,
     pub(crate) register: Option<Record>,
+    pub(crate) register_lost: bool,
     pub(crate) net: Vec<Packet>,
     pub(crate) budget: Budget,
     pub(crate) ghost: Ghost,
@@ -188,6 +197,7 @@ impl World {
             destination_cont: false,
             session: false,
             register: register.then_some(Record { epoch: 0, owner: Side::Source, offer: None }),
+            register_lost: false,
             net: Vec::new(),
             budget,
             ghost: Ghost::default(),

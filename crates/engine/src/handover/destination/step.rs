@@ -125,6 +125,10 @@ fn ready(terms: &Terms, incarnation: &Incarnation, event: &On) -> Taken {
             moved(obey(terms, incarnation, true).within("run-here"))
         }
         On::OperatorDecides(Decision::RunElsewhere) => moved(refuse().when("run-elsewhere")),
+        On::OperatorDecides(Decision::WithoutRegister { run_here: true }) => {
+            moved(start(incarnation, true).within("run-here").within("without-register"))
+        }
+        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => moved(refuse_unregistered()),
         On::ContactLostForGood if terms.register.is_some() => moved(here().asking(Use::Read, read())),
         On::ContactLostForGood => moved(here().when("no-register").then([Do::Report(Say::OperatorNeeded)])),
         On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
@@ -160,6 +164,10 @@ fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Ta
         On::Restarted(Found::Rebooted) => moved(bereave(terms).within("rebooted")),
         On::OperatorDecides(Decision::RunElsewhere) => moved(give_back(terms).when("run-elsewhere")),
         On::OperatorDecides(Decision::RunHere { .. }) => moved(here().when("run-here").then(read())),
+        On::OperatorDecides(Decision::WithoutRegister { run_here: true }) => {
+            moved(start(incarnation, run).within("run-here").within("without-register"))
+        }
+        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => moved(refuse_unregistered()),
         // The source may have taken it back meanwhile; the register knows.
         On::AbortReceived { .. } => moved(here().then(read())),
         On::SourceSays { verdict: Verdict::Aborted, .. } => moved(here().when("aborted").then(read())),
@@ -203,6 +211,13 @@ fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -
         // The operator's word that it never ran stands in for the proof.
         On::OperatorDecides(Decision::RunElsewhere) if again => {
             moved(refuse_through_register(terms).within("again").within("run-elsewhere"))
+        }
+        On::OperatorDecides(Decision::WithoutRegister { run_here: true }) if again => {
+            let to = Move::to(state(true)).when("without-register").when("run-here").when("again");
+            moved(to.then([Do::Cont]))
+        }
+        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) if again => {
+            moved(refuse_unregistered().when("again"))
         }
         On::QemuDied => moved(crash(false)),
         On::Restarted(Found::Gone | Found::Rebooted) => moved(crash(false).when("qemu-gone")),
@@ -255,6 +270,7 @@ fn refusing(terms: &Terms, event: &On) -> Taken {
         On::Repeat | On::Restarted(_) => moved(here().then(give_back())),
         On::Go { .. } | On::Asked { .. } => ignored(Ignored::NotYet),
         On::Prepare | On::Loaded { .. } => None,
+        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => moved(refuse_unregistered()),
         On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
         _ => ignored(Ignored::TooLate),
     }
@@ -295,6 +311,10 @@ fn bereft(terms: &Terms, event: &On) -> Taken {
         On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::SourceKept).when("aborted")),
         On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
         On::Go { .. } | On::Asked { .. } | On::SourceSays { .. } => ignored(Ignored::NotYet),
+        // As where there never was a register: nobody knows whether it has run, and the source's operator decides.
+        On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => {
+            moved(crash(false).within("run-elsewhere").within("without-register"))
+        }
         On::OperatorDecides(_) | On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
         On::ContactLostForGood | On::Failed | On::PeerSilent | On::PeerLost => stay(In::Bereft),
         On::QemuDied => ignored(Ignored::TooLate),
@@ -364,6 +384,11 @@ fn give_back(terms: &Terms) -> Moved {
 /// REFUSED is said only when nothing is left that could hold the disks' locks.
 fn refuse() -> Moved {
     enter(In::Refused).then([Do::Discard, Do::SendRefused, Do::Report(Say::Refused)])
+}
+
+/// REFUSED by the operator's word: the register, which should hear of it first, is gone for good.
+fn refuse_unregistered() -> Moved {
+    refuse().when("without-register").when("run-elsewhere")
 }
 
 fn discard(why: Say) -> Moved {

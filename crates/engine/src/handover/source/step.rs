@@ -121,6 +121,9 @@ fn bereft(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, event: &O
             moved(take_back(terms, incarnation, run, *force).within("run-here"))
         }
         On::OperatorDecides(Decision::RunElsewhere) => moved(finish(incarnation, run).when("run-elsewhere")),
+        On::OperatorDecides(Decision::WithoutRegister { run_here }) => {
+            moved(without_register(incarnation, run, *run_here))
+        }
         On::PeerSilent | On::PeerLost => stay(state()),
         On::QemuDied => ignored(Ignored::TooLate),
         _ => None,
@@ -176,6 +179,9 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
         On::OperatorDecides(Decision::RunElsewhere) => {
             moved(finish(Some(incarnation), run).when("run-elsewhere"))
         }
+        On::OperatorDecides(Decision::WithoutRegister { run_here }) => {
+            moved(without_register(Some(incarnation), run, *run_here))
+        }
         On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
         // The point of no return is behind: whatever fails here or on the link, the guest is not run by guess.
         On::Failed | On::PeerSilent | On::PeerLost => {
@@ -223,6 +229,9 @@ fn reclaiming(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force
         On::Asked { .. } => moved(Move::to(state(force)).then([Do::Answer(Verdict::Undecided)])),
         On::OperatorDecides(Decision::RunHere { force: true }) => {
             moved(enter(state(true)).when("run-here").when("force").then(take()))
+        }
+        On::OperatorDecides(Decision::WithoutRegister { run_here }) => {
+            moved(without_register(incarnation, run, *run_here))
         }
         On::OperatorDecides(_) | On::Cancel => moved(Move::to(state(force)).then([Do::Report(Say::TooLate)])),
         On::Crashed { .. } => moved(Move::to(state(force)).then([Do::Report(Say::DestinationCrashed)])),
@@ -347,6 +356,15 @@ fn take_back(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force:
             let state = In::Reclaiming { incarnation: incarnation.cloned(), run, force };
             enter(state).when("register").then(ask(Use::Take, take))
         }
+    }
+}
+
+/// The operator's word stands in for the register's, which nobody can have any more.
+fn without_register(incarnation: Option<&Incarnation>, run: bool, run_here: bool) -> Moved {
+    if run_here {
+        give_return(run).within("run-here").within("without-register")
+    } else {
+        finish(incarnation, run).within("run-elsewhere").within("without-register")
     }
 }
 

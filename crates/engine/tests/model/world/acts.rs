@@ -75,9 +75,9 @@ impl World {
             SourceEffect::PauseQemu => self.held = self.source_qemu != Qemu::Gone,
             SourceEffect::ResumeQemu => self.held = false,
             SourceEffect::ContinueVm => {
-                // After GO only the destination's REFUSED or the register can have decided this.
+                // After GO only the destination's REFUSED, the register or an operator can have decided this.
                 let refused = self.ghost.destination.gave_up && self.same_attempt();
-                let told = refused || self.register_says_source();
+                let told = refused || self.register_says_source() || self.ghost.word;
                 self.ghost.decided_alone |= self.ghost.source.go_sent && !told;
                 self.held = false;
                 self.source_cont = true;
@@ -167,7 +167,7 @@ impl World {
             DestinationEffect::Discard => {
                 // In doubt, a whole copy is thrown away only when the source has it, or it cannot be run.
                 // (One that has begun another attempt has it.)
-                let kept = self.ghost.source.kept || !self.same_attempt();
+                let kept = self.ghost.source.kept || !self.same_attempt() || self.ghost.word;
                 let told = kept || self.register_says_source() || self.ghost.destination.cont_failed;
                 let whole = self.destination_qemu != Qemu::Gone && self.ghost.destination.ready_sent;
                 self.ghost.decided_alone |= whole && !told;
@@ -379,7 +379,7 @@ impl World {
     }
 
     fn ask_register(&mut self, from: Side, asked: u8, op: Op) {
-        let Some(record) = self.register else { return };
+        let Some(record) = self.register.filter(|_| !self.register_lost) else { return };
         let request = large_op(op);
         let (reply, new) = register::apply(&request, Some(&large(record)));
         if let Some(new) = new {

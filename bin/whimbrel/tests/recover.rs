@@ -1,0 +1,229 @@
+//! `whimbrel recover` against real agents and QEMUs: a host is lost for good, or the register is, and an operator decides.
+//! Needs root.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
+#![allow(unreachable_pub, missing_docs, reason = "what the modules of a test share is seen by them alone")]
+
+mod common;
+
+use std::process::{Child, Stdio};
+
+use agent::register::SqliteRegister;
+use common::{Cluster, DEADLINE, Guest, GuestSpec, Load, Said, Setup, until};
+
+/// A migration from a to b that has come to a fault point, and goes no further by itself.
+struct Doubt {
+    cluster: Cluster,
+    guest: Guest,
+    migration: Child,
+}
+
+const NOT_DONE: i32 = 3;
+
+impl Doubt {
+    /// A migration is held at a fault point; what is done there is done before the agent that stands there goes on.
+    fn at(point: &str, witness: bool, then: impl FnOnce(&mut Cluster)) -> Self {
+        let mut cluster = Cluster::with(&Setup { witness, fault_harness: true, ..Setup::default() });
+        let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
+        let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
+        cluster.faults.as_ref().unwrap().want(point);
+        let mut command = cluster.a.command(&["migrate", "vm1", "--to", "b", "--on-limit", "stop"]);
+        let migration = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        let held = cluster.faults.as_ref().unwrap().held(DEADLINE).unwrap();
+        then(&mut cluster);
+        held.release();
+        Self { cluster, guest, migration }
+    }
+
+    fn wait_for(&self, agent: &str, state: &str) {
+        until(&format!("{agent} is in {state}"), || {
+            self.cluster.agent(agent).cli(&["migrations"]).ok().json()[0]["state"] == state
+        });
+    }
+
+    /// The host says that an operator has to decide.
+    fn wait_for_operator(&self, agent: &str) {
+        until(&format!("{agent} is in doubt"), || {
+            self.cluster.agent(agent).cli(&["migrations"]).ok().json()[0]["standing"] == "in-doubt"
+        });
+    }
+
+    /// Says something to `whimbrel recover`, which does not do it without the word that the risk is known.
+    fn decide(&self, agent: &str, words: &[&str]) {
+        let words = [&["recover", "vm1"], words].concat();
+        let state = || self.cluster.agent(agent).cli(&["migrations"]).ok().json()[0]["state"].clone();
+        let before = state();
+        let described = self.cluster.agent(agent).cli(&words);
+        assert_eq!(described.code, NOT_DONE, "{described:?}");
+        let report = described.json();
+        assert_eq!(report["done"], false, "{report:#}");
+        assert!(!report["risked"].as_array().unwrap().is_empty(), "{report:#}");
+        assert!(report["message"].as_str().unwrap().contains("nothing was done"), "{report:#}");
+        assert_eq!(state(), before, "nothing was done");
+        let done = self.tell(agent, &words[2..]);
+        assert_eq!(done.code, 0, "{done:?}\n{}", self.cluster.agent(agent).log());
+        assert_eq!(done.json()["done"], true, "{done:?}");
+    }
+
+    /// The same, with the word.
+    fn tell(&self, agent: &str, words: &[&str]) -> Said {
+        let words = [&["recover", "vm1"], words, &["--i-know-the-risk"]].concat();
+        self.cluster.agent(agent).cli(&words)
+    }
+
+    /// It runs on that host alone, and finds its memory as it left it.
+    fn runs_at(&self, agent: &str) {
+        let vm = self.cluster.agent(agent).vm("vm1").unwrap();
+        assert_eq!(vm["state"], "running", "{vm}\n{}", self.cluster.agent(agent).log());
+        let other = if agent == "a" { "b" } else { "a" };
+        assert_eq!(qemus(&self.cluster, other), [0_u32; 0], "QEMUs at {other}");
+        if agent == "a" {
+            let check = self.guest.serial().check().unwrap();
+            assert!(check.ok && check.wrong == 0, "{check:?}");
+        } else {
+            self.cluster.guest_is_whole(agent, "vm1");
+        }
+    }
+
+    /// A host that was off is on again; all that is left comes to its end, and the guest stays where it is.
+    fn comes_back(&mut self, agent: &str, guest_at: &str) {
+        self.cluster.lab.heal().unwrap();
+        self.cluster.agent_mut(agent).start();
+        self.cluster.agent(agent).wait_settled();
+        self.cluster.agent(guest_at).wait_settled();
+        self.runs_at(guest_at);
+    }
+}
+
+impl Drop for Doubt {
+    fn drop(&mut self) {
+        let _ = self.migration.kill();
+        let _ = self.migration.wait();
+    }
+}
+
+fn qemus(cluster: &Cluster, name: &str) -> Vec<u32> {
+    let host = if name == "a" { &cluster.lab.a } else { &cluster.lab.b };
+    let is_qemu = |pid: &u32| {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let zombie = stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z'));
+        let exe = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+        !zombie && exe.to_string_lossy().contains("qemu-system")
+    };
+    host.processes().unwrap().into_iter().filter(is_qemu).collect()
+}
+
+/// Agent and QEMU of a host end, as when it loses power; its journal stays.
+fn off(cluster: &mut Cluster, name: &str) {
+    cluster.agent_mut(name).kill();
+    for pid in qemus(cluster, name) {
+        lab::kill_pid(pid).unwrap();
+    }
+}
+
+const COMMITTED: &str = "source/stopped/ready[no-register]:after-1-journal";
+const COMMITTED_WITH_REGISTER: &str = "source/stopped/ready[register]:after-1-journal";
+
+#[test]
+fn without_a_register_the_source_s_operator_runs_it_here() {
+    let mut doubt = Doubt::at(COMMITTED, false, |cluster| off(cluster, "b"));
+    doubt.wait_for("a", "committed");
+    let asked = doubt.cluster.a.cli(&["recover", "vm1"]);
+    assert_eq!(asked.code, NOT_DONE, "{asked:?}");
+    assert_eq!(asked.json()["risked"].as_array().unwrap().len(), 2, "both decisions: {asked:?}");
+    doubt.decide("a", &["--run-here"]);
+    doubt.runs_at("a");
+    doubt.comes_back("b", "a");
+}
+
+#[test]
+fn without_a_register_the_destination_s_operator_runs_it_there() {
+    let mut doubt = Doubt::at(COMMITTED, false, |cluster| {
+        cluster.lab.cut_both().unwrap();
+        off(cluster, "a");
+    });
+    doubt.wait_for("b", "ready");
+    doubt.decide("b", &["--run-here"]);
+    doubt.runs_at("b");
+    doubt.comes_back("a", "b");
+}
+
+#[test]
+fn a_copy_that_is_given_up_is_gone() {
+    let doubt = Doubt::at(COMMITTED, false, |cluster| cluster.lab.cut_both().unwrap());
+    doubt.wait_for("a", "committed");
+    doubt.wait_for("b", "ready");
+    doubt.decide("a", &["--give-up"]);
+    assert!(doubt.cluster.a.vm("vm1").is_none());
+    assert_eq!(qemus(&doubt.cluster, "a"), [0_u32; 0]);
+    doubt.decide("b", &["--run-here"]);
+    doubt.runs_at("b");
+}
+
+/// The destination's QEMU is lost when `cont` may have been sent: whether the guest ran there is not known to anybody.
+#[test]
+fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
+    let doubt = Doubt::at("destination/ready/go[no-register,run]:after-1-journal", false, |cluster| {
+        off(cluster, "b");
+        cluster.b.start();
+    });
+    doubt.wait_for("b", "crashed");
+    let told = "is gone and may have run";
+    until("the source has heard of it", || doubt.cluster.a.log().contains(told));
+    doubt.wait_for("a", "committed");
+    // However often the destination says so, people are told once.
+    let repeats = || doubt.cluster.faults.as_ref().unwrap().seen()["source/committed/crashed:after-effects"];
+    let first = repeats();
+    until("it is said again", || repeats() > first + 2);
+    let log = doubt.cluster.a.log();
+    assert_eq!(log.lines().filter(|line| line.contains(told)).count(), 1, "{log}");
+    doubt.decide("a", &["--run-here"]);
+    doubt.runs_at("a");
+}
+
+#[test]
+fn an_operator_takes_it_even_from_a_destination_that_won_the_register() {
+    let won = "destination/taking/register-says[destination-owns,run]:after-1-journal";
+    let mut doubt = Doubt::at(won, true, |cluster| off(cluster, "b"));
+    let owner = |doubt: &Doubt| {
+        let path = doubt.cluster.witness.as_ref().unwrap().directory.join("state");
+        SqliteRegister::open(&path).unwrap().all().unwrap()[0].1.owner.to_string()
+    };
+    assert_eq!(owner(&doubt), "b");
+    doubt.wait_for("a", "committed");
+    // The register is asked, and says no.
+    let asked = doubt.tell("a", &["--run-here"]);
+    assert_eq!(asked.code, NOT_DONE, "{asked:?}");
+    doubt.wait_for("a", "committed");
+    doubt.decide("a", &["--run-here", "--even-against-the-register"]);
+    assert_eq!(owner(&doubt), "a");
+    doubt.runs_at("a");
+    doubt.comes_back("b", "a");
+}
+
+#[test]
+fn a_register_that_is_lost_stops_no_operator() {
+    let lose = |cluster: &mut Cluster| cluster.witness.as_mut().unwrap().kill();
+    // The source waits for the register to give the VM back.
+    let mut doubt = Doubt::at(COMMITTED_WITH_REGISTER, true, |cluster| {
+        lose(cluster);
+        off(cluster, "b");
+    });
+    doubt.wait_for("a", "reclaiming");
+    doubt.wait_for_operator("a");
+    doubt.decide("a", &["--run-here", "--without-the-register"]);
+    doubt.runs_at("a");
+    doubt.comes_back("b", "a");
+    drop(doubt);
+
+    // The destination was given GO, and waits for the register before it lets the guest run.
+    let point = "destination/ready/go[register]:after-1-journal";
+    let doubt = Doubt::at(point, true, |cluster| {
+        lose(cluster);
+        off(cluster, "a");
+    });
+    doubt.wait_for("b", "taking");
+    doubt.wait_for_operator("b");
+    doubt.decide("b", &["--run-here", "--without-the-register"]);
+    doubt.runs_at("b");
+}

@@ -1,0 +1,117 @@
+//! What an operator is told of a migration in doubt, and what becomes of a decision.
+
+use engine::handover::destination::DestinationEvent;
+use engine::handover::recover::{Advice, Choice, Decision, advise_destination, advise_source};
+use engine::handover::source::SourceEvent;
+use proto::MigrationId;
+
+use super::{Daemon, Mail};
+use crate::api::{Problem, RecoverAction, RecoverReport, RecoverRequest, RegisterSay};
+use crate::journal::{MigrationRecord, State};
+use crate::progress::Standing;
+use crate::{destination, source};
+
+impl Daemon {
+    /// Asks again, describes a decision, or has it carried out.
+    pub(super) fn decide(
+        &self,
+        id: &MigrationId,
+        request: &RecoverRequest,
+    ) -> Result<RecoverReport, Problem> {
+        let record = self.record(id)?;
+        let advice = match &record.state {
+            State::Source(state) => advise_source(&record.terms, state),
+            State::Destination(state) => advise_destination(&record.terms, state),
+        };
+        let known = advice.known.iter().chain(&advice.unknown).cloned().collect();
+        let mut risked = Vec::new();
+        let (done, message) = match wanted(request) {
+            None => {
+                risked = advice.choices.iter().map(described).collect();
+                self.nudge(id);
+                self.settled(id, |status| status.standing != Standing::Underway);
+                let over = self.status(id)?.standing.is_over();
+                (over, if over { "settled" } else { "asked again; nobody could say more" }.to_owned())
+            }
+            Some(decision) => match choice(&advice, decision) {
+                None => (record.state.standing().is_over(), not_to_be_had(&advice)),
+                Some(choice) => {
+                    risked.push(described(choice));
+                    if request.i_know_the_risk {
+                        self.carry_out(&record, choice.decision);
+                        let over = self.status(id)?.standing.is_over();
+                        (over, if over { "done" } else { "told; it is not over yet" }.to_owned())
+                    } else {
+                        let message =
+                            "nothing was done; say that you know the risk (--i-know-the-risk) to do it";
+                        (false, message.to_owned())
+                    }
+                }
+            },
+        };
+        Ok(RecoverReport { status: self.status(id)?, known, risked, done, message })
+    }
+
+    /// Tells a driver what was decided, and waits until that is done, or known to be impossible.
+    fn carry_out(&self, before: &MigrationRecord, decision: Decision) {
+        let id = before.id();
+        let heard = match self.mailbox(id) {
+            Some(Mail::Source(mailbox)) => {
+                mailbox.put(source::Notice::Event(SourceEvent::OperatorDecides(decision)))
+            }
+            Some(Mail::Destination(mailbox)) => {
+                mailbox.put(destination::Notice::Event(DestinationEvent::OperatorDecides(decision)))
+            }
+            None => false,
+        };
+        if !heard {
+            return;
+        }
+        self.settled(id, |status| {
+            // Asked, and told that the other side has it: that is all that can be had.
+            let refused = status.state == "committed"
+                && self.record(id).is_ok_and(|now| now.updated_unix_ms > before.updated_unix_ms);
+            status.standing.is_over() || refused
+        });
+    }
+}
+
+/// The decision that is asked for; none to ask the others once more.
+fn wanted(request: &RecoverRequest) -> Option<Decision> {
+    match (request.action, request.register) {
+        (RecoverAction::Ask, _) => None,
+        (RecoverAction::RunHere, RegisterSay::Asked) => Some(Decision::RunHere { force: false }),
+        (RecoverAction::RunHere, RegisterSay::Overruled) => Some(Decision::RunHere { force: true }),
+        (RecoverAction::RunHere, RegisterSay::None) => Some(Decision::WithoutRegister { run_here: true }),
+        (RecoverAction::GiveUpHere, RegisterSay::None) => Some(Decision::WithoutRegister { run_here: false }),
+        (RecoverAction::GiveUpHere, _) => Some(Decision::RunElsewhere),
+    }
+}
+
+fn choice(advice: &Advice, decision: Decision) -> Option<&Choice> {
+    advice.choices.iter().find(|choice| choice.decision == decision)
+}
+
+fn not_to_be_had(advice: &Advice) -> String {
+    if advice.choices.is_empty() {
+        return "nothing needs to be decided here".to_owned();
+    }
+    let words: Vec<_> = advice.choices.iter().map(|choice| options(choice.decision)).collect();
+    format!("nothing was done; what can be decided as it stands: {}", words.join(", or "))
+}
+
+/// A choice as it is shown: how to make it, what it leads to, and its price.
+fn described(choice: &Choice) -> String {
+    format!("{}: {}; risk: {}", options(choice.decision), choice.then, choice.risk)
+}
+
+/// How a decision is made at the command line.
+fn options(decision: Decision) -> &'static str {
+    match decision {
+        Decision::RunHere { force: false } => "--run-here",
+        Decision::RunHere { force: true } => "--run-here --even-against-the-register",
+        Decision::RunElsewhere => "--give-up",
+        Decision::WithoutRegister { run_here: true } => "--run-here --without-the-register",
+        Decision::WithoutRegister { run_here: false } => "--give-up --without-the-register",
+    }
+}

@@ -1,0 +1,102 @@
+//! Operators' words against the register, or without it: those that are offered in a state, and given only where what
+//! they are said to take for granted is so.
+
+use engine::handover::destination::{DestinationEvent, DestinationState, destination};
+use engine::handover::recover::{Decision, advise_destination, advise_source};
+use engine::handover::source::{SourceEvent, SourceState, source};
+
+use crate::mutation::{DestinationStep, HONEST, Rules, SourceStep};
+use crate::world::{Budget, Life, Qemu, Side, World, terms};
+use crate::{NONE, found, handover, holds};
+
+/// What an operator may say now, and be right.
+pub(crate) fn words(world: &World) -> Vec<(Side, Decision)> {
+    let register = world.register.is_some();
+    let mut words = Vec::new();
+    if world.source.life == Life::Up {
+        let terms = terms(world.source.epoch, world.source.base, register);
+        for choice in advise_source(&terms, &world.source.state).choices {
+            words.push((Side::Source, choice.decision));
+        }
+    }
+    if world.destination.life == Life::Up {
+        let terms = terms(world.destination.epoch, world.destination.base, register);
+        for choice in advise_destination(&terms, &world.destination.state).choices {
+            words.push((Side::Destination, choice.decision));
+        }
+    }
+    words.retain(|(side, decision)| is_word(*decision) && is_right(world, *side, *decision));
+    words
+}
+
+fn is_word(decision: Decision) -> bool {
+    matches!(decision, Decision::RunHere { force: true } | Decision::WithoutRegister { .. })
+}
+
+fn is_right(world: &World, side: Side, decision: Decision) -> bool {
+    let gone = world.register_lost || decision == Decision::RunHere { force: true };
+    let run_here = decision != Decision::WithoutRegister { run_here: false };
+    let ran_there = world.ghost.destination.ran && world.same_attempt();
+    gone && match side {
+        Side::Source => !run_here || (world.destination.life == Life::Gone && !ran_there),
+        Side::Destination if run_here => {
+            world.source.life == Life::Gone && !world.ghost.source.ran_on && world.same_attempt()
+        }
+        // REFUSED says that it has not run.
+        Side::Destination => {
+            !matches!(world.destination.state, DestinationState::Starting { .. }) || !ran_there
+        }
+    }
+}
+
+/// Gives the word. One without the register has to end the waiting for it.
+pub(crate) fn say(rules: &Rules, world: &mut World, side: Side, decision: Decision) {
+    world.ghost.word = true;
+    world.decide(rules, side, decision);
+    let waits = match side {
+        Side::Source => matches!(world.source.state, SourceState::Reclaiming { .. }),
+        Side::Destination => match &world.destination.state {
+            DestinationState::Taking { .. } | DestinationState::Refusing | DestinationState::Bereft => true,
+            DestinationState::Starting { .. } => {
+                !world.destination_cont && world.destination_qemu == Qemu::Paused
+            }
+            _ => false,
+        },
+    };
+    world.ghost.still_waits |= waits && matches!(decision, Decision::WithoutRegister { .. });
+}
+
+const WORDS: Budget = Budget { words: 1, registers_lost: 1, hosts_gone: 1, in_flight: 2, ..NONE };
+
+#[test]
+fn a_word_that_is_right_harms_nothing() {
+    holds("words", Budget { troubles: 1, ..WORDS }, true);
+    holds("words, agents die", Budget { agent_crashes: 1, in_flight: 1, ..WORDS }, true);
+    holds("words, QEMUs die", Budget { qemu_deaths: 1, ..WORDS }, true);
+    holds("words, hosts crash", Budget { host_crashes: 1, ..WORDS }, true);
+}
+
+#[test]
+fn finds_a_source_that_waits_for_a_register_that_is_lost() {
+    let waits: fn(&_, &_, &_) -> SourceStep = |terms, state, event| match (state, event) {
+        (SourceState::Reclaiming { .. }, SourceEvent::OperatorDecides(Decision::WithoutRegister { .. })) => {
+            source(terms, state, &SourceEvent::Cancel)
+        }
+        _ => source(terms, state, event),
+    };
+    let rules = Rules { source: waits, ..HONEST };
+    found(rules, Budget { troubles: 1, ..WORDS }, true, &[handover::STILL_WAITS]);
+}
+
+#[test]
+fn finds_a_destination_that_waits_for_a_register_that_is_lost() {
+    let waits: fn(&_, &_, &_) -> DestinationStep = |terms, state, event| match (state, event) {
+        (
+            DestinationState::Taking { .. },
+            DestinationEvent::OperatorDecides(Decision::WithoutRegister { .. }),
+        ) => destination(terms, state, &DestinationEvent::Cancel),
+        _ => destination(terms, state, event),
+    };
+    let rules = Rules { destination: waits, ..HONEST };
+    found(rules, Budget { troubles: 1, ..WORDS }, true, &[handover::STILL_WAITS]);
+}

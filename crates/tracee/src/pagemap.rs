@@ -61,18 +61,21 @@ impl Pagemap {
             }
         })?;
         for part in absent {
-            self.swapped(part, found)?;
+            // One that came back since the scan is there as well.
+            self.entries(part, &[Entry::Present, Entry::Swapped], found)?;
         }
         merge_from(found, from);
         Ok(())
     }
 
-    /// Appends the pages of `range` that are really in swap. Tracking puts a marker into the page
+    /// Appends the pages of `range` whose entry is one of those that are `wanted`. Tracking puts a marker into the page
     /// table for each page that is not there, which scans cannot tell from one in swap.
-    pub(crate) fn swapped(&self, range: AddressRange, found: &mut Vec<AddressRange>) -> io::Result<()> {
-        /// Bits 0 to 4: number of the swap device; the last one stands for markers.
-        const KIND: u64 = 31;
-        const MARKER: u64 = 31;
+    pub(crate) fn entries(
+        &self,
+        range: AddressRange,
+        wanted: &[Entry],
+        found: &mut Vec<AddressRange>,
+    ) -> io::Result<()> {
         let mut bytes = vec![0; (range.len() / PAGE_SIZE).min(ENTRIES_PER_STEP) as usize * 8];
         let mut at = range.start;
         while at < range.end {
@@ -80,7 +83,7 @@ impl Pagemap {
             let bytes = &mut bytes[..pages as usize * 8];
             self.file.read_exact_at(bytes, at / PAGE_SIZE * 8)?;
             for entry in bytes.as_chunks::<8>().0 {
-                if u64::from_le_bytes(*entry) & KIND != MARKER {
+                if wanted.contains(&Entry::of(u64::from_le_bytes(*entry))) {
                     found.push(AddressRange::with_len(at, PAGE_SIZE));
                 }
                 at += PAGE_SIZE;
@@ -116,5 +119,74 @@ impl Pagemap {
             at = walked_to;
         }
         Ok(())
+    }
+}
+
+/// What an entry of `/proc/PID/pagemap` says of its page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Entry {
+    /// Never touched, or given back.
+    Nothing,
+    /// The same, under protection.
+    Marker,
+    /// In swap, or on its way from one place to another.
+    Swapped,
+    /// In memory.
+    Present,
+}
+
+impl Entry {
+    fn of(entry: u64) -> Self {
+        const PRESENT: u64 = 1 << 63;
+        const SWAPPED: u64 = 1 << 62;
+        /// Bits 0 to 4 of what is not present: number of the swap device; the last one stands for markers. Of a page
+        /// that is present the same bits are a part of where it is.
+        const KIND: u64 = 31;
+        const MARKER: u64 = 31;
+        match entry {
+            entry if entry & PRESENT != 0 => Self::Present,
+            entry if entry & SWAPPED == 0 => Self::Nothing,
+            entry if entry & KIND == MARKER => Self::Marker,
+            _ => Self::Swapped,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As Linux 6.18 writes them; bits 56 and 57 say "mapped by this process alone" and "protected".
+    #[test]
+    fn entries_are_told_apart() {
+        const ALONE: u64 = 1 << 56;
+        const PROTECTED: u64 = 1 << 57;
+        for (raw, entry) in [
+            (0, Entry::Nothing),
+            (1 << 62 | PROTECTED | 31, Entry::Marker),
+            (1 << 62 | PROTECTED, Entry::Swapped),
+            (1 << 62 | 77 << 5 | 3, Entry::Swapped),
+            (1 << 63 | ALONE, Entry::Present),
+            (1 << 63 | ALONE | PROTECTED | 0x12_3456, Entry::Present),
+            // One page in 32 has such a place.
+            (1 << 63 | ALONE | 0x12_345f, Entry::Present),
+            (1 << 63 | PROTECTED | 31, Entry::Present),
+        ] {
+            assert_eq!(Entry::of(raw), entry, "{raw:#x}");
+        }
+    }
+
+    /// Every page of this test's own is there, wherever in memory it is.
+    #[test]
+    fn pages_that_are_there_are_found_one_by_one() {
+        const PAGES: u64 = 1024;
+        let memory = vec![1_u8; ((PAGES + 1) * PAGE_SIZE) as usize];
+        let start = (memory.as_ptr() as u64).next_multiple_of(PAGE_SIZE);
+        let range = AddressRange::with_len(start, PAGES * PAGE_SIZE);
+        let pagemap = Pagemap::open(&Process::open(std::process::id()).unwrap()).unwrap();
+        let mut found = Vec::new();
+        pagemap.entries(range, &[Entry::Present, Entry::Swapped], &mut found).unwrap();
+        merge_from(&mut found, 0);
+        assert_eq!(found, [range]);
     }
 }

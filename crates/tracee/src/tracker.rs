@@ -28,7 +28,7 @@ use linux_raw_sys::general as raw;
 use crate::abi::{self, ScanQuery};
 use crate::given_back::GivenBack;
 use crate::maps;
-use crate::pagemap::Pagemap;
+use crate::pagemap::{Entry, Pagemap};
 use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 use crate::{Process, ProcessError, RamFileError, RemoteMemory};
 
@@ -292,7 +292,8 @@ impl Area {
     ) -> Result<(), TrackError> {
         let mut swapped = Vec::new();
         if self.given_back.looks_at_markers() && self.page_size == PAGE_SIZE {
-            let read = absent.iter().try_for_each(|&run| pagemap.swapped(run, &mut swapped));
+            let read =
+                absent.iter().try_for_each(|&run| pagemap.entries(run, &[Entry::Swapped], &mut swapped));
             read.map_err(|source| TrackError::Io { action: "scan", range, source })?;
             merge_from(&mut swapped, 0);
         }

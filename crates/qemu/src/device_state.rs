@@ -14,8 +14,11 @@
 //! ```
 //!
 //! The guest must be stopped before ([`save`] refuses otherwise): then saving also gives up the
-//! locks of the disk images, and `cont` takes them back. Saving may write guest memory, so the
-//! caller scans it once more afterwards.
+//! disk images with their locks, and `cont` takes them back. A QEMU before 10.0 that is asked to give
+//! them up a second time aborts (seen with 7.2), and a guest that stays paused keeps them given up:
+//! after a migration that came to nothing, and after one that brought it here. So who did not stop
+//! the guest himself asks first ([`disks`]). Saving may write guest memory, so the caller scans it
+//! once more afterwards.
 
 mod incoming;
 
@@ -24,7 +27,7 @@ use std::io::{self, Read as _, Seek as _};
 use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
 
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::json;
 
 pub use incoming::{Incoming, LoadError};
 
@@ -68,13 +71,89 @@ pub enum StateError {
     },
 }
 
+/// Whose the disk images of a stopped guest are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Disks {
+    /// This QEMU's, since the guest ran here.
+    Held,
+    /// Given up by an earlier save, or never taken since the guest arrived; `cont` takes them.
+    GivenUp,
+}
+
+/// Asks whose the disk images of a guest are that does not run. One that ran until a moment ago has them
+/// ([`Disks::Held`]) and need not be asked.
+pub fn disks(qmp: &mut Qmp) -> Result<Disks, QmpError> {
+    let nodes: Vec<BlockNode> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    // Told from 10.0 on.
+    let mut told = nodes.iter().filter_map(|node| node.active).peekable();
+    if told.peek().is_some() {
+        return Ok(if told.any(|active| active) { Disks::Held } else { Disks::GivenUp });
+    }
+    let graph: Graph = qmp.execute("x-debug-query-block-graph", json!({}))?;
+    Ok(graph.disks(&nodes))
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct BlockNode {
+    node_name: String,
+    ro: bool,
+    active: Option<bool>,
+}
+
+/// Who may do what with which block node. Nobody may write to what was given up, or was not yet taken.
+#[derive(Debug, Deserialize)]
+struct Graph {
+    nodes: Vec<GraphNode>,
+    edges: Vec<GraphEdge>,
+}
+
+#[derive(Debug, Deserialize)]
+struct GraphNode {
+    id: u64,
+    r#type: String,
+    name: String,
+}
+
+#[derive(Debug, Deserialize)]
+struct GraphEdge {
+    parent: u64,
+    child: u64,
+    perm: Vec<String>,
+}
+
+impl GraphEdge {
+    fn may_write(&self) -> bool {
+        self.perm.iter().any(|what| what == "write")
+    }
+}
+
+impl Graph {
+    /// To give up what was given up kills QEMU; the other mistake leaves locks until this QEMU ends. So one disk that
+    /// was given up (others were plugged in since) decides, and images that are only read count for nothing.
+    fn disks(&self, nodes: &[BlockNode]) -> Disks {
+        let node = |id: u64| self.nodes.iter().find(|node| node.id == id);
+        let is_device = |id: u64| node(id).is_some_and(|node| node.r#type == "block-backend");
+        let is_writable = |id: u64| {
+            node(id).is_some_and(|node| nodes.iter().any(|one| one.node_name == node.name && !one.ro))
+        };
+        let given_up =
+            |edge: &GraphEdge| is_device(edge.parent) && is_writable(edge.child) && !edge.may_write();
+        let held = self.edges.iter().any(GraphEdge::may_write) && !self.edges.iter().any(given_up);
+        if held { Disks::Held } else { Disks::GivenUp }
+    }
+}
+
 /// Saves the device state into `fd`, which must be open for writing **only** (QEMU compares the
 /// access mode), e.g. the write end of a pipe or a file opened so. Works when QEMU runs without
 /// privileges or in a chroot, because it gets the descriptor through the monitor.
 ///
+/// Afterwards the disks are given up, whosever they were before. That an earlier save has not been
+/// followed by `cont` is nothing that QEMU itself finds out in time.
+///
 /// # Errors
 /// [`StateError::NotStopped`] when the guest runs.
-pub fn save(qmp: &mut Qmp, fd: BorrowedFd<'_>) -> Result<(), StateError> {
+pub fn save(qmp: &mut Qmp, fd: BorrowedFd<'_>, disks: Disks) -> Result<(), StateError> {
     #[derive(Deserialize)]
     struct Added {
         #[serde(rename = "fdset-id")]
@@ -87,7 +166,8 @@ pub fn save(qmp: &mut Qmp, fd: BorrowedFd<'_>) -> Result<(), StateError> {
     let added: Added = qmp.execute_with_fd("add-fd", json!({}), fd)?;
     let saved = qmp.run(
         "xen-save-devices-state",
-        json!({ "filename": format!("/dev/fdset/{}", added.set), "live": true }),
+        // "Live" means: give the disks up.
+        json!({ "filename": format!("/dev/fdset/{}", added.set), "live": disks == Disks::Held }),
     );
     // The set is taken away whether saving worked or not, and saving's own error comes first.
     let removed = qmp.run("remove-fd", json!({ "fdset-id": added.set }));
@@ -96,8 +176,8 @@ pub fn save(qmp: &mut Qmp, fd: BorrowedFd<'_>) -> Result<(), StateError> {
     Ok(())
 }
 
-/// Saves the device state and returns it, as QEMU wrote it.
-pub fn capture(qmp: &mut Qmp) -> Result<Vec<u8>, StateError> {
+/// Saves the device state as [`save`] does, and returns it as QEMU wrote it.
+pub fn capture(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
     let failed = |what| move |source| StateError::File { what, source };
     let memory: OwnedFd = rustix::fs::memfd_create("whimbrel-device-state", rustix::fs::MemfdFlags::CLOEXEC)
         .map_err(|errno| failed("make")(errno.into()))?;
@@ -105,7 +185,7 @@ pub fn capture(qmp: &mut Qmp) -> Result<Vec<u8>, StateError> {
         .write(true)
         .open(format!("/proc/self/fd/{}", memory.as_raw_fd()))
         .map_err(failed("reopen"))?;
-    save(qmp, write_only.as_fd())?;
+    save(qmp, write_only.as_fd(), disks)?;
     let mut file = File::from(memory);
     let length = file.metadata().map_err(failed("measure"))?.len();
     if length > MAX_STATE_BYTES {
@@ -158,15 +238,6 @@ pub fn machine_type(qmp: &mut Qmp) -> Result<String, QmpError> {
     Ok(kind.strip_suffix("-machine").unwrap_or(&kind).to_owned())
 }
 
-/// Whether any block node is active, i.e. may take locks and write. `None` when this QEMU does not
-/// tell (before 10.0).
-pub fn any_block_node_active(qmp: &mut Qmp) -> Result<Option<bool>, QmpError> {
-    let nodes: Vec<Value> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
-    let told: Vec<bool> =
-        nodes.iter().filter_map(|node| node.get("active").and_then(Value::as_bool)).collect();
-    Ok((!told.is_empty()).then(|| told.contains(&true)))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -181,6 +252,50 @@ mod tests {
         );
         // Not twice.
         assert!(complete(&whole, "pc-q35-7.2").is_err());
+    }
+
+    /// Graphs as QEMU 7.2 shows them.
+    #[test]
+    fn the_permissions_tell_whose_the_disks_are() {
+        const DISK: u64 = 0;
+        const CD: u64 = 1;
+        // Device to format, or format to file.
+        let whose = |edges: &[(&str, u64, &[&str])]| {
+            let names = ["disk", "cd", "file"];
+            let kinds = ["block-backend", "block-driver"];
+            let nodes: Vec<_> = kinds
+                .iter()
+                .flat_map(|kind| names.map(|name| (kind, name)))
+                .enumerate()
+                .map(|(id, (kind, name))| json!({"id": id, "type": kind, "name": name}))
+                .collect();
+            let edges: Vec<_> = edges
+                .iter()
+                .map(|(parent, node, perm)| match *parent {
+                    "device" => json!({"parent": node, "child": node + 3, "perm": perm}),
+                    _ => json!({"parent": node + 3, "child": 5, "perm": perm}),
+                })
+                .collect();
+            let graph: Graph = serde_json::from_value(json!({"nodes": nodes, "edges": edges})).unwrap();
+            let nodes = names.map(|name| json!({"node-name": name, "ro": name == "cd"}));
+            let nodes: Vec<BlockNode> = serde_json::from_value(json!(nodes)).unwrap();
+            graph.disks(&nodes)
+        };
+        let (read, write) = (&["consistent-read"][..], &["resize", "write", "consistent-read"][..]);
+        let ran =
+            [("device", DISK, write), ("device", CD, read), ("format", DISK, write), ("format", CD, read)];
+        assert_eq!(whose(&ran), Disks::Held);
+        let saved =
+            [("device", DISK, &[][..]), ("device", CD, &[]), ("format", DISK, read), ("format", CD, &[])];
+        assert_eq!(whose(&saved), Disks::GivenUp);
+        let arrived = [("device", DISK, read), ("device", CD, read), ("format", DISK, read)];
+        assert_eq!(whose(&arrived), Disks::GivenUp);
+        // One more was plugged in since.
+        assert_eq!(whose(&[&saved[..], &ran[..1]].concat()), Disks::GivenUp);
+        // Nobody uses what is there; nothing is written; nothing is there.
+        assert_eq!(whose(&[("format", DISK, write)]), Disks::Held);
+        assert_eq!(whose(&[("device", CD, read)]), Disks::GivenUp);
+        assert_eq!(whose(&[]), Disks::GivenUp);
     }
 
     #[test]

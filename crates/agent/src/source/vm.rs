@@ -7,7 +7,7 @@ use std::time::Duration;
 use engine::handover::Found;
 use engine::handover::source::SourceEvent;
 use proto::message::RamBlock as ProposedBlock;
-use qemu::device_state::{self, StateError};
+use qemu::device_state::{self, Disks, StateError};
 use qemu::qmp::{Qmp, QmpError};
 use qemu::ram::{RamBlock, RamError};
 use qemu::tree::{Device, DeviceTree};
@@ -71,6 +71,8 @@ pub(crate) struct SourceVm {
     /// What QEMU made for itself, to be removed after it.
     leavings: Leavings,
     qmp_patience: Duration,
+    /// Whose the disks were at the stop.
+    disks: Disks,
     /// Where the balloon was when it was last asked; none without one.
     balloon_bytes: Option<u64>,
     watch: Option<Watch>,
@@ -117,6 +119,7 @@ impl SourceVm {
             ram_table: String::new(),
             devices: DeviceTree::default(),
             qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
+            disks: Disks::Held,
             balloon_bytes: None,
             watch: None,
         })
@@ -173,12 +176,18 @@ impl SourceVm {
         self.ask(qemu::control::drain)
     }
 
-    /// Stops the guest. One that was paused by its user stays as it is.
+    /// Stops the guest. One that was paused by its user stays as it is, and its disks may be given up already: it came
+    /// here paused, or was to leave before.
     pub(crate) fn stop(&mut self) -> Result<(), VmError> {
-        self.ask(|qmp| {
+        self.disks = self.ask(|qmp| {
             qmp.forget_events("RESUME");
-            if qemu::control::status(qmp)?.running { qemu::control::stop(qmp) } else { Ok(()) }
-        })
+            if qemu::control::status(qmp)?.running {
+                qemu::control::stop(qmp).map(|()| Disks::Held)
+            } else {
+                device_state::disks(qmp)
+            }
+        })?;
+        Ok(())
     }
 
     /// Lets the guest go on. QEMU may still be held: for the handover that did not come about.
@@ -200,7 +209,8 @@ impl SourceVm {
 
     /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads.
     pub(crate) fn save_devices(&mut self) -> Result<Vec<u8>, VmError> {
-        let raw = device_state::capture(self.monitor()?)?;
+        let disks = self.disks;
+        let raw = device_state::capture(self.monitor()?, disks)?;
         Ok(device_state::complete(&raw, &self.machine_type)?)
     }
 

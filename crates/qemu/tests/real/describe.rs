@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use whimbrel_qemu::command::{HostRules, RamPlan, build};
 use whimbrel_qemu::control::{blocked_reasons, cont, stop};
 use whimbrel_qemu::describe::{Disk, VmDescription, describe};
-use whimbrel_qemu::device_state::{Incoming, capture, complete, machine_type};
+use whimbrel_qemu::device_state::{Disks, Incoming, capture, complete, machine_type};
 use whimbrel_qemu::find::{Selector, find};
 use whimbrel_qemu::ram::{RamKind, ram_blocks};
 use whimbrel_qemu::tree::{compare, device_tree};
@@ -71,7 +71,7 @@ impl World {
         let incoming = Incoming::prepare(&mut destination.qmp, Some(&destination.started.log)).unwrap();
         stop(&mut source.qmp).unwrap();
         let machine = machine_type(&mut source.qmp).unwrap();
-        let state = complete(&capture(&mut source.qmp).unwrap(), &machine).unwrap();
+        let state = complete(&capture(&mut source.qmp, Disks::Held).unwrap(), &machine).unwrap();
         copy_memory(source, destination);
         incoming.load(&mut destination.qmp, &state, deadline()).unwrap();
         assert_memory_equal(source, destination);

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use whimbrel_qemu::control::{announce_self, blocked_reasons, cont, drain, status, stop};
 use whimbrel_qemu::device_state::{
-    Incoming, LoadError, StateError, any_block_node_active, capture, complete, machine_type,
+    Disks, Incoming, LoadError, StateError, capture, complete, disks, machine_type,
 };
 
 use crate::support::{
@@ -63,7 +63,7 @@ impl Pair {
     /// Stops the source, saves its device state and copies its memory.
     fn save(&mut self) -> Vec<u8> {
         stop(&mut self.source.qmp).unwrap();
-        let raw = capture(&mut self.source.qmp).unwrap();
+        let raw = capture(&mut self.source.qmp, Disks::Held).unwrap();
         // After saving, because saving may write guest memory.
         copy_memory(&mut self.source, &mut self.destination);
         raw
@@ -140,7 +140,7 @@ fn before_it_is_let_go_nothing_has_happened() {
         // No lock is taken: by nobody, the source has given its up.
         assert_eq!(locks(&disk), 0);
         for vm in [&mut *source, &mut *destination] {
-            assert_ne!(any_block_node_active(&mut vm.qmp).unwrap(), Some(true));
+            assert_eq!(disks(&mut vm.qmp).unwrap(), Disks::GivenUp);
         }
         // No packet has left.
         assert_eq!(pair.packets(), 0);
@@ -174,7 +174,35 @@ fn the_source_can_take_the_guest_back() {
         assert!(pair.source.count() > counted);
         // It can be saved a second time.
         stop(&mut pair.source.qmp).unwrap();
-        assert!(capture(&mut pair.source.qmp).unwrap().len() > 1000);
+        assert!(capture(&mut pair.source.qmp, Disks::Held).unwrap().len() > 1000);
+    });
+}
+
+/// A guest that stays paused keeps its disks given up, and they cannot be given up twice: an earlier save came to
+/// nothing, or the guest arrived paused. `cont` takes them again in the end.
+#[test]
+fn a_paused_guest_is_saved_twice_and_moves_on() {
+    on_each(RECIPE, |pair| {
+        stop(&mut pair.source.qmp).unwrap();
+        for whose in [Disks::Held, Disks::GivenUp, Disks::GivenUp] {
+            assert_eq!(disks(&mut pair.source.qmp).unwrap(), whose);
+            assert_eq!(locks(&pair.disk) > 0, whose == Disks::Held);
+            assert!(capture(&mut pair.source.qmp, whose).unwrap().len() > 1000);
+            assert_eq!(locks(&pair.disk), 0);
+        }
+        cont(&mut pair.source.qmp).unwrap();
+        pair.source.wait_ticking();
+        stop(&mut pair.source.qmp).unwrap();
+        assert_eq!(disks(&mut pair.source.qmp).unwrap(), Disks::Held);
+        assert!(locks(&pair.disk) > 0);
+        // It arrives, is not let go, and leaves again.
+        pair.hand_over();
+        assert_eq!(disks(&mut pair.destination.qmp).unwrap(), Disks::GivenUp);
+        assert!(capture(&mut pair.destination.qmp, Disks::GivenUp).unwrap().len() > 1000);
+        assert_eq!(locks(&pair.disk), 0);
+        cont(&mut pair.destination.qmp).unwrap();
+        assert!(locks(&pair.disk) > 0);
+        pair.destination.wait_ticking();
     });
 }
 
@@ -321,7 +349,9 @@ fn what_we_put_in_is_what_qemu_itself_writes() {
         let dir = tempfile::tempdir().unwrap();
         let mut vm = version.start(dir.path(), "a", &args(DEVICES));
         stop(&mut vm.qmp).unwrap();
-        let state = complete(&capture(&mut vm.qmp).unwrap(), &machine_type(&mut vm.qmp).unwrap()).unwrap();
+        let state =
+            complete(&capture(&mut vm.qmp, Disks::Held).unwrap(), &machine_type(&mut vm.qmp).unwrap())
+                .unwrap();
         let file = dir.path().join("native");
         vm.command(
             "migrate-set-capabilities",
@@ -359,7 +389,7 @@ fn what_we_put_in_is_what_qemu_itself_writes() {
 #[test]
 fn a_running_guest_is_not_saved() {
     on_each(RECIPE, |pair| {
-        assert!(matches!(capture(&mut pair.source.qmp), Err(StateError::NotStopped { .. })));
+        assert!(matches!(capture(&mut pair.source.qmp, Disks::Held), Err(StateError::NotStopped { .. })));
         drain(&mut pair.source.qmp).unwrap();
         assert_eq!(blocked_reasons(&mut pair.source.qmp).unwrap(), Vec::<String>::new());
         // A destination that does not wait is told apart, too.

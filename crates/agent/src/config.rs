@@ -60,6 +60,8 @@ pub struct Config {
     pub taps: BTreeMap<String, String>,
     /// Directories of disks of arriving VMs: where the source has it → where it is here. Longest prefix wins.
     pub disk_dirs: BTreeMap<PathBuf, PathBuf>,
+    /// Directories, files and addresses of disks of arriving VMs that mean the same storage here as at the source.
+    pub disks_shared: Vec<String>,
     /// What migrations from here aim at and keep within, unless a request says otherwise.
     pub limits: Limits,
     /// How long to wait for what.

@@ -15,7 +15,8 @@ use qemu::command::{self, HostRules, RamPlan};
 use qemu::describe::VmDescription;
 use qemu::find::{self, Selector};
 use qemu::preflight::facts::MemoryFeatures;
-use qemu::preflight::gather::{self, NeededFile};
+use qemu::preflight::files::{self, NeededFile};
+use qemu::preflight::gather;
 use qemu::preflight::{self as rules, DestinationFacts, SourceFacts};
 use qemu::process::Launch;
 use qemu::qmp::Qmp;
@@ -97,7 +98,7 @@ pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, 
         }
     }
     findings.extend(kernel_finding());
-    let files = gather::needed_files(&facts.vm);
+    let files = files::needed_files(&facts.vm);
     let qemu_version = facts.vm.program.version.clone();
     let mut source = serde_json::to_value(&facts)?;
     // The description travels by itself.
@@ -195,9 +196,8 @@ pub(crate) fn destination(
             advice: "name a QEMU that works under [qemu] binaries on the destination".to_owned(),
         }]
     })?;
-    let ours =
-        gather::destination(&mut probe.qmp, &theirs.vm, &files, &here, &shared_dirs(context), problems)
-            .map_err(|error| unreadable("this host's QEMU does not answer", &error))?;
+    let ours = gather::destination(&mut probe.qmp, &theirs.vm, &files, &here, &shared(context), problems)
+        .map_err(|error| unreadable("this host's QEMU does not answer", &error))?;
     drop(probe);
     let mut findings: Vec<_> = rules::check(&theirs, &ours).into_iter().map(finding).collect();
     findings.extend(register_finding(context, from, &proposal));
@@ -253,9 +253,10 @@ fn theirs(proposal: &Proposal) -> Result<(SourceFacts, Vec<NeededFile>), serde_j
     Ok((serde_json::from_value(source)?, files))
 }
 
-/// Directories of which the configuration says that both hosts see the same in them.
-fn shared_dirs(context: &Context) -> Vec<String> {
-    context.config.disk_dirs.keys().map(|dir| dir.to_string_lossy().into_owned()).collect()
+/// Directories, files and addresses of which the configuration says that both hosts see the same there.
+fn shared(context: &Context) -> Vec<String> {
+    let dirs = context.config.disk_dirs.keys().map(|dir| dir.to_string_lossy().into_owned());
+    dirs.chain(context.config.disks_shared.iter().cloned()).collect()
 }
 
 /// Both sides must look at the same register, or at none, and it lives on neither.

@@ -102,8 +102,6 @@ pub const OPTIONS: &[Known] = &[
     keep("name"),
     keep("rtc"),
     keep("icount"),
-    keep("smbios"),
-    keep("acpitable"),
     keep("compat"),
     keep("overcommit"),
     keep("k"),
@@ -138,6 +136,8 @@ pub const OPTIONS: &[Known] = &[
     rewrite("shim", None),
     rewrite("option-rom", None),
     rewrite("fw_cfg", Some("name")),
+    rewrite("smbios", None),
+    rewrite("acpitable", None),
     keep("append"),
     rewrite("L", None),
     // Disks.

@@ -222,7 +222,7 @@ impl<'a> Build<'a> {
             "spice" => Some(self.spice(option)),
             "object" => Some(self.object(option)),
             "machine" => Some(self.machine(option)),
-            name if WHOLE_FILES.contains(&name) => {
+            name if name == "bios" || WHOLE_FILES.contains(&name) => {
                 let path = option.value.as_deref()?;
                 Some(Given::new(name, self.path_here(path)))
             }

@@ -11,7 +11,9 @@
 mod checks;
 mod disks;
 pub mod facts;
+pub mod files;
 pub mod gather;
+mod identity;
 pub mod ram;
 
 use std::collections::BTreeSet;
@@ -21,7 +23,8 @@ use serde::{Deserialize, Serialize};
 use crate::describe::{Problem, VmDescription};
 use crate::ram::RamBlock;
 use crate::tree::Difference;
-use facts::{FileIdentity, HostFacts};
+use facts::HostFacts;
+pub use identity::FileIdentity;
 
 /// How grave a finding is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -84,12 +87,14 @@ pub struct SourceFacts {
     pub restart_warning: Option<String>,
 }
 
-/// A disk as the destination sees it.
+/// A disk, or something else that the guest needs of its host, as the destination sees it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskSight {
-    /// Its path on the source.
+    /// Its path on the source, or a network disk's address.
     pub path: String,
-    /// What the source sees there; `None` when it cannot tell (a block device, a network protocol).
+    /// The option that names it, for what has only to be there; none for a disk.
+    pub option: Option<String>,
+    /// What the source sees there; `None` when it cannot tell (an address).
     pub source: Option<FileIdentity>,
     /// Its path on the destination.
     pub path_there: String,

@@ -72,6 +72,7 @@ struct Network {
 #[serde(default, deny_unknown_fields)]
 struct Disks {
     dirs: BTreeMap<PathBuf, PathBuf>,
+    shared: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -162,6 +163,7 @@ impl Checks<'_> {
             },
             taps: file.network.taps,
             disk_dirs: self.disk_dirs(file.disks.dirs)?,
+            disks_shared: self.disks_shared(file.disks.shared)?,
             limits: file.limits,
             timeouts: file.timeouts,
             fault_socket: file.faults.map(|faults| self.absolute(faults.socket)),
@@ -250,6 +252,14 @@ impl Checks<'_> {
             }
         }
         Ok(dirs)
+    }
+
+    fn disks_shared(&self, shared: Vec<String>) -> Result<Vec<String>, ConfigError> {
+        match shared.iter().find(|word| !word.starts_with('/') && !word.contains(':')) {
+            Some(word) => Err(self
+                .wrong(&["disks", "shared"], format!("{word:?} is neither an absolute path nor an address"))),
+            None => Ok(shared),
+        }
     }
 
     fn limits(&self, l: &Limits) -> Result<(), ConfigError> {

@@ -51,7 +51,9 @@ fn the_example_is_right_and_shows_the_defaults() {
     let mut all = parse(&example_with_all_keys()).unwrap();
     assert_eq!(all.taps.len(), 1);
     assert_eq!(all.disk_dirs.len(), 1);
+    assert_eq!(all.disks_shared.len(), 2);
     assert!(all.fault_socket.is_some());
+    all.disks_shared.clear();
     all.taps.clear();
     all.disk_dirs.clear();
     all.fault_socket = None;
@@ -166,6 +168,12 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         5,
         "disks.dirs.x",
         "absolute",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks]\nshared = [\"x\"]",
+        5,
+        "disks.shared",
+        "address",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\nlisten = \"127.0.0.1:2\"",

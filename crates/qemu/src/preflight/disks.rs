@@ -2,13 +2,29 @@
 
 use super::Severity::{Blocker, Warning};
 use super::checks::{Findings, add};
-use super::facts::FileIdentity;
-use super::{DestinationFacts, DiskSight};
+use super::{DestinationFacts, DiskSight, FileIdentity};
 
-/// Whether both sides see the same disks.
+/// Whether the destination has what the guest needs, and both sides see the same disks. A guest that finds another disk
+/// under the name of its own destroys both, so that what cannot be seen has to be said.
 pub(super) fn check(destination: &DestinationFacts, findings: &mut Findings) {
     for disk in &destination.disks {
-        one_disk(disk, findings);
+        match &disk.option {
+            Some(option) => file(disk, option, findings),
+            None => one_disk(disk, findings),
+        }
+    }
+}
+
+fn file(file: &DiskSight, option: &str, findings: &mut Findings) {
+    let DiskSight { path, path_there, .. } = file;
+    if !file.exists {
+        add(
+            findings,
+            Blocker,
+            "file-missing",
+            format!("the destination has no {path_there} (here {path}), which {option} names"),
+            "put a copy there, or name its directory there ([disks.dirs])",
+        );
     }
 }
 
@@ -20,31 +36,32 @@ fn one_disk(disk: &DiskSight, findings: &mut Findings) {
             Blocker,
             "disk-missing",
             format!("the destination has no {path_there} (here {path})"),
-            "mount the shared storage there, or name its directory there (disk directories)",
+            "mount the shared storage there, or name its directory there ([disks.dirs])",
         );
         return;
     }
     match (&disk.source, &disk.destination) {
         _ if disk.marked_shared => {}
         (Some(ours), Some(theirs)) if ours == theirs => {}
-        (Some(ours), Some(theirs)) if may_be_one(ours, theirs) => {
+        (Some(ours), Some(theirs)) if ours.may_be_of_one_server(theirs) => {
             add(
                 findings,
-                Warning,
+                Blocker,
                 "disk-mounted-differently",
                 format!(
                     "{path} is on {} here and on {} there, with the same inode",
                     ours.mounted, theirs.mounted
                 ),
-                "if it is one file on one server, mark the directory as shared",
+                "if it is one file on one server, say so under [disks] at the destination",
             );
+            return;
         }
-        (Some(_), Some(_)) => {
+        (Some(ours), Some(theirs)) if !ours.may_be(theirs) => {
             add(
                 findings,
                 Blocker,
                 "disk-differs",
-                format!("{path} here and {path_there} there are different files"),
+                format!("{path} here and {path_there} there are different files or devices"),
                 "put the disk on storage that both hosts see (NFS, Ceph, …), and mount it on both",
             );
             return;
@@ -52,11 +69,12 @@ fn one_disk(disk: &DiskSight, findings: &mut Findings) {
         _ => {
             add(
                 findings,
-                Warning,
+                Blocker,
                 "disk-unidentified",
                 format!("it cannot be seen whether {path} here and {path_there} there are the same"),
-                "make sure, and mark it as shared",
+                "make sure that they are, and say so under [disks] at the destination",
             );
+            return;
         }
     }
     let shared = disk.source.as_ref().is_some_and(FileIdentity::is_on_shared_storage);
@@ -80,10 +98,4 @@ fn one_disk(disk: &DiskSight, findings: &mut Findings) {
             "leave locking on, so that mistakes are refused",
         );
     }
-}
-
-/// Whether two files may be one of a server that the hosts know by different names.
-fn may_be_one(ours: &FileIdentity, theirs: &FileIdentity) -> bool {
-    let shared = ours.is_on_shared_storage() && theirs.is_on_shared_storage();
-    shared && ours.inode == theirs.inode && ours.mounted != theirs.mounted
 }

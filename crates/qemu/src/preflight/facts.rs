@@ -1,29 +1,11 @@
 //! Facts of a host, gathered from `/proc` and `/sys`.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use crate::ram::{RamBlock, RamKind};
-
-/// File systems that several hosts can have mounted at once.
-const SHARED_FILE_SYSTEMS: &[&str] = &[
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "ceph",
-    "ocfs2",
-    "gfs2",
-    "glusterfs",
-    "lustre",
-    "gpfs",
-    "9p",
-    "virtiofs",
-    "beegfs",
-];
 
 /// What this kernel does for one kind of memory and perhaps not for another.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -128,67 +110,6 @@ fn hugepages() -> BTreeMap<u64, u64> {
     found
 }
 
-/// What makes a file the same file when two hosts look at it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct FileIdentity {
-    /// Type of its file system.
-    pub file_system: String,
-    /// What is mounted there, e.g. `server:/export`.
-    pub mounted: String,
-    /// Its inode.
-    pub inode: u64,
-    /// The host, by its boot, for file systems that only one host can have; equal for two agents in
-    /// namespaces of one host.
-    pub host: Option<String>,
-}
-
-impl FileIdentity {
-    /// Of a regular file; `None` for what is none or is not there.
-    pub fn of(path: &Path) -> Option<Self> {
-        let path = path.canonicalize().ok()?;
-        let meta = std::fs::metadata(&path).ok()?;
-        if !meta.file_type().is_file() || meta.file_type().is_block_device() {
-            return None;
-        }
-        let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
-        let (file_system, mounted) = mount_of(&mounts, &path)?;
-        let host = (!is_shared(&file_system))
-            .then(|| std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default())
-            .map(|id| id.trim().to_owned());
-        Some(Self { file_system, mounted, inode: meta.ino(), host })
-    }
-
-    /// Whether several hosts can have its file system at once.
-    pub fn is_on_shared_storage(&self) -> bool {
-        is_shared(&self.file_system)
-    }
-}
-
-fn is_shared(file_system: &str) -> bool {
-    let plain = file_system.strip_prefix("fuse.").unwrap_or(file_system);
-    SHARED_FILE_SYSTEMS.contains(&plain)
-}
-
-/// Type and source of the mount that holds a path: the longest mount point that is above it, the
-/// last one of equals. Lines: `36 35 98:0 /root /mount options - ext4 /dev/sda1 rw`.
-fn mount_of(mountinfo: &str, path: &Path) -> Option<(String, String)> {
-    let mount = |line: &str| {
-        let (head, tail) = line.split_once(" - ")?;
-        let point = PathBuf::from(unescape(head.split(' ').nth(4)?));
-        let mut tail = tail.split(' ');
-        let (kind, source) = (tail.next()?.to_owned(), unescape(tail.next()?));
-        path.starts_with(&point).then(|| (point.components().count(), kind, source))
-    };
-    // `max_by_key` gives the last of equals.
-    let found = mountinfo.lines().filter_map(mount).max_by_key(|(depth, _, _)| *depth)?;
-    Some((found.1, found.2))
-}
-
-/// Spaces and the like are octal in mountinfo.
-fn unescape(text: &str) -> String {
-    text.replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\")
-}
-
 /// Processes other than `pid` that map a file of the guest's memory. Their writes go through their
 /// own page tables, where QEMU's dirty marks do not see them.
 pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Vec<String> {
@@ -252,13 +173,6 @@ mod tests {
         let facts = HostFacts::gather();
         assert!(!facts.kernel.is_empty() && facts.memory_available_bytes > 0);
         assert!(!facts.cpu_flags.is_empty());
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let one = FileIdentity::of(file.path()).unwrap();
-        assert_eq!(FileIdentity::of(file.path()), Some(one.clone()));
-        let other = tempfile::NamedTempFile::new().unwrap();
-        assert_ne!(FileIdentity::of(other.path()), Some(one));
-        assert_eq!(FileIdentity::of(Path::new("/nonexistent")), None);
-        assert_eq!(FileIdentity::of(Path::new("/dev/null")), None);
         assert_eq!(tracer_pid(std::process::id()), 0);
     }
 
@@ -295,18 +209,5 @@ mod tests {
         write("transparent_hugepage/enabled", "[always] madvise never\n");
         write("transparent_hugepage/hugepages-2048kB/enabled", "always inherit madvise [never]\n");
         assert_eq!(read(), (false, true, false));
-    }
-
-    #[test]
-    fn mounts_are_found() {
-        let mounts = "20 1 8:1 / / rw - ext4 /dev/sda1 rw
-30 20 0:40 / /vm rw shared:1 - nfs4 server:/export\\040a rw
-31 30 0:41 / /vm/a\\040b rw - tmpfs tmpfs rw
-";
-        let mount = |path: &str| mount_of(mounts, Path::new(path)).unwrap();
-        assert_eq!(mount("/vm/x.img"), ("nfs4".to_owned(), "server:/export a".to_owned()));
-        assert_eq!(mount("/vm/a b/x").0, "tmpfs");
-        assert_eq!(mount("/vmx").0, "ext4");
-        assert!(is_shared("fuse.glusterfs") && is_shared("nfs4") && !is_shared("ext4"));
     }
 }

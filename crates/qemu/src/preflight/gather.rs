@@ -1,34 +1,16 @@
 //! Gathering the facts that [`super::check`] looks at, each side its own.
 
-use std::path::Path;
-
-use serde::{Deserialize, Serialize};
-
 use super::checks::two;
-use super::facts::{self, FileIdentity, HostFacts};
-use super::{DestinationFacts, DiskSight, SourceFacts};
+use super::facts::{self, HostFacts};
+use super::files::{NeededFile, see_files};
+use super::{DestinationFacts, SourceFacts};
 use crate::command::HostRules;
 use crate::control;
-use crate::describe::{Problem, VmDescription, WHOLE_FILES, describe};
+use crate::describe::{Problem, VmDescription, describe};
 use crate::find::{QemuProcess, restart_warning};
 use crate::qmp::{Qmp, QmpError};
 use crate::ram::{RamBlock, RamError, ram_blocks};
 use crate::tree;
-
-/// A file that the guest needs, as the source sees it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NeededFile {
-    /// Its path on the source.
-    pub path: String,
-    /// What it is; `None` when it cannot be told.
-    pub identity: Option<FileIdentity>,
-    /// Whether it must be the same file on both sides (a disk), or only be there (a kernel).
-    pub same: bool,
-    /// Whether it is opened past the page cache.
-    pub direct: bool,
-    /// Whether QEMU locks it.
-    pub locked: bool,
-}
 
 /// The facts of the source: its guest is described, its memory found.
 ///
@@ -49,57 +31,6 @@ pub fn source(qmp: &mut Qmp, process: &QemuProcess) -> Result<SourceFacts, RamEr
         ram_blocks,
         vm,
     })
-}
-
-/// The files that a guest needs.
-pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
-    let unlocked = |path: &str| {
-        vm.options.iter().filter(|option| option.name == "drive" || option.name == "blockdev").any(|option| {
-            let value = option.parsed();
-            let off = ["locking", "file.locking"].iter().any(|key| value.get(key).as_deref() == Some("off"));
-            off && ["file", "filename", "file.filename"]
-                .iter()
-                .any(|key| value.get(key).as_deref() == Some(path))
-        })
-    };
-    let mut files: Vec<NeededFile> = Vec::new();
-    for disk in &vm.disks {
-        for path in disk.file.iter().chain(&disk.backing_files) {
-            if path.starts_with('/') && files.iter().all(|file| file.path != *path) {
-                files.push(NeededFile {
-                    path: path.clone(),
-                    identity: FileIdentity::of(Path::new(path)),
-                    same: true,
-                    direct: disk.direct,
-                    locked: !unlocked(path),
-                });
-            }
-        }
-    }
-    let others = vm.options.iter().filter(|option| WHOLE_FILES.contains(&option.name.as_str()));
-    for path in others.filter_map(|option| option.value.clone()).filter(|path| path.starts_with('/')) {
-        files.push(NeededFile { path, identity: None, same: false, direct: true, locked: true });
-    }
-    files
-}
-
-/// How the destination sees the files that a guest needs. `shared_dirs` are directories of the
-/// source of which somebody said that both hosts see the same in them.
-pub fn see_files(files: &[NeededFile], rules: &HostRules, shared_dirs: &[String]) -> Vec<DiskSight> {
-    let see = |file: &NeededFile| {
-        let there = rules.path_here(&file.path);
-        DiskSight {
-            path: file.path.clone(),
-            source: file.identity.clone(),
-            exists: Path::new(&there).exists(),
-            destination: FileIdentity::of(Path::new(&there)),
-            path_there: there,
-            marked_shared: !file.same || shared_dirs.iter().any(|dir| Path::new(&file.path).starts_with(dir)),
-            direct: file.direct,
-            locked: file.locked,
-        }
-    };
-    files.iter().map(see).collect()
 }
 
 /// Interfaces and bridges that the guest's networks want here and that are not there. A tap that has
@@ -135,7 +66,7 @@ pub fn destination(
     vm: &VmDescription,
     files: &[NeededFile],
     rules: &HostRules,
-    shared_dirs: &[String],
+    shared: &[String],
     problems: Vec<Problem>,
 ) -> Result<DestinationFacts, QmpError> {
     let hugepage_bytes = match rules.ram {
@@ -147,7 +78,7 @@ pub fn destination(
         qemu_version: qmp.version().to_string(),
         machine_types: control::machine_types(qmp)?,
         hugepage_bytes,
-        disks: see_files(files, rules, shared_dirs),
+        disks: see_files(files, rules, shared),
         missing_interfaces: missing_interfaces(vm, rules),
         // The guest's own problems are found on the source's side already.
         problems: problems.into_iter().filter(|problem| !vm.problems.contains(problem)).collect(),

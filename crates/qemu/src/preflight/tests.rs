@@ -1,4 +1,3 @@
-use super::facts::FileIdentity;
 use super::*;
 use crate::cmdline::Given;
 use crate::command::RamPlan;
@@ -36,6 +35,7 @@ fn identity(file_system: &str, inode: u64) -> FileIdentity {
 fn disk() -> DiskSight {
     DiskSight {
         path: "/vm/a".to_owned(),
+        option: None,
         source: Some(identity("nfs4", 7)),
         path_there: "/vm/a".to_owned(),
         exists: true,
@@ -200,7 +200,7 @@ fn storage() {
     assert_eq!(
         with(|disk| disk.destination =
             Some(FileIdentity { mounted: "10.0.0.1:/x".to_owned(), ..identity("nfs4", 7) })),
-        "disk-mounted-differently?"
+        "disk-mounted-differently"
     );
     assert_eq!(with(|disk| (disk.destination = Some(identity("nfs4", 8)), disk.marked_shared = true).1), "");
     // A local file system is another one on every host, whatever its numbers.
@@ -219,7 +219,33 @@ fn storage() {
             .for_each(|disk| (disk.source, disk.destination) = (local("a"), local("a")))),
         ""
     );
-    assert_eq!(with(|disk| disk.source = None), "disk-unidentified?");
+    assert_eq!(with(|disk| disk.source = None), "disk-unidentified");
+    assert_eq!(with(|disk| (disk.source = None, disk.marked_shared = true).1), "");
+    // A device that has a name of its own is known by it, another one only within one host.
+    let device = |name: &str, host: Option<&str>| {
+        Some(FileIdentity {
+            mounted: name.to_owned(),
+            host: host.map(str::to_owned),
+            ..identity("block device", 0)
+        })
+    };
+    let pair = |ours: Option<FileIdentity>, theirs: Option<FileIdentity>| {
+        found(|_, d| {
+            let disk = &mut d.disks[0];
+            (disk.source, disk.destination) = (ours, theirs);
+        })
+    };
+    assert_eq!(pair(device("naa.6", None), device("naa.6", None)), "");
+    assert_eq!(pair(device("naa.6", None), device("naa.60", None)), "disk-differs");
+    assert_eq!(pair(device("253:3", Some("a")), device("253:3", Some("b"))), "disk-unidentified");
+    assert_eq!(pair(device("naa.6", None), device("253:3", Some("b"))), "disk-unidentified");
+    assert_eq!(pair(device("253:3", Some("a")), device("253:3", Some("a"))), "");
+    assert_eq!(pair(device("253:3", Some("a")), device("253:4", Some("a"))), "disk-differs");
+    assert_eq!(pair(device("naa.6", None), Some(identity("nfs4", 7))), "disk-differs");
+    // What has only to be there.
+    let file = |disk: &mut DiskSight| disk.option = Some("-object secret".to_owned());
+    assert_eq!(found(|_, d| (file(&mut d.disks[0]), d.disks[0].exists = false).1), "file-missing");
+    assert_eq!(found(|_, d| (file(&mut d.disks[0]), d.disks[0].source = None).1), "");
     assert_eq!(with(|disk| disk.direct = false), "disk-cached?");
     assert_eq!(with(|disk| disk.locked = false), "disk-unlocked?");
 }

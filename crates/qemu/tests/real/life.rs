@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use whimbrel_qemu::cmdline;
 use whimbrel_qemu::command::{HostRules, build};
 use whimbrel_qemu::find::{FindError, Selector, connect, find, list};
-use whimbrel_qemu::preflight::{Severity, check, check_source, gather, is_possible};
+use whimbrel_qemu::preflight::{Severity, check, check_source, files, gather, is_possible};
 use whimbrel_qemu::process::{Launch, StartError, start};
 use whimbrel_qemu::qmp::{Qmp, QmpError};
 use whimbrel_qemu::ram::{open_shared, ram_blocks};
@@ -218,7 +218,7 @@ fn preflight_of_a_real_guest() {
             ..HostRules::new(&version.binary, &run_dir)
         };
         let facts = gather::source(&mut source.qmp, &process).unwrap();
-        let files = gather::needed_files(&facts.vm);
+        let files = files::needed_files(&facts.vm);
         assert_eq!(files.len(), 2);
         let mut probe = version.start(dir.path(), "probe", &args("-machine none"));
         let mut there =

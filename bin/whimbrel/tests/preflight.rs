@@ -1,0 +1,233 @@
+//! Pre-flight between two hosts that are not alike. What only a QEMU that was started at the destination can tell (its
+//! devices, what its processor lacks, its RAM) ends the migration before the guest is touched; so does a disk that may be
+//! another one there, and a file that is not there. Needs root.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
+
+mod common;
+
+use std::fs;
+use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::process::Command;
+
+use common::{Cluster, Device, Disk, GuestSpec, Load, QemuVersion};
+use lab::disk;
+use serde_json::Value;
+
+/// A guest that writes while it is moved.
+fn busy() -> Load {
+    Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() }
+}
+
+/// The second host starts its QEMUs with these words more where a guest is to arrive. QEMU takes the last word where
+/// two say the same.
+fn arrives_with(cluster: &mut Cluster, more: &str) {
+    cluster.b.kill();
+    let config = fs::read_to_string(cluster.b.config()).unwrap();
+    let mut config: toml::Table = config.parse().unwrap();
+    let binaries = config["qemu"]["binaries"].as_array_mut().unwrap();
+    for (number, binary) in binaries.iter_mut().enumerate() {
+        let path = cluster.b.directory.join(format!("other-qemu-{number}"));
+        let program = binary.as_str().unwrap();
+        let script = format!(
+            "#!/bin/sh\ncase \" $* \" in\n*' -incoming '*) set -- \"$@\" {more};;\nesac\nexec {program} \"$@\"\n"
+        );
+        fs::write(&path, script).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        *binary = path.to_str().unwrap().into();
+    }
+    fs::write(cluster.b.config(), config.to_string()).unwrap();
+    cluster.b.start();
+}
+
+/// The findings of a migration that was refused, by their codes; the guest runs at its source as if nothing had been.
+#[track_caller]
+fn refused(cluster: &Cluster, pid: u32) -> Vec<Value> {
+    // Nobody has started a QEMU for the guest yet: no word of it.
+    let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).ok().json();
+    assert_eq!(check["possible"], true, "{check:#}");
+
+    let said = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
+    assert_eq!(said.code, 1, "{said:?}");
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    let vm = cluster.a.vm("vm1").unwrap();
+    assert_eq!((&vm["state"], vm["pid"].as_u64()), (&"running".into(), Some(u64::from(pid))));
+    assert!(cluster.b.vm("vm1").is_none());
+    assert!(common::entries(&cluster.b.directory.join("run/vms")).is_empty());
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(report["rounds"].as_array().unwrap().is_empty(), "nothing was sent: {report:#}");
+    let findings = report["findings"].as_array().unwrap().iter();
+    findings.filter(|one| one["severity"] == "blocker").cloned().collect()
+}
+
+/// A destination whose QEMU is like the source's but for `more` refuses with such findings, and with nothing else.
+fn is_refused(more: &str, code: &str, what: &str) {
+    let mut cluster = Cluster::new();
+    arrives_with(&mut cluster, more);
+    for qemu in cluster.environment.qemu_versions() {
+        let mut spec = GuestSpec { qemu, ..GuestSpec::tiny("vm1", busy()) };
+        spec.devices.push(Device::Rng);
+        // One that says by its name what it has; the last one on the command line counts.
+        spec.extra = ["-cpu", "Nehalem"].map(str::to_owned).to_vec();
+        let guest = cluster.guest(&spec);
+        let findings = refused(&cluster, guest.pid());
+        assert!(!findings.is_empty());
+        for finding in &findings {
+            assert_eq!(finding["code"], code, "{qemu:?}: {findings:#?}");
+        }
+        let found = findings.iter().any(|one| one["what"].as_str().unwrap().contains(what));
+        assert!(found, "{what:?} is missing: {findings:#?}");
+        // The same guest, and a destination without the difference.
+        cluster.guest_is_whole("a", "vm1");
+        lab::kill_pid(guest.pid()).unwrap();
+        cluster.a.cli(&["vm", "forget", "vm1"]).ok();
+        fs::remove_dir_all(guest.directory()).unwrap();
+    }
+}
+
+/// The host there cannot do what the guest's processor has: what it would say of a model with a feature more than it
+/// can provide.
+#[test]
+fn a_cpu_feature_that_is_not_there() {
+    is_refused("-cpu Nehalem,+avx512f", "cpu-features", "avx512f");
+}
+
+/// A device that only the destination has loads nothing, and says nothing.
+#[test]
+fn a_device_that_only_the_destination_has() {
+    is_refused("-device usb-ehci,id=late", "devices-differ", "late");
+}
+
+/// A device of the guest's that is another one there.
+#[test]
+fn a_device_that_has_other_properties() {
+    is_refused("-global virtio-rng-device.max-bytes=4096", "devices-differ", "max-bytes");
+}
+
+/// Without the difference the same guest is let in: the newer QEMU's, and the installed one's.
+#[test]
+fn a_like_destination_is_none_the_worse_for_it() {
+    let mut cluster = Cluster::new();
+    arrives_with(&mut cluster, "");
+    let extra = ["-cpu", "Nehalem"].map(str::to_owned).to_vec();
+    let qemu = QemuVersion::Installed;
+    let spec = GuestSpec { qemu, extra, ..GuestSpec::tiny("vm1", busy()).with_many_devices() };
+    let _guest = cluster.guest(&spec);
+    cluster.migrate("vm1", "a", "b", &[]);
+    cluster.guest_is_whole("b", "vm1");
+}
+
+// ---- disks and files
+
+/// A block device over an image, until this is dropped.
+struct Loop(String);
+
+impl Loop {
+    /// None where the kernel has no such devices.
+    fn over(image: &Path) -> Option<Self> {
+        let made = Command::new("losetup").args(["--find", "--show"]).arg(image).output().ok()?;
+        if !made.status.success() {
+            let why = String::from_utf8_lossy(&made.stderr);
+            let _ = writeln!(std::io::stderr(), "NOT TRIED: block devices of another host: {why}");
+            return None;
+        }
+        Some(Self(String::from_utf8_lossy(&made.stdout).trim().to_owned()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        drop(Command::new("losetup").args(["--detach", &self.0]).status());
+    }
+}
+
+/// The second host is another machine, as far as its agent sees: another boot, and an empty directory in place of one.
+fn another_machine(cluster: &mut Cluster, empty: &Path, disks: &str) {
+    cluster.b.kill();
+    let boot = cluster.b.directory.join("boot_id");
+    fs::write(&boot, "00000000-1111-2222-3333-444444444444\n").unwrap();
+    let instead = format!(
+        "mount --bind {} /proc/sys/kernel/random/boot_id; mount -t tmpfs none {}; exec \"$@\"",
+        boot.display(),
+        empty.display()
+    );
+    cluster.b.starter = ["unshare", "--mount", "sh", "-ec", &instead, "sh"].map(str::to_owned).to_vec();
+    let config = fs::read_to_string(cluster.b.config()).unwrap();
+    fs::write(cluster.b.config(), format!("{config}\n{disks}\n")).unwrap();
+    cluster.b.start();
+}
+
+/// A block device of the same name may be another volume there, and `localhost` is another server. Nobody who is not
+/// sure says that they are the same; then they are blockers. So is a key that is not there.
+#[test]
+fn what_has_the_same_name_on_another_machine_is_not_taken_for_the_same() {
+    let mut cluster = Cluster::new();
+    let directory = cluster.lab.a.directory().join("disks");
+    let keys = cluster.lab.shared_directory().unwrap().join("keys");
+    fs::create_dir(&keys).unwrap();
+    fs::create_dir(&directory).unwrap();
+    fs::write(keys.join("master.key"), "secret").unwrap();
+    let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
+    let (volume, served) = (directory.join("volume.raw"), directory.join("served.raw"));
+    for image in [&volume, &served] {
+        disk::known_content(&qemu, image, "raw", 16).unwrap();
+    }
+    let Some(device) = Loop::over(&volume) else { return };
+    let ready = directory.join("nbd.pid");
+    let words = [
+        "qemu-nbd",
+        "--read-only",
+        "--persistent",
+        "--bind=127.0.0.1",
+        "--format=raw",
+        "--pid-file",
+        ready.to_str().unwrap(),
+        served.to_str().unwrap(),
+    ];
+    let mut server = cluster.lab.a.spawn("nbd", &words).unwrap();
+    while !ready.exists() {
+        assert!(server.is_running(), "{}", fs::read_to_string(server.log()).unwrap());
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    let mut spec = GuestSpec::tiny("vm1", busy());
+    spec.devices.push(Device::Disk(Disk::new("volume", Path::new(&device.0), "raw")));
+    let address = "nbd://127.0.0.1:10809";
+    let drive = format!("file={address},format=raw,if=none,id=served,read-only=on");
+    let key = format!("secret,id=key,file={}", keys.join("master.key").display());
+    let extra = ["-drive", &drive, "-device", "virtio-blk-pci,drive=served", "-object", &key];
+    spec.extra = extra.map(str::to_owned).to_vec();
+    let _guest = cluster.guest(&spec);
+    let check = |cluster: &Cluster| {
+        let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).json();
+        let found = check["destination_findings"].as_array().unwrap().clone();
+        let blockers = found.into_iter().filter(|one| one["severity"] == "blocker");
+        let mut all: Vec<_> = blockers.map(|one| format!("{}: {}", one["code"], one["what"])).collect();
+        all.sort();
+        all
+    };
+    // Two agents of one machine see the same device, but not the same `localhost`: they have a network of their own.
+    let found = check(&cluster);
+    assert!(
+        found.len() == 1 && found[0].contains("disk-unidentified") && found[0].contains(address),
+        "{found:#?}"
+    );
+
+    another_machine(&mut cluster, &keys, "");
+    let found = check(&cluster);
+    for (word, name) in [
+        ("disk-unidentified", device.0.as_str()),
+        ("disk-unidentified", address),
+        ("file-missing", "master.key"),
+    ] {
+        let is_there = found.iter().any(|one| one.contains(word) && one.contains(name));
+        assert!(is_there, "{word} of {name} is missing: {found:#?}");
+    }
+    assert_eq!(found.len(), 3, "{found:#?}");
+
+    another_machine(&mut cluster, &keys, &format!("[disks]\nshared = [{:?}, {address:?}]", device.0));
+    let found = check(&cluster);
+    assert!(found.len() == 1 && found[0].contains("file-missing"), "{found:#?}");
+}

@@ -1,0 +1,274 @@
+//! Which files and addresses of its host a guest needs, and how the destination sees them.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value as Json;
+
+use super::DiskSight;
+use super::identity::FileIdentity;
+use crate::cmdline::Given;
+use crate::command::HostRules;
+use crate::describe::{VmDescription, WHOLE_FILES, names_a_file};
+
+/// Names of this host among addresses of network disks.
+const LOCAL_NAMES: &[&str] = &["localhost", "ip6-localhost", "localhost.localdomain", "0.0.0.0", "::", "::1"];
+
+/// Something that the guest needs of its host, as the source sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NeededFile {
+    /// Its path on the source, or a network disk's address.
+    pub path: String,
+    /// What it is; `None` when it cannot be told.
+    pub identity: Option<FileIdentity>,
+    /// The option that names it, for what has only to be there (a kernel, a key); none for a disk, which must be the
+    /// same on both sides.
+    pub option: Option<String>,
+    /// Whether it is opened past the page cache.
+    pub direct: bool,
+    /// Whether QEMU locks it.
+    pub locked: bool,
+}
+
+/// The files that a guest needs, and those of its disks' addresses that mean this host.
+pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
+    let mut files: Vec<NeededFile> = Vec::new();
+    for disk in &vm.disks {
+        for name in disk.file.iter().chain(&disk.backing_files) {
+            for place in places(name) {
+                let (path, identity) = match place {
+                    Place::File(path) => (path.clone(), FileIdentity::of(Path::new(&path))),
+                    Place::OfThisHost(address) => (address, None),
+                };
+                if files.iter().all(|file| file.path != path) {
+                    let locked = !is_unlocked(vm, &path);
+                    files.push(NeededFile { path, identity, option: None, direct: disk.direct, locked });
+                }
+            }
+        }
+    }
+    for (option, path) in vm.options.iter().flat_map(other_files) {
+        if files.iter().all(|file| file.path != path) {
+            files.push(NeededFile { path, identity: None, option: Some(option), direct: true, locked: true });
+        }
+    }
+    files
+}
+
+fn is_unlocked(vm: &VmDescription, path: &str) -> bool {
+    vm.options.iter().filter(|option| option.name == "drive" || option.name == "blockdev").any(|option| {
+        let value = option.parsed();
+        let off = ["locking", "file.locking"].iter().any(|key| value.get(key).as_deref() == Some("off"));
+        let names = ["file", "filename", "file.filename"];
+        off && names.iter().any(|key| value.get(key).as_deref() == Some(path))
+    })
+}
+
+/// Files that an option names and that are neither disks nor made anew at the destination (sockets, logs, RAM): keys and
+/// certificates, firmware, tables. Without them QEMU would not start there.
+fn other_files(option: &Given) -> Vec<(String, String)> {
+    let mut found = Vec::new();
+    let mut take = |what: String, path: &str| {
+        if path.starts_with('/') {
+            found.push((what, path.to_owned()));
+        }
+    };
+    let name = option.name.as_str();
+    match name {
+        "drive" | "blockdev" | "chardev" | "netdev" | "nic" | "net" => {}
+        _ if name == "bios" || WHOLE_FILES.contains(&name) => {
+            take(format!("-{name}"), option.value.as_deref().unwrap_or_default());
+        }
+        _ => {
+            let mut value = option.parsed();
+            let kind = value.get("qom-type").or_else(|| value.get("driver"));
+            let what = kind.map_or(format!("-{name}"), |kind| format!("-{name} {kind}"));
+            value.map_texts(&mut |key, text| {
+                let made_anew = key.ends_with("mem-path") || (name == "spice" && key == "addr");
+                if names_a_file(name, key) && !made_anew {
+                    let several = (name, key) == ("acpitable", "data");
+                    text.split(|letter| several && letter == ':').for_each(|path| take(what.clone(), path));
+                }
+                None
+            });
+        }
+    }
+    found
+}
+
+/// Where a disk is.
+#[derive(Debug, PartialEq, Eq)]
+enum Place {
+    File(String),
+    /// An address that means another place on every host.
+    OfThisHost(String),
+}
+
+/// The places that the name of an image stands for, as far as they are this host's.
+fn places(name: &str) -> Vec<Place> {
+    if let Some(description) = name.strip_prefix("json:") {
+        let mut found = Vec::new();
+        if let Ok(description) = serde_json::from_str(description) {
+            described(&description, name, &mut found);
+        }
+        return found;
+    }
+    let plain = ["file:", "host_device:", "host_cdrom:"].iter().find_map(|start| name.strip_prefix(start));
+    let plain = plain.unwrap_or(name);
+    if plain.starts_with('/') {
+        return vec![Place::File(plain.to_owned())];
+    }
+    if is_of_this_host(name) { vec![Place::OfThisHost(name.to_owned())] } else { Vec::new() }
+}
+
+/// Looks through a `json:` description.
+fn described(json: &Json, name: &str, found: &mut Vec<Place>) {
+    match json {
+        Json::Object(map) => {
+            for (key, value) in map {
+                let last = key.rsplit('.').next().unwrap_or(key);
+                match (last, value.as_str()) {
+                    ("filename" | "file", Some(text)) => found.extend(places(text)),
+                    ("host", Some(host)) if is_local_name(host) => {
+                        found.push(Place::OfThisHost(name.to_owned()));
+                    }
+                    ("path", Some(path)) if path.starts_with('/') && map_is_socket(map) => {
+                        found.push(Place::OfThisHost(name.to_owned()));
+                    }
+                    _ => described(value, name, found),
+                }
+            }
+        }
+        Json::Array(list) => list.iter().for_each(|value| described(value, name, found)),
+        _ => {}
+    }
+}
+
+/// A description's socket is a unix one, or the whole is flat (`server.path`).
+fn map_is_socket(map: &serde_json::Map<String, Json>) -> bool {
+    let kind = map.get("type").or_else(|| map.get("server.type")).and_then(Json::as_str);
+    kind == Some("unix") || map.contains_key("server.path") || map.get("driver").is_some_and(|d| d == "nbd")
+}
+
+fn is_of_this_host(name: &str) -> bool {
+    if let Some((scheme, rest)) = name.split_once("://") {
+        if scheme.ends_with("+unix") || scheme == "nvme" {
+            return true;
+        }
+        let authority = rest.split(['/', '?']).next().unwrap_or_default();
+        let address = authority.rsplit_once('@').map_or(authority, |(_, address)| address);
+        return is_local_name(host_of(address));
+    }
+    // The old way of writing it, which takes no other scheme.
+    name.strip_prefix("nbd:").is_some_and(|rest| rest.starts_with("unix:") || is_local_name(host_of(rest)))
+}
+
+/// The host in `host:port` or `[address]:port`.
+fn host_of(address: &str) -> &str {
+    match address.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => address.split(':').next().unwrap_or_default(),
+    }
+}
+
+fn is_local_name(host: &str) -> bool {
+    host.starts_with("127.") || LOCAL_NAMES.iter().any(|name| host.eq_ignore_ascii_case(name))
+}
+
+/// How the destination sees what a guest needs. `shared` are directories, files and addresses as the source has them, of
+/// which somebody said that both hosts see the same there.
+pub fn see_files(files: &[NeededFile], rules: &HostRules, shared: &[String]) -> Vec<DiskSight> {
+    let see = |file: &NeededFile| {
+        let is_path = file.path.starts_with('/');
+        let there = if is_path { rules.path_here(&file.path) } else { file.path.clone() };
+        let is_marked =
+            |word: &String| *word == file.path || (is_path && Path::new(&file.path).starts_with(word));
+        DiskSight {
+            path: file.path.clone(),
+            source: file.identity.clone(),
+            exists: !is_path || Path::new(&there).exists(),
+            destination: FileIdentity::of(Path::new(&there)),
+            path_there: there,
+            option: file.option.clone(),
+            marked_shared: shared.iter().any(is_marked),
+            direct: file.direct,
+            locked: file.locked,
+        }
+    };
+    files.iter().map(see).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_that_mean_this_host() {
+        for name in [
+            "nbd://localhost:10809/x",
+            "nbd://127.0.0.1",
+            "nbd://[::1]:10809/x",
+            "nbd+unix:///x?socket=/run/x",
+            "nbd:localhost:10809",
+            "nbd:127.0.1.1:10809:exportname=x",
+            "nbd:unix:/run/x:exportname=y",
+            "ssh://me@localhost/x",
+            "iscsi://LOCALHOST:3260/iqn/0",
+            "nvme://0000:01:00.0/1",
+            r#"json:{"driver":"raw","file":{"driver":"nbd","server":{"type":"inet","host":"::1","port":"1"}}}"#,
+            r#"json:{"driver":"nbd","server.type":"unix","server.path":"/run/x"}"#,
+            r#"json:{"driver":"nbd","server":{"type":"unix","path":"/run/x"}}"#,
+        ] {
+            assert_eq!(places(name), [Place::OfThisHost(name.to_owned())]);
+        }
+        for name in [
+            "nbd://storage:10809/x",
+            "nbd://10.0.0.1/localhost",
+            "nbd:storage:10809",
+            "rbd:pool/image",
+            "https://example.org/localhost.iso",
+            r#"json:{"driver":"nbd","server":{"type":"inet","host":"storage","port":"1"}}"#,
+            "json:{",
+            "",
+        ] {
+            assert_eq!(places(name), []);
+        }
+    }
+
+    #[test]
+    fn files_under_other_names() {
+        let file = |name: &str| assert_eq!(places(name), [Place::File("/dev/vg/a".to_owned())], "{name}");
+        file("/dev/vg/a");
+        file("host_device:/dev/vg/a");
+        file(r#"json:{"driver":"raw","offset":512,"file":{"driver":"host_device","filename":"/dev/vg/a"}}"#);
+    }
+
+    #[test]
+    fn all_files_that_an_option_names() {
+        let found = |name: &str, value: &str| {
+            let found = other_files(&Given::new(name, value.to_owned()));
+            found.into_iter().map(|(option, path)| format!("{option} {path}")).collect::<Vec<_>>()
+        };
+        assert_eq!(found("kernel", "/boot/vmlinuz"), ["-kernel /boot/vmlinuz"]);
+        assert_eq!(found("bios", "/usr/share/OVMF.fd"), ["-bios /usr/share/OVMF.fd"]);
+        assert_eq!(found("bios", "bios.bin"), [""; 0]);
+        let key = "/var/lib/libvirt/qemu/domain-1-web1/master-key.aes";
+        let secret = format!("secret,id=masterKey0,format=raw,file={key}");
+        assert_eq!(found("object", &secret), [format!("-object secret {key}")]);
+        let json = format!(r#"{{"qom-type":"secret","id":"masterKey0","format":"raw","file":"{key}"}}"#);
+        assert_eq!(found("object", &json), [format!("-object secret {key}")]);
+        assert_eq!(
+            found("object", "tls-creds-x509,id=t,dir=/etc/pki,endpoint=server"),
+            ["-object tls-creds-x509 /etc/pki"]
+        );
+        assert_eq!(found("fw_cfg", "name=opt/x,file=/srv/x.ign"), ["-fw_cfg /srv/x.ign"]);
+        assert_eq!(found("fw_cfg", "name=opt/x,string=/srv/x.ign"), [""; 0]);
+        assert_eq!(found("acpitable", "data=/a:/b"), ["-acpitable /a", "-acpitable /b"]);
+        assert_eq!(found("device", "e1000,romfile=/x.rom"), ["-device e1000 /x.rom"]);
+        assert_eq!(found("device", "e1000,romfile=x.rom"), [""; 0]);
+        // These are others at the destination.
+        assert_eq!(found("object", "memory-backend-file,id=m,size=1G,mem-path=/dev/hugepages"), [""; 0]);
+        assert_eq!(found("chardev", "socket,id=c,path=/run/x"), [""; 0]);
+        assert_eq!(found("drive", "file=/x"), [""; 0]);
+    }
+}

@@ -23,7 +23,6 @@
 //! Threads and blocking calls throughout; below them the sockets do not block, so that deadlines and
 //! [`Handle::shutdown`] reach a thread wherever it waits.
 
-mod backoff;
 mod connection;
 mod endpoint;
 mod error;
@@ -35,7 +34,6 @@ mod router;
 mod socket;
 mod stream;
 
-pub use backoff::Backoff;
 pub use connection::{Connection, Handle, Incoming, Reader, Writer};
 pub use endpoint::{Endpoint, Peer, Settings};
 pub use error::{BindError, ConnectError, HandshakeError, LinkError};

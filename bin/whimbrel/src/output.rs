@@ -24,7 +24,7 @@ impl Output {
         if self.json {
             self.json(value);
         } else {
-            write(&text(value));
+            write(&plain(&text(value)));
         }
     }
 
@@ -35,10 +35,10 @@ impl Output {
             self.json(&problem);
             return;
         }
-        eprintln!("error: {}", problem.error);
-        eprint!("{}", findings(&problem.findings));
+        eprintln!("error: {}", plain(&problem.error));
+        eprint!("{}", plain(&findings(&problem.findings)));
         if !problem.advice.is_empty() {
-            eprintln!("  {}", problem.advice);
+            eprintln!("  {}", plain(&problem.advice));
         }
     }
 
@@ -59,6 +59,19 @@ impl Output {
             Err(error) => eprintln!("error: the answer cannot be written as JSON: {error}"),
         }
     }
+}
+
+/// A text with what would steer a terminal made visible: parts of it come from other hosts and from logs of QEMU.
+pub(crate) fn plain(text: &str) -> String {
+    let mut plain = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '\n' | '\t' => plain.push(character),
+            control if control.is_control() => plain.extend(control.escape_default()),
+            other => plain.push(other),
+        }
+    }
+    plain
 }
 
 /// A reader that has gone away (`whimbrel … | head`) is no error of ours.
@@ -120,4 +133,17 @@ pub(crate) fn table<const N: usize>(
         text.push('\n');
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_is_shown_steers_a_terminal() {
+        let told = "QEMU said:\n\t\u{1b}[2J\u{1b}]0;owned\u{7} \u{9b}31m\r fine \u{e4}";
+        let shown = plain(told);
+        assert!(!shown.chars().any(|c| c.is_control() && c != '\n' && c != '\t'), "{shown:?}");
+        assert!(shown.contains("\n\t\\u{1b}[2J") && shown.ends_with("fine \u{e4}"), "{shown}");
+    }
 }

@@ -195,7 +195,7 @@ fn now(progress: &Progress) -> Vec<String> {
         parts.push(rate(progress.rate_bytes_per_s));
     }
     parts.extend(progress.downtime_us.map(|us| format!("downtime {}", milliseconds(us))));
-    parts.extend(progress.message.clone());
+    parts.extend(progress.message.as_deref().map(crate::output::plain));
     parts
 }
 

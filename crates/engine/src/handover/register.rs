@@ -88,7 +88,7 @@ pub enum Standing {
     Destination,
     /// The source has this epoch: the destination can take it no more.
     Source,
-    /// A later epoch stands: this one was decided long ago, for the destination or not.
+    /// A later epoch stands with one of the two: this one was decided long ago, for the destination or not.
     MovedOn,
     /// No record, or one that none of this migration's requests leads to. Wait, and tell the operator.
     Foreign,
@@ -98,7 +98,10 @@ pub enum Standing {
 pub fn standing(terms: &Terms, record: Option<&Ownership>) -> Standing {
     let Some(record) = record else { return Standing::Foreign };
     if record.epoch > terms.epoch() {
-        Standing::MovedOn
+        // A third host has it by a migration of this one's source, or by a lie: the register does not tell. The source
+        // does, when it is asked.
+        let ours = record.owner == terms.source || record.owner == terms.destination;
+        if ours { Standing::MovedOn } else { Standing::Foreign }
     } else if record.epoch == terms.epoch() {
         match &record.owner {
             owner if *owner == terms.destination => Standing::Destination,

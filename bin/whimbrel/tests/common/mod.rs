@@ -298,6 +298,8 @@ impl Agent {
     /// SIGSTOP: its host is well and keeps its connections alive, but it does nothing.
     pub fn freeze(&self) {
         self.signal("-STOP");
+        let pid = self.pid();
+        until("the agent is stopped", || is_stopped(pid));
     }
 
     pub fn thaw(&self) {
@@ -342,6 +344,12 @@ impl Agent {
         list.as_array().unwrap().iter().find(|one| one["vm"] == vm).cloned()
     }
 
+    /// Whether no migration of this agent is open.
+    pub fn is_settled(&self) -> bool {
+        let vms = self.cli(&["vm", "list"]).ok().json();
+        vms.as_array().unwrap().iter().all(|vm| vm["migration"].is_null())
+    }
+
     /// Waits until no migration of this agent is open.
     pub fn wait_settled(&self) {
         let deadline = Instant::now() + DEADLINE;
@@ -354,6 +362,12 @@ impl Agent {
             std::thread::sleep(Duration::from_millis(50));
         }
     }
+}
+
+/// Whether a process is stopped by a signal.
+pub fn is_stopped(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
 }
 
 /// Waits until something is so.

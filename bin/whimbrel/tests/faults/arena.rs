@@ -83,8 +83,27 @@ impl Arena {
     /// Agents run again, links are whole, and what was begun comes to its end.
     fn mend(&mut self) {
         self.heal_and_restart();
+        self.decide_after_a_crash();
         self.cluster.a.wait_settled();
         self.cluster.b.wait_settled();
+    }
+
+    /// A destination's QEMU that died after `cont` may have been sent may have run: that only an operator can settle.
+    /// Here no disk can have been written to, so the source's copy is run.
+    fn decide_after_a_crash(&self) {
+        let (source, destination) = (self.cluster.agent(self.at), self.cluster.agent(self.other()));
+        let last = |agent: &common::Agent| agent.cli(&["migrations"]).ok().json()[0].clone();
+        let undecided = || last(source)["standing"] == "in-doubt" && last(destination)["state"] == "crashed";
+        common::until("the migration is over, or an operator has to decide", || {
+            source.is_settled() && destination.is_settled() || undecided()
+        });
+        if undecided() {
+            let mut words = vec!["recover", "vm1", "--run-here", "--i-know-the-risk"];
+            if self.cluster.witness.is_some() {
+                words.push("--even-against-the-register");
+            }
+            source.cli(&words).ok();
+        }
     }
 
     fn heal_and_restart(&mut self) {

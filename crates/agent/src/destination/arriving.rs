@@ -110,7 +110,8 @@ impl Traces {
         self.directory.join(qemu::command::QMP_FILE)
     }
 
-    fn log(&self) -> PathBuf {
+    /// What QEMU writes into when something is wrong.
+    pub(crate) fn log(&self) -> PathBuf {
         self.directory.join(qemu::command::LOG_FILE)
     }
 

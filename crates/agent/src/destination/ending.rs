@@ -69,6 +69,11 @@ impl Driver {
 
     /// The matter is settled: the VM is one of this host's, or nothing of it is left.
     pub(super) fn end(&mut self) {
+        if matches!(self.state, DestinationState::Crashed { .. }) {
+            let log = self.vm.as_ref().map(|vm| qemu::process::log_tail(&vm.traces.log()));
+            warn!(migration = %self.terms.migration, log, "what its QEMU said last");
+            self.discard();
+        }
         let id = &self.terms.migration;
         let journal = &self.context.journal;
         let active = matches!(self.state, DestinationState::Active { .. });

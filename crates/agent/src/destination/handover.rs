@@ -462,7 +462,7 @@ impl Driver {
         }
     }
 
-    fn discard(&mut self) {
+    pub(super) fn discard(&mut self) {
         if let Some(receiving) = self.receiving.take() {
             receiving.end();
         }

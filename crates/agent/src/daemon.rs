@@ -145,7 +145,7 @@ fn register(config: &Config, witness: &proto::HostId, endpoint: &Endpoint) -> Op
 pub(crate) struct Daemon {
     context: Arc<Context>,
     drivers: Mutex<BTreeMap<MigrationId, Driven>>,
-    /// Held while a migration is begun, so that no two of one VM are.
+    /// Held while a migration is begun and while a VM is entered or forgotten: what was looked at is then still so.
     beginning: Mutex<()>,
     /// Present if this agent keeps the register.
     witness: Option<WitnessServer>,
@@ -169,6 +169,11 @@ pub(crate) enum Mail {
 impl Daemon {
     fn drivers(&self) -> MutexGuard<'_, BTreeMap<MigrationId, Driven>> {
         self.drivers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nobody else begins a migration, or enters or forgets a VM, as long as this is held.
+    fn alone(&self) -> MutexGuard<'_, ()> {
+        self.beginning.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn mailbox(&self, id: &MigrationId) -> Option<Mail> {

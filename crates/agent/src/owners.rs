@@ -2,15 +2,34 @@
 
 use std::time::{Duration, Instant};
 
+use engine::handover::Terms;
 use engine::handover::register::RegisterAnswer;
 use proto::message::{Ownership, RegisterRequest};
 use proto::{Epoch, HostId, VmName};
 
 use crate::context::Context;
 
-/// Asks the register that the configuration names. Blocks until it has answered or its time-outs have passed.
-pub(crate) fn ask(context: &Context, request: &RegisterRequest) -> RegisterAnswer {
+/// Asks the register that a migration began with. Blocks until it has answered or its time-outs have passed. Another
+/// one, which the configuration may name by now, has no say in it.
+pub(crate) fn ask(context: &Context, terms: &Terms, request: &RegisterRequest) -> RegisterAnswer {
+    if other_witness(context, terms).is_some() {
+        return RegisterAnswer::Unreachable;
+    }
     context.register.as_ref().map_or(RegisterAnswer::Unreachable, |register| register.ask(request))
+}
+
+/// What is wrong where the configuration does not name the register that a migration began with.
+pub(crate) fn other_witness(context: &Context, terms: &Terms) -> Option<String> {
+    let theirs = terms.witness.as_ref()?;
+    let ours = context.config.register.as_ref();
+    (ours != Some(theirs)).then(|| {
+        let names = ours.map_or("none".to_owned(), |ours| format!("the one at {ours}"));
+        format!(
+            "{} began with the register of owners at {theirs}, and the configuration names {names}: its word does not \
+             count here; name {theirs} under [register] again, or see `whimbrel recover {}`",
+            terms.migration, terms.migration.vm
+        )
+    })
 }
 
 /// One driver's questions to the register: one at a time, so that a register that does not answer gathers no threads. A

@@ -15,12 +15,14 @@ mod telemetry;
 mod vm;
 
 use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::handover::Terms;
 use engine::handover::source::{SourceEvent, SourceReport, SourceState};
-use proto::Generation;
 use proto::message::Proposal;
+use proto::{Generation, VmName};
 
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
@@ -28,6 +30,7 @@ use crate::api::{MigrateRequest, OnLimit};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
+use crate::journal::VmRecord;
 use crate::owners;
 use crate::progress::{Phase, Publisher};
 use crate::report::{Objective, Outcome, Report};
@@ -116,6 +119,36 @@ pub(crate) struct Details {
     /// nothing to ask it, and a destination that is asked about what its journal does not know has lost its journal.
     #[serde(default)]
     pub(crate) accepted: bool,
+    /// Its QEMU. What the journal has of the VM itself can be forgotten or replaced meanwhile.
+    #[serde(default)]
+    pub(crate) process: Option<ProcessTrace>,
+}
+
+/// How a QEMU is found again.
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+pub(crate) struct ProcessTrace {
+    pub(crate) pid: u32,
+    pub(crate) start_time_ticks: u64,
+    pub(crate) qmp: PathBuf,
+}
+
+impl Details {
+    /// What there is to be kept of a VM.
+    pub(crate) fn of(context: &Context, vm: Option<&SourceVm>, accepted: bool) -> Self {
+        let process = vm.map(|vm| ProcessTrace {
+            pid: vm.process.pid(),
+            start_time_ticks: vm.process.start_time(),
+            qmp: vm.qmp_path.clone(),
+        });
+        Self { boot_id: context.boot_id.clone(), accepted, process }
+    }
+
+    /// The record of the VM's QEMU, as the migration found it.
+    pub(crate) fn vm(&self, vm: &VmName) -> Option<VmRecord> {
+        let process = self.process.as_ref()?;
+        let (pid, start, qmp) = (process.pid, process.start_time_ticks, process.qmp.clone());
+        Some(VmRecord::new(vm.clone(), serde_json::Value::Null, (pid, start), &self.boot_id, qmp))
+    }
 }
 
 /// The source's side of one migration.
@@ -146,6 +179,8 @@ pub(crate) struct Driver {
     proposal: Option<Proposal>,
     /// Its questions to the register.
     register: owners::Desk,
+    /// An offer to the register is on its way.
+    offering: Arc<AtomicBool>,
     clock: phases::StopClock,
     contact: handover::Contact,
     outcome: Option<Outcome>,
@@ -191,6 +226,7 @@ impl Driver {
             unjournalled: None,
             proposal: None,
             register: owners::Desk::default(),
+            offering: Arc::default(),
             clock: phases::StopClock::default(),
             contact,
             outcome: None,

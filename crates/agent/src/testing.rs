@@ -43,7 +43,13 @@ pub(crate) fn id(epoch: u64) -> MigrationId {
 
 /// The first migration, from one host to the other.
 pub(crate) fn terms(source: &str, destination: &str) -> Terms {
-    Terms { migration: id(1), source: host(source), destination: host(destination), register: None }
+    Terms {
+        migration: id(1),
+        source: host(source),
+        destination: host(destination),
+        register: None,
+        witness: None,
+    }
 }
 
 pub(crate) fn proposal() -> Proposal {
@@ -128,7 +134,7 @@ impl World {
 
     /// Writes the first migration into the journal.
     pub(crate) fn journalled(&self, terms: &Terms, state: State) {
-        let new = NewMigration { terms, state, was_running: true, proposal: &proposal() };
+        let new = NewMigration { terms, state, proposal: &proposal() };
         self.context.journal.begin(&new).unwrap();
     }
 
@@ -254,7 +260,7 @@ impl Qemu {
     }
 
     pub(crate) fn record(&self) -> VmRecord {
-        VmRecord::new(vm(), Value::Null, self.process.pid(), self.process.start_time(), self.path.clone())
+        VmRecord::new(vm(), Value::Null, self.process(), "this boot", self.path.clone())
     }
 
     /// Process id and start time.

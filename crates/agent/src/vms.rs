@@ -89,7 +89,7 @@ fn take(
     let journal = &context.journal;
     let known =
         journal.vms().map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
-    if let Some(same) = known.iter().find(|known| same_process(known, process)) {
+    if let Some(same) = known.iter().find(|known| same_process(context, known, process)) {
         if same.vm == name {
             return Ok((same.clone(), Vec::new()));
         }
@@ -97,7 +97,7 @@ fn take(
         return Err(Problem::new(Kind::Conflict, error, format!("`whimbrel vm forget {}` first", same.vm)));
     }
     if let Some(other) = known.iter().find(|known| known.vm == name)
-        && Process::open_exact(other.pid, other.start_time_ticks).is_ok()
+        && other.process(&context.boot_id).is_ok()
     {
         let error = format!("another VM named {name} is here already (process {})", other.pid);
         return Err(Problem::new(Kind::Conflict, error, "give this one another name with --as"));
@@ -113,8 +113,13 @@ fn take(
     findings.extend(restart_finding(process));
     let description = serde_json::to_value(&described)
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
-    let record =
-        VmRecord::new(name, description, process.pid, process.start_time_ticks, qmp.path().to_owned());
+    let record = VmRecord::new(
+        name,
+        description,
+        (process.pid, process.start_time_ticks),
+        &context.boot_id,
+        qmp.path().to_owned(),
+    );
     journal
         .put_vm(&record)
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
@@ -132,8 +137,9 @@ fn no_open_migration(context: &Context, name: &VmName) -> Result<(), Problem> {
     })
 }
 
-fn same_process(record: &VmRecord, process: &QemuProcess) -> bool {
-    (record.pid, record.start_time_ticks) == (process.pid, process.start_time_ticks)
+fn same_process(context: &Context, record: &VmRecord, process: &QemuProcess) -> bool {
+    let this_boot = record.boot_id.is_empty() || record.boot_id == context.boot_id;
+    this_boot && (record.pid, record.start_time_ticks) == (process.pid, process.start_time_ticks)
 }
 
 /// Something would start the VM again after it has moved away (design, trap 18).
@@ -156,7 +162,7 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
         .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "change `name` in the file"))?;
     let known = context.journal.vm(&name);
     let known = known.map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
-    if known.is_some_and(|known| Process::open_exact(known.pid, known.start_time_ticks).is_ok()) {
+    if known.is_some_and(|known| known.process(&context.boot_id).is_ok()) {
         let error = format!("{name} runs already");
         return Err(Problem::new(Kind::Conflict, error, format!("see `whimbrel vm show {name}`")));
     }
@@ -228,7 +234,7 @@ pub(crate) fn remove_leavings(context: &Context, vm: &VmName) {
 }
 
 fn remove_own_directory(context: &Context, record: &VmRecord) {
-    let gone = Process::open_exact(record.pid, record.start_time_ticks).is_err();
+    let gone = record.process(&context.boot_id).is_err();
     if gone && let Some(directory) = own_directory(context, &record.qmp) {
         remove(&directory);
     }
@@ -251,7 +257,7 @@ pub(crate) fn own_directory(context: &Context, qmp: &Path) -> Option<PathBuf> {
 
 /// What a list says of a VM.
 pub(crate) fn summary(context: &Context, record: &VmRecord, open: Option<&MigrationRecord>) -> VmSummary {
-    let alive = Process::open_exact(record.pid, record.start_time_ticks).is_ok();
+    let alive = record.process(&context.boot_id).is_ok();
     let mut summary = VmSummary {
         vm: record.vm.clone(),
         pid: alive.then_some(record.pid),

@@ -11,7 +11,7 @@ use agent::journal::{Durability, Journal, JournalError, NewMigration, State};
 use engine::handover::Terms;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
-use proto::{Epoch, HostId, MigrationId, VmName};
+use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use serde_json::json;
 use whimbrel_agent as agent;
 
@@ -57,9 +57,8 @@ fn begin(journal: &Journal, id: &MigrationId, state: State) -> Result<(), Journa
     });
     let (source, destination) = (HostId::new("alpha").unwrap(), HostId::new("beta").unwrap());
     journal.begin(&NewMigration {
-        terms: &Terms { migration: id.clone(), source, destination, register: None },
+        terms: &Terms { migration: id.clone(), source, destination, register: None, witness: None },
         state,
-        was_running: true,
         proposal: &serde_json::from_value(proposal).unwrap(),
     })
 }
@@ -69,6 +68,10 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
     let small = Small::mount();
     let leaving: Vec<_> = (0..6).map(|number| id(&format!("leaving{number}"))).collect();
     let arriving = id("arriving");
+    // After COMMITTED, or READY, the guest stands still: what comes then must not wait for room.
+    let (committed, ready) = (id("committed"), id("ready"));
+    let incarnation =
+        || Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) };
     let aborted = State::Source(SourceState::Aborted);
     {
         let journal = Journal::open(small.0.path()).unwrap();
@@ -76,6 +79,12 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
             begin(&journal, id, State::Source(SourceState::Prepared { run: true })).unwrap();
         }
         begin(&journal, &arriving, State::Destination(DestinationState::Prepared)).unwrap();
+        begin(&journal, &committed, State::Source(SourceState::Prepared { run: true })).unwrap();
+        begin(&journal, &ready, State::Destination(DestinationState::Prepared)).unwrap();
+        let state = SourceState::Committed { incarnation: incarnation(), run: true };
+        journal.record_source(&committed, &state, Durability::Process).unwrap();
+        let state = DestinationState::Ready { incarnation: incarnation() };
+        journal.record_destination(&ready, &state, Durability::Process).unwrap();
         small.fill();
         let full = begin(&journal, &id("late"), State::Source(SourceState::Prepared { run: true }));
         assert!(matches!(full, Err(JournalError::Full { .. })), "{full:?}");
@@ -91,6 +100,16 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
             journal.close(id).unwrap();
         }
         journal.record_destination(&arriving, &DestinationState::Discarded, Durability::Process).unwrap();
+        let run = true;
+        let reclaiming = SourceState::Reclaiming { incarnation: Some(incarnation()), run, force: false };
+        for state in [reclaiming, SourceState::Returning, SourceState::Returned] {
+            journal.record_source(&committed, &state, Durability::Synced).unwrap();
+        }
+        let taking = DestinationState::Taking { incarnation: incarnation(), run };
+        let starting = DestinationState::Starting { incarnation: incarnation(), again: false };
+        for state in [taking, starting, DestinationState::Active { incarnation: incarnation() }] {
+            journal.record_destination(&ready, &state, Durability::Process).unwrap();
+        }
     }
     fs::remove_file(small.filler()).unwrap();
     let journal = Journal::open(small.0.path()).unwrap();

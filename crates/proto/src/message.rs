@@ -76,6 +76,9 @@ pub enum Message {
     Reject {
         /// What stands in the way.
         findings: Vec<Finding>,
+        /// Where that is the epoch: the largest of the VM that this host has seen. The next attempt takes a larger one.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        largest_epoch: Option<Epoch>,
     },
     /// Source: this control stream takes the place of the broken one. First message of a later generation.
     Resume,
@@ -222,6 +225,9 @@ pub struct Proposal {
     /// With a register of owners: the epoch in which the source holds the VM there.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub register_epoch: Option<Epoch>,
+    /// With a register of owners: the host that keeps it. Both sides have to ask the same one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub witness: Option<HostId>,
     /// Kind of RAM that the user wants at the destination (`memfd`, `anonymous`); absent to let pre-flight choose.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ram_kind: Option<String>,

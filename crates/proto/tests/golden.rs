@@ -64,6 +64,7 @@ fn proposal() -> Proposal {
         description: serde_json::json!({ "machine": "pc-i440fx-7.2" }),
         check_only: false,
         register_epoch: None,
+        witness: None,
         ram_kind: None,
         allow_options: Vec::new(),
     }
@@ -95,6 +96,7 @@ fn messages() -> Vec<Message> {
     let full = Proposal {
         check_only: true,
         register_epoch: Some(Epoch(2)),
+        witness: Some(HostId::new("host-w").unwrap()),
         ram_kind: Some("memfd".into()),
         allow_options: vec!["-foo".into()],
         ..proposal()
@@ -125,7 +127,11 @@ fn messages() -> Vec<Message> {
             ram_kind: "memfd".into(),
             qemu_version: Some("10.0.2".into()),
         }),
-        Message::Reject { findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }] },
+        Message::Reject {
+            findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
+            largest_epoch: None,
+        },
+        Message::Reject { findings: vec![finding()], largest_epoch: Some(Epoch(9)) },
         Message::Resume,
         Message::Resumed,
         Message::Verify { block: 1, first_chunk: 4096, hashes: vec![HASH.into(), HASH.into()] },

@@ -17,6 +17,7 @@ fn proposal() -> Proposal {
         description: serde_json::Value::Null,
         check_only: false,
         register_epoch: None,
+        witness: None,
         ram_kind: None,
         allow_options: Vec::new(),
     }

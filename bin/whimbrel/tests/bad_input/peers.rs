@@ -4,7 +4,7 @@ use std::io::Write;
 use std::net::{SocketAddr, TcpListener};
 use std::thread;
 
-use crate::common::{Cluster, Guest};
+use crate::common::{Cluster, Guest, Setup};
 use crate::noise::noise;
 use crate::stranger::{Stranger, configure, tls};
 use crate::watched::{Watched, bare, nothing_is_left};
@@ -107,4 +107,21 @@ fn peers_that_cannot_be_trusted() {
     vm.is_unharmed(&cluster, "strangers");
     vm.counts();
     vm.moves(&cluster);
+}
+
+/// Each of two hosts wins at a witness of its own: both would run the VM.
+#[test]
+fn two_hosts_that_ask_different_registers() {
+    let mut cluster = Cluster::with(&Setup { witness: true, ..Setup::default() });
+    let address = cluster.lab.witness.address();
+    configure(&mut cluster.b, |text| {
+        let other = format!("[hosts.v]\naddress = \"{address}:7741\"\n[register]\nhost = \"v\"");
+        assert!(text.contains("[register]\nhost = \"w\""), "{text}");
+        text.replace("[register]\nhost = \"w\"", &other)
+    });
+    let vm = Watched::new(&cluster, "vm1");
+    let words = ["the source asks the register of owners at w, this host the one at v", "the same witness"];
+    refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]), 1, &words);
+    refused(&cluster.a.cli(&["migrate", "vm1", "--to", "b"]), 1, &words[..1]);
+    vm.is_unharmed(&cluster, "another register");
 }

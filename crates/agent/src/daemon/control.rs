@@ -4,6 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use engine::handover::Step;
 use engine::handover::destination::DestinationEvent;
 use engine::handover::source::SourceEvent;
 use proto::{HostId, MigrationId, VmName};
@@ -16,7 +17,7 @@ use crate::api::{
     RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use crate::api::{Kind, Problem};
-use crate::journal::State;
+use crate::journal::{MigrationRecord, State};
 use crate::progress::{Publisher, Standing, Watcher};
 use crate::report::Report;
 use crate::{destination, preflight, source, vms};
@@ -84,16 +85,19 @@ impl Control for Users {
     }
 
     fn adopt(&self, request: AdoptRequest) -> Result<Adopted, Problem> {
+        let _alone = self.alone();
         let (record, findings) = vms::adopt(&self.context, &request)?;
         Ok(Adopted { vm: self.summary(&record), findings })
     }
 
     fn run(&self, request: RunRequest) -> Result<Adopted, Problem> {
+        let _alone = self.alone();
         let (record, findings) = vms::run(&self.context, &request)?;
         Ok(Adopted { vm: self.summary(&record), findings })
     }
 
     fn forget(&self, vm: &VmName) -> Result<(), Problem> {
+        let _alone = self.alone();
         self.not_in_migration(vm)?;
         vms::forget(&self.context, &self.known(vm)?)
     }
@@ -152,8 +156,7 @@ impl Control for Users {
             return Ok(CancelOutcome::AlreadyOver { standing: before.standing });
         }
         self.settled(id, |status| {
-            status.standing.is_over()
-                || matches!(status.state.as_str(), "committed" | "reclaiming" | "bereft")
+            status.standing.is_over() || self.record(id).is_ok_and(|record| too_late_to_cancel(&record))
         });
         let after = self.status(id)?;
         Ok(match after.standing {
@@ -225,5 +228,19 @@ impl Daemon {
             }
             std::thread::sleep(Duration::from_millis(10));
         }
+    }
+}
+
+/// Whether a cancellation changes nothing any more, and never will.
+pub(super) fn too_late_to_cancel(record: &MigrationRecord) -> bool {
+    match &record.state {
+        State::Source(state) => matches!(
+            engine::handover::source::source(&record.terms, state, &SourceEvent::Cancel),
+            Ok(Step::Moved(step)) if step.to == *state
+        ),
+        State::Destination(state) => matches!(
+            engine::handover::destination::destination(&record.terms, state, &DestinationEvent::Cancel),
+            Ok(Step::Moved(step)) if step.to == *state
+        ),
     }
 }

@@ -80,10 +80,9 @@ impl Daemon {
 
     /// Begins a migration; its driver goes on by itself.
     pub(super) fn begin(self: &Arc<Self>, request: &MigrateRequest) -> Result<MigrationStatus, Problem> {
-        let record = self.known(&request.vm)?;
         self.reachable(request)?;
-        // Nobody else may begin one for the same VM between this look and the driver's first entry.
-        let _beginning = self.beginning.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let _alone = self.alone();
+        let record = self.known(&request.vm)?;
         self.not_in_migration(&request.vm)?;
         let offer = self.offer(&record, request, false)?;
         if CheckReport::blocked(&offer.findings) {
@@ -103,6 +102,7 @@ impl Daemon {
             source: self.context.config.host.clone(),
             destination: request.to.clone(),
             register: held,
+            witness: self.context.config.register.clone(),
         };
         let aims = Aims::new(request, &self.context.config.limits);
         let proposal = Proposal { register_epoch: held, streams: aims.streams, ..offer.proposal };
@@ -137,12 +137,12 @@ impl Daemon {
         controls: Arc<Controls>,
     ) -> Result<(), Problem> {
         let id = terms.migration.clone();
+        let details = source::Details::of(&self.context, Some(&vm), false);
         let (mut driver, driven) = self.source_driver(terms, SourceState::Idle, Some(vm), controls);
         let place = self.place(&id, driven)?;
         driver.begin(proposal).map_err(|error| {
             Problem::caused_by(Kind::Internal, &error, "the VM is untouched; see the agent's log")
         })?;
-        let details = source::Details { boot_id: self.context.boot_id.clone(), accepted: false };
         if let Err(error) = self.context.journal.set_details(&id, &details, Durability::Synced) {
             driver.give_up(&crate::chain(&error));
             return Err(internal(&error));
@@ -182,7 +182,7 @@ impl Daemon {
         let check_only = proposal.check_only;
         info!(migration = %id, %from, check_only, "proposed");
         let answer = match self.consider(&from, id, proposal) {
-            Err(findings) => Message::Reject { findings },
+            Err(findings) => Message::Reject { findings, largest_epoch: None },
             Ok(considered) if check_only => Message::Accept(Acceptance {
                 findings: considered.findings,
                 qemu_start_us: 0,
@@ -208,6 +208,12 @@ impl Daemon {
         proposal.validate().map_err(|error| {
             blocker("proposal", crate::chain(&error), "use the same version of whimbrel on both hosts")
         })?;
+        self.nobody_has(id, proposal.check_only)?;
+        preflight::destination(&self.context, from, id, proposal)
+    }
+
+    /// The name is free for a VM that comes.
+    fn nobody_has(&self, id: &MigrationId, check_only: bool) -> Result<(), Vec<Finding>> {
         match self.context.journal.vm(&id.vm) {
             Ok(Some(_)) => {
                 let what = format!("this host has a VM named {} already", id.vm);
@@ -218,12 +224,10 @@ impl Daemon {
                 return Err(blocker("journal", crate::chain(&error), "mend the journal on the destination"));
             }
         }
-        if !proposal.check_only
-            && let Err(problem) = self.not_in_migration(&id.vm)
-        {
+        if !check_only && let Err(problem) = self.not_in_migration(&id.vm) {
             return Err(blocker("in-migration", problem.error, &problem.advice));
         }
-        preflight::destination(&self.context, from, id, proposal)
+        Ok(())
     }
 
     fn receive(
@@ -234,13 +238,19 @@ impl Daemon {
     ) {
         let preflight::Considered { terms, proposal, launch, traces, compared, ram_kind, .. } = considered;
         let proposed = proposal.ram.clone();
-        let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal, None);
-        let place = match self.place(id, driven) {
+        let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal);
+        // Pre-flight takes its time; the name may be another's by now.
+        let alone = self.alone();
+        let free = self.nobody_has(id, false);
+        let place = free.and_then(|()| {
+            let place = self.place(id, driven);
+            place.map_err(|problem| blocker("in-migration", problem.error, &problem.advice))
+        });
+        let place = match place {
             Ok(place) => place,
-            Err(problem) => {
-                error!(migration = %id, error = problem.error, "nobody receives it");
-                let findings = blocker("in-migration", problem.error, &problem.advice);
-                drop(connection.send(&Message::Reject { findings }));
+            Err(findings) => {
+                warn!(migration = %id, ?findings, "nobody receives it");
+                drop(connection.send(&Message::Reject { findings, largest_epoch: None }));
                 return;
             }
         };
@@ -248,11 +258,19 @@ impl Daemon {
             warn!(migration = %id, %error, "no thread for the control stream");
             return;
         }
+        let prepared = driver.prepare();
+        drop(alone);
         let context = Arc::clone(&self.context);
         let migration = id.clone();
         let work = move || {
-            if let Err(error) = driver.prepare() {
-                driver.reject(blocker("journal", crate::chain(&error), SEE_DISK));
+            if let Err(error) = prepared {
+                let (code, advice) = match error.largest_epoch() {
+                    Some(_) => {
+                        ("epoch", "try again: the source has learnt of that epoch, and takes a larger one")
+                    }
+                    None => ("journal", SEE_DISK),
+                };
+                driver.reject(blocker(code, crate::chain(&error), advice), error.largest_epoch());
                 return;
             }
             let began = std::time::Instant::now();
@@ -278,34 +296,32 @@ impl Daemon {
                     });
                     driver.run();
                 }
-                Err(ArriveError::Refused(findings)) => driver.reject(findings),
+                Err(ArriveError::Refused(findings)) => driver.reject(findings, None),
                 Err(error) => {
                     let advice = match error {
                         ArriveError::Journal(_) | ArriveError::Directory { .. } => SEE_DISK,
                         _ => "see the log of the destination's QEMU in the message",
                     };
-                    driver.reject(blocker("start", crate::chain(&error), advice));
+                    driver.reject(blocker("start", crate::chain(&error), advice), None);
                 }
             }
         };
         place.work(work);
     }
 
-    /// A driver for a destination that was left behind, and how it is reached.
+    /// A driver for a destination, and how it is reached.
     pub(super) fn destination_driver(
         &self,
         terms: Terms,
         state: DestinationState,
         proposal: Proposal,
-        vm: Option<Arriving>,
     ) -> (destination::Driver, Driven) {
         let inbox = destination::Inbox::new();
         let publisher = Publisher::new();
         let mailbox = Mail::Destination(inbox.mailbox());
         let driven = Driven { mailbox, publisher: publisher.clone(), controls: None };
         let context = Arc::clone(&self.context);
-        let mut driver = destination::Driver::new(context, terms, state, proposal, vm, inbox, publisher);
-        driver.watch_found();
+        let driver = destination::Driver::new(context, terms, state, proposal, None, inbox, publisher);
         (driver, driven)
     }
 
@@ -322,8 +338,10 @@ impl Daemon {
         let held = Held { daemon: Arc::clone(self), id: id.clone() };
         let (work, given) = mpsc::channel::<(Held, Work)>();
         let run = move || {
-            if let Ok((_held, work)) = given.recv() {
+            if let Ok((held, work)) = given.recv() {
+                let at_work = AtWork;
                 work();
+                drop((at_work, held));
             }
         };
         match thread::Builder::new().name(format!("driver-{}", id.vm)).spawn(run) {
@@ -402,6 +420,7 @@ impl Daemon {
             description: surveyed.description,
             check_only,
             register_epoch: None,
+            witness: context.config.register.clone(),
             ram_kind: preflight::wanted_ram(request.ram),
             allow_options: allowed,
         };
@@ -442,6 +461,19 @@ impl Place {
     pub(super) fn work(self, work: impl FnOnce() + Send + 'static) {
         // The thread waits for nothing else.
         drop(self.thread.send((self.held, Box::new(work))));
+    }
+}
+
+/// A driver at work. One that panics leaves a migration that nobody goes on with: the agent ends, as if it had been
+/// killed there, and whoever starts it again has it taken up.
+struct AtWork;
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            error!("a driver panicked; the agent ends, and takes the migration up when it is started again");
+            std::process::abort();
+        }
     }
 }
 

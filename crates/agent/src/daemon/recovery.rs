@@ -7,15 +7,18 @@ use std::time::Duration;
 use engine::handover::Found;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
+use proto::MigrationId;
 use proto::message::Proposal;
 use tracee::ProcessError;
 use tracing::{error, info, warn};
 
 use super::Daemon;
-use super::drive::{DestinationDetails, internal};
-use crate::api::{Kind, Problem};
+use super::drive::DestinationDetails;
+use crate::api::Problem;
+use crate::context::Context;
 use crate::destination::{ArriveError, Arriving, Traces};
 use crate::journal::{JournalError, MigrationRecord, State};
+use crate::owners;
 use crate::report::{Objective, Report};
 use crate::source::{Aims, Controls, Details, SourceVm, VmError};
 
@@ -26,6 +29,12 @@ impl Daemon {
         for record in self.context.journal.open_migrations()? {
             let id = record.id().clone();
             info!(migration = %id, role = %record.role(), state = record.state.name(), "taken up");
+            if let Some(what) = owners::other_witness(&self.context, &record.terms) {
+                error!(migration = %id, what, "another register");
+                if let Err(error) = self.context.journal.set_message(&id, &what) {
+                    warn!(migration = %id, error = crate::chain(&error), "that is not in the journal");
+                }
+            }
             let taken = match record.state.clone() {
                 State::Source(state) => self.take_up_source(&record, state),
                 State::Destination(state) => self.take_up_destination(&record, state),
@@ -38,41 +47,19 @@ impl Daemon {
     }
 
     fn take_up_source(self: &Arc<Self>, record: &MigrationRecord, state: SourceState) -> Result<(), Problem> {
-        let kept = self.context.journal.vm(&record.terms.migration.vm).map_err(|error| internal(&error))?;
-        let mut vm = match kept.map(|kept| SourceVm::find(&self.context, &kept)) {
-            Some(Ok(vm)) => Some(vm),
-            None | Some(Err(VmError::Process(ProcessError::Gone { .. } | ProcessError::Replaced { .. }))) => {
-                None
-            }
-            // What cannot be looked at is not gone; to take it for gone could run the guest twice.
-            Some(Err(error)) => {
-                return Err(Problem::caused_by(
-                    Kind::Internal,
-                    &error,
-                    "restart the agent when that is mended",
-                ));
-            }
-        };
-        if let Some(vm) = &vm {
-            // An injector that was killed may have left a descriptor inside.
-            match self.context.injector.close_leftovers(&vm.process, &[]) {
-                Ok(0) => {}
-                Ok(count) => {
-                    info!(migration = %record.id(), count, "closed what an injector had left in QEMU");
-                }
-                Err(error) => {
-                    warn!(migration = %record.id(), error = crate::chain(&error), "QEMU was not looked into");
-                }
-            }
-        }
         let details: Option<Details> = serde_json::from_value(record.details.clone()).ok();
-        let found = match &mut vm {
-            Some(vm) => vm.found(),
-            None => left_of_source(details.as_ref(), &self.context.boot_id),
-        };
         let controls = Arc::new(self.controls_of(record));
-        let (driver, driven) = self.source_driver(record.terms.clone(), state, vm, controls);
-        self.place(record.id(), driven)?.work(move || drop(driver.run_on(found)));
+        let (mut driver, driven) = self.source_driver(record.terms.clone(), state, None, controls);
+        let (context, id) = (Arc::clone(&self.context), record.id().clone());
+        self.place(record.id(), driven)?.work(move || {
+            // What cannot be looked at is not gone; to take it for gone could run the guest twice.
+            let vm = until_known(&context, &id, || look_at_source(&context, &id, details.as_ref()));
+            let found = match vm {
+                Some(vm) => driver.found(vm),
+                None => left_of_source(details.as_ref(), &context.boot_id),
+            };
+            driver.run_on(found);
+        });
         Ok(())
     }
 
@@ -88,25 +75,6 @@ impl Daemon {
             || Traces::plan(&self.context.config.run_dir, record.id()),
             |details| details.traces,
         );
-        // A QEMU that lives and does not answer is not gone; to take it for gone could run the guest twice.
-        let mut vm = loop {
-            match Arriving::find(traces.clone(), patience) {
-                Ok(vm) => break Some(vm),
-                Err(
-                    ArriveError::Gone
-                    | ArriveError::Process(ProcessError::Gone { .. } | ProcessError::Replaced { .. }),
-                ) => break None,
-                Err(error) => {
-                    warn!(migration = %record.id(), error = crate::chain(&error), "QEMU lives and does not answer");
-                    std::thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));
-                }
-            }
-        };
-        let found = match &mut vm {
-            Some(vm) => vm.found(),
-            None if rebooted => Found::Rebooted,
-            None => Found::Gone,
-        };
         let proposal =
             self.context.journal.proposal(record.id()).ok().flatten().unwrap_or_else(|| Proposal {
                 reply_to: String::new(),
@@ -116,11 +84,30 @@ impl Daemon {
                 description: serde_json::Value::Null,
                 check_only: false,
                 register_epoch: record.terms.register,
+                witness: record.terms.witness.clone(),
                 ram_kind: None,
                 allow_options: Vec::new(),
             });
-        let (driver, driven) = self.destination_driver(record.terms.clone(), state, proposal, vm);
-        self.place(record.id(), driven)?.work(move || drop(driver.run_on(found)));
+        let (mut driver, driven) = self.destination_driver(record.terms.clone(), state, proposal);
+        let (context, id) = (Arc::clone(&self.context), record.id().clone());
+        self.place(record.id(), driven)?.work(move || {
+            // A QEMU that lives and does not answer is not gone; to take it for gone could run the guest twice.
+            let vm = until_known(&context, &id, || match Arriving::find(traces.clone(), patience) {
+                _ if rebooted => Ok(None),
+                Ok(vm) => Ok(Some(vm)),
+                Err(
+                    ArriveError::Gone
+                    | ArriveError::Process(ProcessError::Gone { .. } | ProcessError::Replaced { .. }),
+                ) => Ok(None),
+                Err(error) => Err(error),
+            });
+            let found = match vm {
+                Some(vm) => driver.found(vm),
+                None if rebooted => Found::Rebooted,
+                None => Found::Gone,
+            };
+            driver.run_on(found);
+        });
         Ok(())
     }
 
@@ -148,6 +135,65 @@ impl Daemon {
     }
 }
 
+/// Looks until it is known whether a QEMU is there. On the driver's own thread: nobody else waits for it.
+fn until_known<T, E: std::error::Error>(
+    context: &Context,
+    id: &MigrationId,
+    look: impl Fn() -> Result<Option<T>, E>,
+) -> Option<T> {
+    let mut said = String::new();
+    loop {
+        match look() {
+            Ok(vm) => return vm,
+            Err(error) => {
+                let what = crate::chain(&error);
+                if said != what {
+                    warn!(migration = %id, error = what, "QEMU cannot be looked at; trying again");
+                    said = what;
+                }
+                std::thread::sleep(Duration::from_millis(context.config.timeouts.retry_ms));
+            }
+        }
+    }
+}
+
+/// The source's QEMU, or none if it is known to be gone.
+fn look_at_source(
+    context: &Context,
+    id: &MigrationId,
+    details: Option<&Details>,
+) -> Result<Option<SourceVm>, LookError> {
+    let kept = match details.and_then(|details| details.vm(&id.vm)) {
+        Some(kept) => Some(kept),
+        None => context.journal.vm(&id.vm)?,
+    };
+    let vm = match kept.map(|kept| SourceVm::find(context, &kept)) {
+        Some(Ok(vm)) => vm,
+        None | Some(Err(VmError::Process(ProcessError::Gone { .. } | ProcessError::Replaced { .. }))) => {
+            return Ok(None);
+        }
+        Some(Err(error)) => return Err(error.into()),
+    };
+    // An injector that was killed may have left a descriptor inside.
+    match context.injector.close_leftovers(&vm.process, &[]) {
+        Ok(0) => {}
+        Ok(count) => info!(migration = %id, count, "closed what an injector had left in QEMU"),
+        Err(error) => warn!(migration = %id, error = crate::chain(&error), "QEMU was not looked into"),
+    }
+    Ok(Some(vm))
+}
+
+/// Why it is not known whether a source's QEMU is there.
+#[derive(Debug, thiserror::Error)]
+enum LookError {
+    /// The journal was not read.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The process was not looked at.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+}
+
 /// What a source finds whose QEMU is gone. Entries that may be missing after a reboot matter only if the destination had
 /// accepted, which is synced before anything is sent.
 fn left_of_source(details: Option<&Details>, boot_id: &str) -> Found {
@@ -164,7 +210,7 @@ mod tests {
 
     #[test]
     fn a_source_that_was_never_accepted_has_nobody_to_ask_after_a_reboot() {
-        let details = |accepted| Details { boot_id: "last".to_owned(), accepted };
+        let details = |accepted| Details { boot_id: "last".to_owned(), accepted, process: None };
         assert_eq!(left_of_source(None, "this"), Found::Gone);
         assert_eq!(left_of_source(Some(&details(false)), "this"), Found::Gone);
         assert_eq!(left_of_source(Some(&details(true)), "this"), Found::Rebooted);

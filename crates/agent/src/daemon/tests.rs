@@ -8,7 +8,7 @@ use proto::message::{Message, Verdict};
 use proto::{Epoch, Generation, Incarnation, Purpose};
 
 use super::*;
-use crate::api::Kind;
+use crate::api::{Control as _, Kind};
 use crate::destination::Traces;
 use crate::journal::{Durability, State};
 use crate::report::Report;
@@ -144,10 +144,8 @@ fn nothing_is_journalled_that_no_driver_could_end() {
     world.reaches("aborted");
 }
 
-#[test]
-fn a_qemu_that_lives_and_does_not_answer_is_not_taken_for_gone() {
-    let world = World::new();
-    let daemon = daemon(&world);
+/// A destination that an agent before this one left in READY, with its QEMU.
+fn left_ready(world: &World) -> (Qemu, DestinationState) {
     let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
     let qemu = Qemu::start(&traces.directory);
     traces.process = Some(qemu.process());
@@ -155,17 +153,160 @@ fn a_qemu_that_lives_and_does_not_answer_is_not_taken_for_gone() {
     world.journalled(&terms("b", "a"), State::Destination(ready.clone()));
     let details = drive::DestinationDetails { boot_id: "this boot".to_owned(), traces };
     world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
+    (qemu, ready)
+}
+
+/// A QEMU that lives and does not answer is not taken for gone, and holds up nobody else.
+#[test]
+fn one_silent_qemu_keeps_no_agent_from_its_work() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let (qemu, ready) = left_ready(&world);
+    let other = MigrationId { vm: proto::VmName::new("db").unwrap(), epoch: Epoch(4) };
+    let other_terms = engine::handover::Terms { migration: other.clone(), ..terms("a", "b") };
+    let state = State::Source(SourceState::Prepared { run: true });
+    let new = crate::journal::NewMigration { terms: &other_terms, state, proposal: &proposal() };
+    world.context.journal.begin(&new).unwrap();
     qemu.monitor().mute = true;
-    let taken_up = std::thread::spawn({
-        let daemon = Arc::clone(&daemon);
-        move || daemon.take_up().unwrap()
-    });
+    daemon.take_up().unwrap();
     eventually("it is tried again", || qemu.monitor().connections >= 2);
-    assert_eq!(world.state(), State::Destination(ready.clone()));
-    qemu.monitor().mute = false;
-    taken_up.join().unwrap();
     assert!(daemon.mailbox(&id(1)).is_some());
+    assert_eq!(world.state(), State::Destination(ready.clone()));
+    // The other one gets on, and peers are answered.
+    let ended = || world.context.journal.migration(&other).unwrap().is_some_and(|record| !record.open);
+    eventually("the other migration ends", ended);
+    let (_serving, address) = serve(&daemon);
+    let mut peer = Other::connect("b", address, Purpose::Handover { migration: other }).unwrap();
+    peer.say(&Message::Ask { epoch: Epoch(4) });
+    let verdict = Message::Verdict { epoch: Epoch(4), verdict: Verdict::Aborted };
+    assert_eq!(peer.hear_until(|message| matches!(message, Message::Verdict { .. })), verdict);
+    // And this one, when its QEMU answers again.
+    qemu.monitor().mute = false;
+    let mut peer = Other::connect("b", address, questions()).unwrap();
+    peer.say(&Message::Inquire { epoch: Epoch(1) });
+    peer.hear_until(|message| matches!(message, Message::Ready { .. }));
     assert_eq!(world.state(), State::Destination(ready));
+}
+
+#[test]
+fn a_vm_that_begins_to_move_is_not_forgotten() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let qemu = Qemu::start(world.folder.path());
+    world.context.journal.put_vm(&qemu.record()).unwrap();
+    let alone = daemon.alone();
+    let (begun, begins) = std::sync::mpsc::channel();
+    let forget = std::thread::spawn({
+        let users = control::Users(Arc::clone(&daemon));
+        move || {
+            begun.send(()).unwrap();
+            users.forget(&crate::testing::vm())
+        }
+    });
+    begins.recv().unwrap();
+    // Long enough for one that does not wait.
+    std::thread::sleep(Duration::from_millis(50));
+    world.journalled(&terms("a", "b"), State::Source(SourceState::Prepared { run: true }));
+    drop(alone);
+    assert_eq!(forget.join().unwrap().unwrap_err().kind, Kind::Conflict);
+    assert!(world.context.journal.vm(&crate::testing::vm()).unwrap().is_some());
+}
+
+/// What the agent keeps of the VM itself may be forgotten, or be another's by now.
+#[test]
+fn a_migration_finds_its_own_qemu() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let qemu = Qemu::start(world.folder.path());
+    let committed = SourceState::Committed { incarnation: incarnation(), run: true };
+    world.journalled(&terms("a", "b"), State::Source(committed));
+    let vm = source::SourceVm::find(&world.context, &qemu.record()).unwrap();
+    let details = source::Details::of(&world.context, Some(&vm), true);
+    world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
+    daemon.take_up().unwrap();
+    eventually("the QEMU of the migration is held", || qemu.is_held());
+}
+
+#[test]
+fn a_process_of_another_boot_is_a_stranger() {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let record = qemu.record();
+    assert!(source::SourceVm::find(&world.context, &record).is_ok());
+    let older = crate::journal::VmRecord { boot_id: "last boot".to_owned(), ..record };
+    let gone = source::SourceVm::find(&world.context, &older).map(drop).unwrap_err();
+    assert!(matches!(gone, source::VmError::Process(tracee::ProcessError::Gone { .. })), "{gone:?}");
+    assert_eq!(crate::vms::summary(&world.context, &older, None).state, "gone");
+}
+
+#[test]
+fn another_register_than_a_migration_s_is_not_asked() {
+    let (asked, questions) = std::sync::mpsc::channel();
+    let (_answer, answers) = std::sync::mpsc::channel();
+    let register = crate::testing::SlowRegister { asked, answers: Mutex::new(answers) };
+    let world = World::with(Some(Arc::new(register)));
+    let terms = engine::handover::Terms {
+        register: Some(Epoch(0)),
+        witness: Some(host("elsewhere")),
+        ..terms("b", "a")
+    };
+    let request = engine::handover::register::read(&terms);
+    let answer = crate::owners::ask(&world.context, &terms, &request);
+    assert_eq!(answer, engine::handover::register::RegisterAnswer::Unreachable);
+    assert!(questions.try_recv().is_err(), "its word does not count");
+    // And people are told which one is missing.
+    let daemon = daemon(&world);
+    world.journalled(&terms, State::Destination(DestinationState::Refusing));
+    daemon.take_up().unwrap();
+    let message = world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
+    assert!(message.contains("at elsewhere") && message.contains("recover web"), "{message}");
+}
+
+/// A panic is a mistake in this program: nobody would go on with the migration. The process ends, and the one after it
+/// takes the migration up.
+#[test]
+fn a_driver_that_panics_takes_the_agent_with_it() {
+    const INSIDE: &str = "WHIMBREL_TEST_PANICS";
+    if std::env::var_os(INSIDE).is_some() {
+        let world = World::new();
+        let daemon = daemon(&world);
+        let place = daemon.place(&id(1), driven()).unwrap();
+        place.work(|| panic!("as planned"));
+        eventually("the place is given back", || daemon.mailbox(&id(1)).is_none());
+        return;
+    }
+    let name = "daemon::tests::a_driver_that_panics_takes_the_agent_with_it";
+    let status = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name])
+        .env(INSIDE, "1")
+        .output()
+        .unwrap()
+        .status;
+    let signal = std::os::unix::process::ExitStatusExt::signal(&status);
+    assert_eq!(signal, Some(rustix::process::Signal::ABORT.as_raw()), "{status}");
+}
+
+#[test]
+fn it_is_known_when_it_is_too_late_to_cancel() {
+    let too_late = |state: State| {
+        let terms = match &state {
+            State::Source(_) => terms("a", "b"),
+            State::Destination(_) => terms("b", "a"),
+        };
+        let world = World::new();
+        world.journalled(&terms, state);
+        control::too_late_to_cancel(&world.context.journal.migration(&id(1)).unwrap().unwrap())
+    };
+    let committed = SourceState::Committed { incarnation: incarnation(), run: true };
+    assert!(too_late(State::Source(committed)));
+    assert!(!too_late(State::Source(SourceState::Prepared { run: true })));
+    assert!(!too_late(State::Source(SourceState::Stopped { run: true })));
+    assert!(!too_late(State::Destination(DestinationState::Prepared)));
+    let incarnation = incarnation();
+    let starting = DestinationState::Starting { incarnation: incarnation.clone(), again: false };
+    for state in [DestinationState::Ready { incarnation }, starting] {
+        assert!(too_late(State::Destination(state)));
+    }
 }
 
 #[test]
@@ -175,12 +316,7 @@ fn an_agent_that_cannot_read_what_is_open_does_not_start() {
     let config = Config::parse(&folder.path().join("agent.toml"), text).unwrap();
     let journal = Journal::open(&config.state_dir).unwrap();
     let state = State::Source(SourceState::Prepared { run: true });
-    let new = crate::journal::NewMigration {
-        terms: &terms("a", "b"),
-        state,
-        was_running: true,
-        proposal: &proposal(),
-    };
+    let new = crate::journal::NewMigration { terms: &terms("a", "b"), state, proposal: &proposal() };
     journal.begin(&new).unwrap();
     let path = journal.path().to_owned();
     drop(journal);

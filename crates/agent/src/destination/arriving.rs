@@ -100,9 +100,16 @@ impl Traces {
 
     /// What the journal has of a migration, or what was planned for it.
     pub(crate) fn of(context: &Context, migration: &MigrationId) -> Self {
-        let kept = context.journal.migration(migration).ok().flatten();
-        kept.and_then(|record| serde_json::from_value(record.details).ok())
-            .unwrap_or_else(|| Self::plan(&context.config.run_dir, migration))
+        let kept = context.journal.migration(migration).ok().flatten().map(|record| record.details);
+        let this_boot = kept.as_ref().is_some_and(|details| details["boot_id"] == context.boot_id);
+        let mut traces = kept
+            .and_then(|details| serde_json::from_value(details).ok())
+            .unwrap_or_else(|| Self::plan(&context.config.run_dir, migration));
+        if !this_boot {
+            // By now a stranger's.
+            traces.process = None;
+        }
+        traces
     }
 
     /// The monitor that QEMU opens for the agent.

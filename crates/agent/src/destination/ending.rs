@@ -83,8 +83,8 @@ impl Driver {
         }
         let record = self.vm.take_if(|_| active).map(|vm| {
             let description = self.proposal.description.clone();
-            let (pid, start) = (vm.process.pid(), vm.process.start_time());
-            VmRecord::new(id.vm.clone(), description, pid, start, vm.traces.qmp())
+            let process = (vm.process.pid(), vm.process.start_time());
+            VmRecord::new(id.vm.clone(), description, process, &self.context.boot_id, vm.traces.qmp())
         });
         let enter = || {
             if let Some(record) = &record {

@@ -9,8 +9,8 @@ use engine::handover::destination::{DestinationEffect, DestinationEvent, Destina
 use engine::handover::register::RegisterAnswer;
 use engine::handover::{Found, Illegal, Role, Step};
 use link::Incoming;
-use proto::Purpose;
 use proto::message::{Acceptance, Finding, Message, RegisterRequest, Severity, Verdict};
+use proto::{Epoch, Purpose};
 use tracing::{error, info, warn};
 
 use super::Driver;
@@ -33,6 +33,16 @@ pub(crate) enum EffectError {
     /// The state does not know the event.
     #[error(transparent)]
     Illegal(#[from] Illegal),
+}
+
+impl EffectError {
+    /// The largest epoch that this journal has seen, where it is the epoch that was not taken.
+    pub(crate) fn largest_epoch(&self) -> Option<Epoch> {
+        match self {
+            Self::Journal(JournalError::OldEpoch { largest, .. }) => Some(*largest),
+            _ => None,
+        }
+    }
 }
 
 impl Machine for Driver {
@@ -125,6 +135,14 @@ impl Driver {
         self.settle()
     }
 
+    /// The QEMU that an agent before this one had started: how it stands.
+    pub(crate) fn found(&mut self, mut vm: super::Arriving) -> Found {
+        let found = vm.found();
+        self.vm = Some(vm);
+        self.watch_found();
+        found
+    }
+
     /// PREPARED: journalled, before anything is started.
     pub(crate) fn prepare(&mut self) -> Result<(), EffectError> {
         self.feed(&DestinationEvent::Prepare)
@@ -159,11 +177,11 @@ impl Driver {
     }
 
     /// Nothing came of it: tells the source why, and undoes PREPARED.
-    pub(crate) fn reject(mut self, findings: Vec<Finding>) {
+    pub(crate) fn reject(mut self, findings: Vec<Finding>, largest_epoch: Option<Epoch>) {
         let blockers = findings.iter().filter(|finding| finding.severity == Severity::Blocker);
         let what = blockers.map(|finding| finding.what.as_str()).collect::<Vec<_>>().join("; ");
         warn!(migration = %self.terms.migration, what, "the VM cannot come");
-        self.say(&Message::Reject { findings });
+        self.say(&Message::Reject { findings, largest_epoch });
         if self.state != DestinationState::Idle {
             self.reason = Some(what);
             self.take(&DestinationEvent::Failed);
@@ -359,7 +377,7 @@ impl Driver {
         let journal = &self.context.journal;
         if self.state == DestinationState::Idle {
             let state = State::Destination(state.clone());
-            let new = NewMigration { terms: &self.terms, state, was_running: true, proposal: &self.proposal };
+            let new = NewMigration { terms: &self.terms, state, proposal: &self.proposal };
             return Ok(journal.begin(&new)?);
         }
         let durability = if durable { Durability::Synced } else { Durability::Process };
@@ -410,8 +428,9 @@ impl Driver {
     fn send_to_register(&mut self, request: RegisterRequest) {
         let mailbox = self.inbox.mailbox();
         let context = Arc::clone(&self.context);
+        let terms = self.terms.clone();
         let ask = move || {
-            let answer = owners::ask(&context, &request);
+            let answer = owners::ask(&context, &terms, &request);
             mailbox.put(Notice::Event(DestinationEvent::RegisterSays(answer)));
         };
         if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {

@@ -4,7 +4,7 @@ use engine::handover::Role;
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::message::Proposal;
-use proto::{Epoch, Generation, Incarnation, MigrationId, VmName};
+use proto::{Epoch, MigrationId, VmName};
 use rusqlite::{Connection, OptionalExtension, params};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -65,18 +65,9 @@ impl Journal {
             see_epoch(transaction, &id.vm, id.epoch)?;
             transaction.execute(
                 "INSERT INTO migrations
-                     (vm, epoch, role, terms, state, open, generation, was_running, details,
-                      created_unix_ms, updated_unix_ms)
-                 VALUES (?1, ?2, ?3, ?4, ?5, 1, 1, ?6, 'null', ?7, ?7)",
-                params![
-                    id.vm.as_str(),
-                    id.epoch.0 as i64,
-                    new.state.role().to_string(),
-                    terms,
-                    state,
-                    new.was_running,
-                    now
-                ],
+                     (vm, epoch, role, terms, state, open, details, created_unix_ms, updated_unix_ms)
+                 VALUES (?1, ?2, ?3, ?4, ?5, 1, 'null', ?6, ?6)",
+                params![id.vm.as_str(), id.epoch.0 as i64, new.state.role().to_string(), terms, state, now],
             )?;
             transaction.execute(
                 "INSERT INTO proposals (vm, epoch, proposal) VALUES (?1, ?2, ?3)",
@@ -93,15 +84,15 @@ impl Journal {
         state: &SourceState,
         durability: Durability,
     ) -> Result<(), JournalError> {
-        let ends = matches!(
+        // What cannot be entered before COMMITTED ends the migration, and the guest runs on.
+        let safe_to_fail = matches!(
             state,
-            SourceState::Aborting
-                | SourceState::Aborted
-                | SourceState::Returning
-                | SourceState::Returned
-                | SourceState::Done { .. }
+            SourceState::Idle
+                | SourceState::Prepared { .. }
+                | SourceState::Stopped { .. }
+                | SourceState::Committed { .. }
         );
-        let room = if ends { Room::Reserved } else { Room::Free(0) };
+        let room = if safe_to_fail { Room::Free(0) } else { Room::Reserved };
         self.record(id, Role::Source, state, durability, room)
     }
 
@@ -112,8 +103,12 @@ impl Journal {
         state: &DestinationState,
         durability: Durability,
     ) -> Result<(), JournalError> {
-        let ends = state.is_final() || *state == DestinationState::Refusing;
-        let room = if ends { Room::Reserved } else { Room::Free(0) };
+        // After READY the guest may stand still for this entry.
+        let safe_to_fail = matches!(
+            state,
+            DestinationState::Idle | DestinationState::Prepared | DestinationState::Ready { .. }
+        );
+        let room = if safe_to_fail { Room::Free(0) } else { Room::Reserved };
         self.record(id, Role::Destination, state, durability, room)
     }
 
@@ -136,22 +131,6 @@ impl Journal {
         )
     }
 
-    /// Notes a new set of connections.
-    pub fn set_generation(&self, id: &MigrationId, generation: Generation) -> Result<(), JournalError> {
-        self.set(id, "note a generation", "generation = ?4", generation.0 as i64, Durability::Synced)
-    }
-
-    /// Notes the destination's process.
-    pub fn set_incarnation(
-        &self,
-        id: &MigrationId,
-        incarnation: &Incarnation,
-        durability: Durability,
-    ) -> Result<(), JournalError> {
-        let text = json(serde_json::to_string(incarnation), || format!("incarnation of {id}"))?;
-        self.set(id, "note an incarnation", "incarnation = ?4", text, durability)
-    }
-
     /// Notes what this side needs in order to go on or to clean up after a restart.
     pub fn set_details(
         &self,
@@ -165,6 +144,7 @@ impl Journal {
 
     /// Notes why it is as it is, for people.
     pub fn set_message(&self, id: &MigrationId, message: &str) -> Result<(), JournalError> {
+        let message = shortened(message);
         self.set(id, "note a message", "message = ?4", message, Durability::Process)
     }
 
@@ -254,8 +234,7 @@ impl Journal {
     ) -> Result<Vec<MigrationRecord>, JournalError> {
         self.read("read migrations", |connection| {
             let mut statement = connection.prepare_cached(&format!(
-                "SELECT vm, epoch, role, terms, state, open, generation, was_running, incarnation, details, message,
-                        created_unix_ms, updated_unix_ms
+                "SELECT vm, epoch, role, terms, state, open, details, message, created_unix_ms, updated_unix_ms
                  FROM migrations {clause}"
             ))?;
             let rows = statement.query_map(values, Columns::read)?;
@@ -301,6 +280,12 @@ impl Journal {
             text.map(|text| parsed(&text, || format!("document of {id}"))).transpose()
         })
     }
+}
+
+/// As much of a text as is kept: a peer, or a QEMU's log, may have had much to say.
+fn shortened(text: &str) -> &str {
+    const MESSAGE_BYTES: usize = 4 << 10;
+    &text[..text.floor_char_boundary(MESSAGE_BYTES)]
 }
 
 fn largest_epoch(connection: &Connection, vm: &VmName) -> Result<Epoch, Inner> {

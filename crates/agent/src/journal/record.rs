@@ -4,7 +4,7 @@ use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use engine::handover::{Role, Terms};
 use proto::message::Proposal;
-use proto::{Generation, HostId, Incarnation, MigrationId};
+use proto::{HostId, MigrationId};
 use rusqlite::Row;
 use serde::de::DeserializeOwned;
 
@@ -18,8 +18,6 @@ pub struct NewMigration<'a> {
     pub terms: &'a Terms,
     /// This side's first state.
     pub state: State,
-    /// Whether the guest runs, or is paused by its user.
-    pub was_running: bool,
     /// What the source offers.
     pub proposal: &'a Proposal,
 }
@@ -75,12 +73,6 @@ pub struct MigrationRecord {
     pub state: State,
     /// Something is left to be done, by the agent or by an operator: until [`Journal::close`].
     pub open: bool,
-    /// The newest set of connections.
-    pub generation: Generation,
-    /// Whether the guest ran before, or was paused by its user.
-    pub was_running: bool,
-    /// The destination's process, once it is known.
-    pub incarnation: Option<Incarnation>,
     /// What else this side needs in order to go on or to clean up after a restart; its driver's own.
     pub details: serde_json::Value,
     /// Why it is as it is, for people.
@@ -147,9 +139,6 @@ pub(super) struct Columns {
     terms: String,
     state: String,
     open: bool,
-    generation: i64,
-    was_running: bool,
-    incarnation: Option<String>,
     details: String,
     message: Option<String>,
     created: i64,
@@ -165,13 +154,10 @@ impl Columns {
             terms: row.get(3)?,
             state: row.get(4)?,
             open: row.get(5)?,
-            generation: row.get(6)?,
-            was_running: row.get(7)?,
-            incarnation: row.get(8)?,
-            details: row.get(9)?,
-            message: row.get(10)?,
-            created: row.get(11)?,
-            updated: row.get(12)?,
+            details: row.get(6)?,
+            message: row.get(7)?,
+            created: row.get(8)?,
+            updated: row.get(9)?,
         })
     }
 
@@ -186,13 +172,6 @@ impl Columns {
             terms: parsed(&self.terms, || what("terms"))?,
             state,
             open: self.open,
-            generation: Generation(self.generation as u64),
-            was_running: self.was_running,
-            incarnation: self
-                .incarnation
-                .as_deref()
-                .map(|text| parsed(text, || what("incarnation")))
-                .transpose()?,
             details: parsed(&self.details, || what("details"))?,
             message: self.message,
             created_unix_ms: self.created as u64,

@@ -8,7 +8,8 @@ use super::{JournalError, is_full};
 
 /// Formats in order: each entry brings the one before up to itself. `user_version` counts them. Entries are never
 /// changed once they have been released; new ones are added at the end.
-const STEPS: [&str; 1] = ["
+pub(super) const STEPS: [&str; 2] = [
+    "
     CREATE TABLE vms (
         vm                TEXT PRIMARY KEY,
         description       TEXT NOT NULL,    -- qemu::VmDescription, JSON
@@ -58,7 +59,17 @@ const STEPS: [&str; 1] = ["
         report            TEXT NOT NULL,    -- report::Report, JSON
         PRIMARY KEY (vm, epoch)
     ) STRICT;
-"];
+",
+    "
+    -- A process id and a start time name a process since one boot only.
+    ALTER TABLE vms ADD COLUMN boot_id TEXT NOT NULL DEFAULT '';
+
+    -- Nobody read these.
+    ALTER TABLE migrations DROP COLUMN generation;
+    ALTER TABLE migrations DROP COLUMN was_running;
+    ALTER TABLE migrations DROP COLUMN incarnation;
+",
+];
 
 /// Opens the database, checks it, and brings it up to the present format.
 pub(super) fn open(path: &Path) -> Result<Connection, JournalError> {

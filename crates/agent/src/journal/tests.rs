@@ -34,6 +34,7 @@ fn terms(id: &MigrationId) -> Terms {
         source: HostId::new("alpha").unwrap(),
         destination: HostId::new("beta").unwrap(),
         register: None,
+        witness: None,
     }
 }
 
@@ -45,7 +46,7 @@ fn proposal() -> Proposal {
 }
 
 fn begin(journal: &Journal, id: &MigrationId, state: State) -> Result<(), JournalError> {
-    journal.begin(&NewMigration { terms: &terms(id), state, was_running: true, proposal: &proposal() })
+    journal.begin(&NewMigration { terms: &terms(id), state, proposal: &proposal() })
 }
 
 fn prepared() -> State {
@@ -66,8 +67,6 @@ fn what_was_recorded_is_there_after_a_restart() {
         assert_eq!(journal.next_epoch(&id.vm).unwrap(), Epoch(1));
         begin(&journal, &id, prepared()).unwrap();
         journal.record_source(&id, &committed, Durability::Process).unwrap();
-        journal.set_generation(&id, Generation(2)).unwrap();
-        journal.set_incarnation(&id, &incarnation(), Durability::Process).unwrap();
         journal.set_details(&id, &json!({"fd": 3}), Durability::Process).unwrap();
         journal.set_message(&id, "waits").unwrap();
     }
@@ -75,9 +74,8 @@ fn what_was_recorded_is_there_after_a_restart() {
     let record = journal.migration(&id).unwrap().unwrap();
     assert_eq!(record.state, State::Source(committed));
     assert_eq!((record.role(), record.peer().as_str()), (engine::handover::Role::Source, "beta"));
-    assert_eq!((record.generation, record.incarnation), (Generation(2), Some(incarnation())));
     assert_eq!((record.details, record.message), (json!({"fd": 3}), Some("waits".into())));
-    assert!(record.open && record.was_running);
+    assert!(record.open);
     assert_eq!(record.state.standing(), Standing::InDoubt);
     assert_eq!(journal.open_migrations().unwrap().len(), 1);
     assert_eq!(journal.proposal(&id).unwrap().unwrap(), proposal());
@@ -163,7 +161,8 @@ fn the_log_does_not_grow_from_migration_to_migration() {
 fn vms_and_reports_are_kept() {
     let folder = tempfile::tempdir().unwrap();
     let journal = Journal::open(folder.path()).unwrap();
-    let record = VmRecord::new(name("web"), json!({"cpus": 2}), 77, u64::MAX, PathBuf::from("/run/q.sock"));
+    let record =
+        VmRecord::new(name("web"), json!({"cpus": 2}), (77, u64::MAX), "boot", PathBuf::from("/run/q.sock"));
     journal.put_vm(&record).unwrap();
     assert_eq!(journal.vm(&name("web")).unwrap(), Some(record.clone()));
     assert_eq!(journal.vms().unwrap(), vec![record]);
@@ -334,4 +333,29 @@ fn cost_of_writes() {
         times.sort_unstable();
         println!("{durability:?}: median {} µs, 99 % {} µs, worst {} µs", times[250], times[495], times[499]);
     }
+}
+
+/// A journal of the first format is brought up to this one, and what it holds is still there.
+#[test]
+fn a_journal_of_the_first_format_is_taken_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let id = id("web", 3);
+    let path = folder.path().join(FILE_NAME);
+    let database = Connection::open(&path).unwrap();
+    database.execute_batch(schema::STEPS[0]).unwrap();
+    database.pragma_update(None, "user_version", 1).unwrap();
+    let (terms, state) = (json!(terms(&id)), json!(SourceState::Prepared { run: true }));
+    database
+        .execute(
+            "INSERT INTO migrations VALUES ('web', 3, 'source', ?1, ?2, 1, 1, 1, NULL, 'null', NULL, 5, 6)",
+            [terms.to_string(), state.to_string()],
+        )
+        .unwrap();
+    database.execute("INSERT INTO vms VALUES ('web', '{}', 7, 9, '/run/q.sock', 5)", []).unwrap();
+    drop(database);
+    let journal = Journal::open(folder.path()).unwrap();
+    assert_eq!(journal.open_migrations().unwrap()[0].state, prepared());
+    let record = journal.vm(&name("web")).unwrap().unwrap();
+    assert_eq!((record.pid, record.boot_id.as_str()), (7, ""));
+    journal.record_source(&id, &SourceState::Aborted, Durability::Synced).unwrap();
 }

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use proto::VmName;
 use rusqlite::{OptionalExtension, Row, params};
+use tracee::{Process, ProcessError};
 
 use super::record::parsed;
 use super::{Durability, Inner, Journal, JournalError, Room};
@@ -20,6 +21,8 @@ pub struct VmRecord {
     pub pid: u32,
     /// When that process started, in clock ticks since boot: field 22 of `/proc/PID/stat`.
     pub start_time_ticks: u64,
+    /// The boot of the host since which those two name a process; empty in entries of older agents.
+    pub boot_id: String,
     /// Its QMP socket.
     pub qmp: PathBuf,
     /// When the agent took charge of it, in milliseconds since 1970.
@@ -31,11 +34,20 @@ impl VmRecord {
     pub fn new(
         vm: VmName,
         description: serde_json::Value,
-        pid: u32,
-        start_time_ticks: u64,
+        (pid, start_time_ticks): (u32, u64),
+        boot_id: &str,
         qmp: PathBuf,
     ) -> Self {
-        Self { vm, description, pid, start_time_ticks, qmp, adopted_unix_ms: unix_ms_now() }
+        let boot_id = boot_id.to_owned();
+        Self { vm, description, pid, start_time_ticks, boot_id, qmp, adopted_unix_ms: unix_ms_now() }
+    }
+
+    /// Its QEMU's process, on a host of this boot. After another boot the number and the start may be a stranger's.
+    pub fn process(&self, boot_id: &str) -> Result<Process, ProcessError> {
+        if !self.boot_id.is_empty() && self.boot_id != boot_id {
+            return Err(ProcessError::Gone { pid: self.pid });
+        }
+        Process::open_exact(self.pid, self.start_time_ticks)
     }
 }
 
@@ -47,8 +59,9 @@ impl Journal {
         self.write("keep a VM", Durability::Synced, room, |transaction| {
             transaction
                 .prepare_cached(
-                    "INSERT OR REPLACE INTO vms (vm, description, pid, start_time_ticks, qmp, adopted_unix_ms)
-                     VALUES (?1, ?2, ?3, ?4, ?5, ?6)",
+                    "INSERT OR REPLACE INTO vms
+                         (vm, description, pid, start_time_ticks, qmp, adopted_unix_ms, boot_id)
+                     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7)",
                 )?
                 .execute(params![
                     record.vm.as_str(),
@@ -57,6 +70,7 @@ impl Journal {
                     record.start_time_ticks as i64,
                     record.qmp.to_string_lossy(),
                     record.adopted_unix_ms as i64,
+                    record.boot_id,
                 ])?;
             Ok(())
         })
@@ -88,21 +102,22 @@ impl Journal {
     }
 }
 
-const SELECT: &str = "SELECT vm, description, pid, start_time_ticks, qmp, adopted_unix_ms FROM vms";
+const SELECT: &str = "SELECT vm, description, pid, start_time_ticks, qmp, adopted_unix_ms, boot_id FROM vms";
 
-type Columns = (String, String, u32, i64, String, i64);
+type Columns = (String, String, u32, i64, String, i64, String);
 
 fn columns(row: &Row<'_>) -> rusqlite::Result<Columns> {
-    Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?, row.get(4)?, row.get(5)?))
+    Ok((row.get(0)?, row.get(1)?, row.get(2)?, row.get(3)?, row.get(4)?, row.get(5)?, row.get(6)?))
 }
 
-fn record((vm, description, pid, start, qmp, adopted): Columns) -> Result<VmRecord, Inner> {
+fn record((vm, description, pid, start, qmp, adopted, boot_id): Columns) -> Result<VmRecord, Inner> {
     let what = || format!("record of VM {vm}");
     Ok(VmRecord {
         vm: parsed(&serde_json::Value::from(vm.as_str()).to_string(), what)?,
         description: parsed(&description, what)?,
         pid,
         start_time_ticks: start as u64,
+        boot_id,
         qmp: PathBuf::from(qmp),
         adopted_unix_ms: adopted as u64,
     })

@@ -51,13 +51,7 @@ impl Driver {
         self.control = None;
         loop {
             self.generation = self.generation.next();
-            let tried = self
-                .context
-                .journal
-                .set_generation(&self.terms.migration, self.generation)
-                .map_err(|error| Failure::local("cannot note the new connections", &error))
-                .and_then(|()| self.resume_streams());
-            match tried {
+            match self.resume_streams() {
                 Ok(streams) => {
                     self.note("reconnected", format!("generation {}", self.generation));
                     self.controls.report(|report| report.reconnections += 1);

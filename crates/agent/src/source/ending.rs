@@ -9,7 +9,7 @@ use tracing::{error, info, warn};
 use super::Driver;
 use super::inbox::Notice;
 use crate::cpu::CpuTime;
-use crate::journal::Durability;
+use crate::journal::{Durability, JournalError};
 use crate::progress::{Phase, Standing};
 use crate::report::Outcome;
 
@@ -149,20 +149,24 @@ impl Driver {
         if let Err(error) = journal.put_report(&report) {
             warn!(migration = %id, error = crate::chain(&error), "the report is not in the journal");
         }
-        let mut kept = Ok(());
-        if standing == Standing::Done {
-            kept = kept.and_then(|()| journal.remove_vm(&id.vm).map(drop));
-        }
-        if self.state != SourceState::Idle {
-            kept = kept.and_then(|()| journal.close(id));
-        }
-        if let Err(error) = kept {
-            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal");
+        // Until it is in the journal, this agent must not forget it: the next one would take the VM for its own.
+        while let Err(error) = self.leave(standing) {
+            error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
+            thread::sleep(self.contact.retry);
         }
         self.telemetry.update(|progress| {
             progress.phase = Phase::Ended;
             progress.standing = standing;
         });
+    }
+
+    /// The last entries.
+    fn leave(&self, standing: Standing) -> Result<(), JournalError> {
+        let (journal, id) = (&self.context.journal, &self.terms.migration);
+        if standing == Standing::Done {
+            journal.remove_vm(&id.vm)?;
+        }
+        if self.state == SourceState::Idle { Ok(()) } else { journal.close(id) }
     }
 
     /// Waits until the destination has read ABORT, or a moment.

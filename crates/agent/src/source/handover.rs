@@ -1,5 +1,7 @@
 //! The source's half of the handover: the engine's effects, and the loop that takes events until the matter is settled.
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -188,6 +190,14 @@ impl Driver {
         self.settle();
     }
 
+    /// The QEMU that an agent before this one was moving: how it stands.
+    pub(crate) fn found(&mut self, mut vm: SourceVm) -> Found {
+        vm.watch(self.inbox.mailbox());
+        let found = vm.found();
+        self.vm = Some(vm);
+        found
+    }
+
     /// A migration that an agent before this one left behind.
     pub(crate) fn run_on(mut self, found: Found) -> SourceState {
         self.take(&SourceEvent::Restarted(found));
@@ -220,7 +230,7 @@ impl Driver {
                     if let SourceEvent::RegisterSays(answer) = &event {
                         let silence = self.register.silence(answer);
                         if let Some(request) = self.register.answered() {
-                            self.send_to_register(request, true);
+                            self.send_to_register(request);
                         }
                         if silence >= self.contact.patience {
                             self.tell_of_silent_register();
@@ -375,9 +385,8 @@ impl Driver {
         let journal = &self.context.journal;
         if self.state == SourceState::Idle {
             let proposal = self.proposal.as_ref().ok_or(EffectError::NoProposal)?;
-            let was_running = matches!(state, SourceState::Prepared { run: true });
             let state = State::Source(state.clone());
-            return Ok(journal.begin(&NewMigration { terms: &self.terms, state, was_running, proposal })?);
+            return Ok(journal.begin(&NewMigration { terms: &self.terms, state, proposal })?);
         }
         let durability = if durable { Durability::Synced } else { Durability::Process };
         match journal.record_source(id, state, durability) {
@@ -390,7 +399,12 @@ impl Driver {
                 self.unjournalled = Some(state.clone());
                 Ok(())
             }
-            recorded => Ok(recorded?),
+            Err(error) => Err(error.into()),
+            // It stands above what was to be entered before it.
+            Ok(()) => {
+                self.unjournalled = None;
+                Ok(())
+            }
         }
     }
 
@@ -451,7 +465,7 @@ impl Driver {
             self.parting = Some(control);
             return;
         }
-        let (context, terms) = (std::sync::Arc::clone(&self.context), self.terms.clone());
+        let (context, terms) = (Arc::clone(&self.context), self.terms.clone());
         let patience = Duration::from_millis(context.config.timeouts.give_up_after_ms);
         let retry = self.contact.retry;
         let send = move || {
@@ -472,22 +486,37 @@ impl Driver {
     }
 
     fn ask_register(&mut self, why: Use, request: RegisterRequest) {
-        // Nobody waits for what becomes of an offer.
         if why == Use::Offer {
-            self.send_to_register(request, false);
+            self.offer(request);
         } else if let Some(request) = self.register.question(request) {
-            self.send_to_register(request, true);
+            self.send_to_register(request);
         }
     }
 
-    fn send_to_register(&mut self, request: RegisterRequest, awaited: bool) {
+    /// Nobody waits for what becomes of an offer; one is on its way at a time, and the state repeats it.
+    fn offer(&mut self, request: RegisterRequest) {
+        if self.offering.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (offering, terms) = (Arc::clone(&self.offering), self.terms.clone());
+        let context = Arc::clone(&self.context);
+        let offer = move || {
+            owners::ask(&context, &terms, &request);
+            offering.store(false, Ordering::Release);
+        };
+        if let Err(error) = thread::Builder::new().name("offer".to_owned()).spawn(offer) {
+            warn!(%error, "cannot offer in the register");
+            self.offering.store(false, Ordering::Release);
+        }
+    }
+
+    fn send_to_register(&mut self, request: RegisterRequest) {
         let mailbox = self.inbox.mailbox();
-        let context = std::sync::Arc::clone(&self.context);
+        let context = Arc::clone(&self.context);
+        let terms = self.terms.clone();
         let ask = move || {
-            let answer = owners::ask(&context, &request);
-            if awaited {
-                mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
-            }
+            let answer = owners::ask(&context, &terms, &request);
+            mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
         };
         if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
             warn!(%error, "cannot ask the register");

@@ -18,9 +18,9 @@ use ::memory::{DataStream, Interrupted, Owed, Sender, Sent};
 use engine::handover::source::SourceEvent;
 use engine::precopy::{Decision, Policy, RoundObservation};
 use link::Writer;
-use proto::Incarnation;
 use proto::message::{Finding, Message, Severity};
-use tracing::info;
+use proto::{Epoch, Incarnation};
+use tracing::{info, warn};
 
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
@@ -125,7 +125,10 @@ impl Driver {
                 });
                 Ok(())
             }
-            Message::Reject { findings } => {
+            Message::Reject { findings, largest_epoch } => {
+                if let Some(largest) = largest_epoch {
+                    self.learn_epoch(largest);
+                }
                 let reason = refusal(&findings);
                 self.controls.report(|report| report.findings.extend(findings));
                 Err(Failure::new(SourceEvent::PeerLost, reason))
@@ -134,9 +137,21 @@ impl Driver {
         }
     }
 
+    /// A journal that was begun anew gives epochs that others have seen already: the next one is larger. Not larger by any
+    /// number that a peer may name: there must be epochs left.
+    fn learn_epoch(&mut self, largest: Epoch) {
+        const LEAP: u64 = 1 << 32;
+        let own = self.terms.epoch();
+        if largest.0 > own.0.saturating_add(LEAP) {
+            warn!(%largest, "an epoch out of reach");
+        } else if let Err(error) = self.context.journal.learn_epoch(&self.terms.migration.vm, largest) {
+            warn!(error = crate::chain(&error), "the epoch is not in the journal");
+        }
+    }
+
     /// Noted before anything is sent: only a destination that has accepted is ever asked what it has.
     fn accepted(&self) -> Result<(), Failure> {
-        let details = Details { boot_id: self.context.boot_id.clone(), accepted: true };
+        let details = Details::of(&self.context, self.vm.as_ref(), true);
         self.context
             .journal
             .set_details(&self.terms.migration, &details, Durability::Synced)

@@ -104,7 +104,7 @@ impl SourceVm {
 
     /// Takes hold of a VM that an earlier agent was moving, without asking it anything: it may be held by SIGSTOP.
     pub(crate) fn find(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
-        let process = Process::open_exact(record.pid, record.start_time_ticks)?;
+        let process = record.process(&context.boot_id)?;
         let leavings = Leavings {
             sockets: Leavings::sockets(&process),
             directory: vms::own_directory(context, &record.qmp),

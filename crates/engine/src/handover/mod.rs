@@ -27,8 +27,10 @@
 //!    let it go. The order is
 //!    the argument for safety: a decision stands in the journal before anybody can see it.
 //! 2. **The new state holds once its `Journal` effect is done.** A transition without one changes nothing that
-//!    matters after a restart. An agent whose journal fails must do none of the effects that follow and must end, as
-//!    if it had been killed there.
+//!    matters after a restart. An agent whose journal fails does none of the effects that follow and stays in the old
+//!    state. Before COMMITTED the source then feeds `Failed`; otherwise the event is taken again later, or what the state
+//!    waits for is repeated. ABORTED alone may be entered late: without it a restart aborts as well, so the guest goes on
+//!    at once, and the entry is tried until it stands. A driver that panics ends the agent, as if it had been killed.
 //! 3. **`durable`** entries are synced before the next effect. Others must survive the agent's death but may be lost
 //!    with the host. The rule behind it: what lets a vCPU of the *source* run again is durable, for its RAM outlives
 //!    no crash of the host but its disks do; `PREPARED` is durable because it makes a rebooted host ask first.
@@ -74,6 +76,9 @@ pub struct Terms {
     /// With a register of owners: the epoch in which the source holds the VM there, as pre-flight read it (it may have
     /// grown since, see [`register`]). Without one: none.
     pub register: Option<Epoch>,
+    /// The host that keeps that register. Nobody else's word is the register's. Absent in entries of older agents.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub witness: Option<HostId>,
 }
 
 impl Terms {

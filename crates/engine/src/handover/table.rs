@@ -176,7 +176,7 @@ fn sample_terms() -> Vec<Terms> {
     let names = (VmName::new("vm"), HostId::new("source"), HostId::new("destination"));
     let (Ok(vm), Ok(source), Ok(destination)) = names else { return vec![] };
     let migration = MigrationId { vm, epoch: EPOCH };
-    let terms = Terms { migration, source, destination, register: None };
+    let terms = Terms { migration, source, destination, register: None, witness: None };
     vec![Terms { register: Some(BASE), ..terms.clone() }, terms]
 }
 
@@ -252,6 +252,7 @@ fn answers(terms: &Terms) -> Vec<RegisterAnswer> {
         owned(EPOCH.next(), &terms.destination, None),
         owned(Epoch(5), &terms.source, None),
         owned(base, &terms.destination, None),
+        HostId::new("third").ok().and_then(|third| owned(EPOCH.next(), &third, None)),
         None,
     ]
     .map(RegisterAnswer::Stands)

@@ -16,6 +16,7 @@ fn terms(register: Option<Epoch>) -> Terms {
         source: HostId::new("a").unwrap(),
         destination: HostId::new("b").unwrap(),
         register,
+        witness: None,
     }
 }
 
@@ -287,6 +288,25 @@ fn the_register_does_not_go_back() {
     let (reply, none) = apply(&backwards, Some(&owned(EPOCH, &terms.destination)));
     assert!(matches!(reply, RegisterReply::Failed { .. }), "{reply:?}");
     assert_eq!(none, None);
+}
+
+/// Any host with a certificate can claim a VM in the register: nobody throws a copy away for that.
+#[test]
+fn a_third_host_in_the_register_decides_nothing() {
+    let terms = terms(Some(Epoch(3)));
+    let record = Ownership { epoch: Epoch(8), owner: HostId::new("c").unwrap(), offer: None };
+    assert_eq!(register::standing(&terms, Some(&record)), Standing::Foreign);
+    let says = RegisterAnswer::Stands(Some(record));
+    let states = [
+        DestinationState::Ready { incarnation: incarnation(1) },
+        DestinationState::Taking { incarnation: incarnation(1), run: true },
+        DestinationState::Starting { incarnation: incarnation(1), again: true },
+    ];
+    for state in states {
+        let step = moved(destination(&terms, &state, &DestinationEvent::RegisterSays(says.clone())));
+        assert_eq!(step.to, state);
+        assert!(!step.effects.contains(&DestinationEffect::Discard), "{step:?}");
+    }
 }
 
 /// An older attempt's destination, back from a reboot, shuts the door for its own epoch only.

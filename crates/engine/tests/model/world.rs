@@ -243,6 +243,7 @@ pub(crate) fn terms(epoch: u8, base: u8, register: bool) -> Terms {
         source: host(Side::Source),
         destination: host(Side::Destination),
         register: register.then(|| Epoch(base.into())),
+        witness: None,
     }
 }
 

@@ -155,3 +155,15 @@ fn a_copy_that_is_held_is_found_without_letting_it_hear_anything() {
     assert!(qemu.is_held());
     assert_eq!(qemu.monitor().connections, connections);
 }
+
+#[test]
+fn an_epoch_that_is_not_new_is_refused_with_the_largest() {
+    let world = World::new();
+    world.context.journal.learn_epoch(&crate::testing::vm(), proto::Epoch(9)).unwrap();
+    let context = Arc::clone(&world.context);
+    let (terms, publisher) = (terms("b", "a"), Publisher::new());
+    let idle = DestinationState::Idle;
+    let mut driver = Driver::new(context, terms, idle, proposal(), None, Inbox::new(), publisher);
+    let error = driver.prepare().unwrap_err();
+    assert_eq!(error.largest_epoch(), Some(proto::Epoch(9)), "{error}");
+}

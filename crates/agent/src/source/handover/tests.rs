@@ -207,3 +207,80 @@ fn a_register_that_does_not_answer_gathers_no_questions() {
     answer.send(RegisterAnswer::Stands(Some(ours))).unwrap();
     assert_eq!(settled.join().unwrap(), SourceState::Returned);
 }
+
+#[test]
+fn one_offer_is_on_its_way_at_a_time() {
+    let (asked, questions) = mpsc::channel();
+    let (answer, answers) = mpsc::channel();
+    let world = World::with(Some(Arc::new(SlowRegister { asked, answers: Mutex::new(answers) })));
+    let terms = engine::handover::Terms { register: Some(Epoch(0)), ..terms("a", "b") };
+    let (mut driver, ..) = driver_of(&world, terms, committed(), None);
+    for _ in 0..5 {
+        driver.take(&SourceEvent::Repeat);
+    }
+    questions.recv_timeout(crate::testing::PATIENCE).unwrap();
+    assert_eq!(questions.try_recv(), Err(mpsc::TryRecvError::Empty), "one at a time");
+    answer.send(RegisterAnswer::Unreachable).unwrap();
+    crate::testing::eventually("it can be offered again", || !driver.offering.load(Ordering::Acquire));
+    driver.take(&SourceEvent::Repeat);
+    questions.recv_timeout(crate::testing::PATIENCE).expect("it is offered again");
+    answer.send(RegisterAnswer::Unreachable).unwrap();
+}
+
+#[test]
+fn what_could_not_be_entered_is_not_entered_over_what_came_after() {
+    let world = World::new();
+    let (mut driver, ..) = driver(&world, SourceState::Aborting, None);
+    // The journal did not take it when it came about.
+    driver.unjournalled = Some(SourceState::Aborting);
+    driver.take(&SourceEvent::Continued);
+    assert_eq!(driver.settle(), SourceState::Aborted);
+    assert_eq!(world.state(), State::Source(SourceState::Aborted));
+}
+
+#[test]
+fn a_source_does_not_forget_that_its_vm_has_left_before_the_journal_has_it() {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let journal = &world.context.journal;
+    journal.put_vm(&qemu.record()).unwrap();
+    let (driver, mailbox, _) = driver(&world, committed(), None);
+    let database = rusqlite::Connection::open(journal.path()).unwrap();
+    let refuse = "CREATE TRIGGER refuse BEFORE DELETE ON vms BEGIN SELECT RAISE(FAIL, 'not now'); END";
+    database.execute_batch(refuse).unwrap();
+    let settled = thread::spawn(move || driver.settle());
+    mailbox.put(Notice::Message {
+        link: None,
+        message: Message::Running { epoch: Epoch(1), continue_us: 0, agent_cpu_us: None },
+    });
+    world.reaches("done");
+    database.execute_batch("DROP TRIGGER refuse").unwrap();
+    assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
+    assert!(journal.vm(&crate::testing::vm()).unwrap().is_none(), "it has left");
+    assert!(!journal.migration(&id(1)).unwrap().unwrap().open);
+}
+
+#[test]
+fn a_rejected_epoch_teaches_a_larger_one() {
+    let world = World::new();
+    let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
+    driver.proposal = Some(crate::testing::proposal());
+    let learns = thread::spawn(move || driver.reach_ready().unwrap_err());
+    let mut peer = world.accept();
+    peer.hear_until(|message| matches!(message, Message::Propose(_)));
+    peer.say(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(41)) });
+    learns.join().unwrap();
+    let vm = crate::testing::vm();
+    assert_eq!(world.context.journal.next_epoch(&vm).unwrap(), Epoch(42));
+
+    // But not that there are none left.
+    let world = World::new();
+    let (mut driver, ..) = self::driver(&world, SourceState::Prepared { run: true }, None);
+    driver.proposal = Some(crate::testing::proposal());
+    let learns = thread::spawn(move || driver.reach_ready().unwrap_err());
+    let mut peer = world.accept();
+    peer.hear_until(|message| matches!(message, Message::Propose(_)));
+    peer.say(&Message::Reject { findings: vec![], largest_epoch: Some(Epoch(i64::MAX as u64)) });
+    learns.join().unwrap();
+    assert_eq!(world.context.journal.next_epoch(&vm).unwrap(), Epoch(2));
+}

@@ -310,7 +310,7 @@ pub(crate) struct RecoverCommand {
     #[arg(long, group = "decision")]
     pub give_up: bool,
     /// Take the VM in the register of owners even from the other host, if that has won there: it never ran the VM
-    #[arg(long, requires = "run_here")]
+    #[arg(long, requires = "run_here", conflicts_with = "give_up")]
     pub even_against_the_register: bool,
     /// Do not ask the register of owners, which is lost for good; no other host may count on it any more
     #[arg(long, requires = "decision", conflicts_with = "even_against_the_register")]

@@ -118,7 +118,8 @@ fn usage_errors_are_2() {
         (&["limit", "web"], "--bandwidth"),
         (&["recover", "web", "--run-here", "--give-up"], "cannot be used with"),
         (&["recover", "web", "--without-the-register"], "--run-here"),
-        (&["recover", "web", "--give-up", "--even-against-the-register"], "--run-here"),
+        (&["recover", "web", "--even-against-the-register"], "--run-here"),
+        (&["recover", "web", "--give-up", "--even-against-the-register"], "cannot be used with"),
         (&["vm", "adopt"], "--pid"),
         (&["fly"], "fly"),
     ];

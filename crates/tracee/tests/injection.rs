@@ -150,6 +150,22 @@ fn a_sleep_that_was_continued_once_is_not_cut_short_by_a_killed_injector() {
 }
 
 #[test]
+fn a_call_that_does_not_return_is_left_to_its_frame() {
+    // Made in this order, so that a test that fails ends the injector first, which may hold the victim.
+    let mut victim = Victim::start(&["mode-linger"]);
+    let injector = injector();
+    injector.use_only_thread(victim.threads["worker"]);
+    let socket = u64::from(victim.threads["socket"]);
+    let error = injector.close_there(&victim.process, &[socket]).unwrap_err();
+    assert!(matches!(error, InjectError::Late { call: "close", .. }), "{error:?}");
+    assert_eq!(victim.process.status().unwrap().tracer, None, "the injector has let go");
+    assert_eq!(victim.ask("drain"), "goes on");
+    injector.take_userfaultfd(&victim.process).unwrap();
+    assert_eq!(victim.userfaultfds(), 0);
+    victim.assert_well();
+}
+
+#[test]
 fn a_signal_on_its_way_survives_the_injector() {
     for kind in ["signals-while-computing", "signals"] {
         let injector = injector();

@@ -103,11 +103,13 @@ fn serve(request: &Request, buffers: &mut Buffers) -> (Reply, Option<OwnedFd>) {
                 .map(|mut held| {
                     (reply.thread, reply.self_restoring) = (held.thread(), held.is_self_restoring());
                     // `held` is let go at the end of this block.
-                    run(&mut held, request.operation, &calls, &process)
+                    let outcome = run(&mut held, request.operation, &calls, &process);
+                    (outcome, held.is_left())
                 });
         match used {
-            Ok(outcome) => {
+            Ok((outcome, left)) => {
                 (reply.result, reply.done, descriptor) = outcome;
+                reply.ends |= left;
                 break;
             }
             Err(Refusal::TryAnother(failure)) => {

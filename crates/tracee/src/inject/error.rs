@@ -99,6 +99,16 @@ pub enum InjectError {
         #[source]
         source: io::Error,
     },
+    /// The call was made and has not returned in time. The thread goes on by itself as soon as it does.
+    #[error(
+        "the call {call} that process {pid} was made to do takes too long; its thread goes on when it returns"
+    )]
+    Late {
+        /// The process.
+        pid: u32,
+        /// Name of the call.
+        call: &'static str,
+    },
     /// The injected call ended in a signal, which the process did not get to see if it was a fault.
     #[error("the injected call in process {pid} ended in signal {signal}")]
     Signal {

@@ -169,11 +169,16 @@ impl Injector {
     /// # Errors
     /// Ranges before the one that failed have been given back.
     pub fn discard(&self, process: &Process, ranges: &[AddressRange]) -> Result<(), InjectError> {
-        for some in ranges.chunks(MAX_ARGUMENTS / 2) {
-            let arguments: Vec<u64> = some.iter().flat_map(|range| [range.start, range.len()]).collect();
+        for arguments in discards(ranges) {
             self.inject(process, Operation::Discard, &arguments)?;
         }
         Ok(())
+    }
+
+    /// For tests: makes `process` close these descriptors of its own.
+    #[doc(hidden)]
+    pub fn close_there(&self, process: &Process, descriptors: &[u64]) -> Result<(), InjectError> {
+        self.inject(process, Operation::Close, descriptors).map(drop)
     }
 
     /// For tests: the injector kills itself at this step of each operation, counted from 1; 0 for
@@ -348,6 +353,7 @@ impl Injector {
             Failure::Dispatched => InjectError::Dispatched { pid },
             Failure::Moved | Failure::Busy => InjectError::Changed { pid },
             Failure::Call(number) => InjectError::Call { pid, call, source: error(number) },
+            Failure::Late => InjectError::Late { pid, call },
             Failure::Signal(signal) => InjectError::Signal { pid, signal },
             Failure::Kernel(number) => InjectError::Injector {
                 action: "trace with",
@@ -357,6 +363,29 @@ impl Injector {
             Failure::Request => InjectError::Answer { program: self.program.clone() },
         }
     }
+}
+
+/// The arguments of the calls that give ranges back, for one injection after the other. A thread of the process stands
+/// still for each, so that none gives back more than 1 GiB.
+fn discards(ranges: &[AddressRange]) -> Vec<Vec<u64>> {
+    const BYTES: u64 = 1 << 30;
+    let mut all: Vec<Vec<u64>> = Vec::new();
+    let mut room = 0;
+    for range in ranges {
+        let mut at = range.start;
+        while at < range.end {
+            if room == 0 || all.last().is_none_or(|last| last.len() + 2 > MAX_ARGUMENTS) {
+                all.push(Vec::new());
+                room = BYTES;
+            }
+            let len = room.min(range.end - at);
+            if let Some(last) = all.last_mut() {
+                last.extend([at, len]);
+            }
+            (at, room) = (at + len, room - len);
+        }
+    }
+    all
 }
 
 /// Userfaultfds inside a process on which `UFFDIO_API` was never done.
@@ -372,4 +401,30 @@ fn unused_userfaultfds(process: &Process) -> Result<Vec<i32>, ProcessError> {
     let found = unused.map(|(fd, _)| fd).collect();
     process.check_alive()?;
     Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_injection_gives_back_more_than_a_gib() {
+        const GIB: u64 = 1 << 30;
+        const MIB: u64 = 1 << 20;
+        assert!(discards(&[]).is_empty());
+        let range = |start, len| AddressRange::with_len(start, len);
+        assert_eq!(discards(&[range(0, 5), range(7, 2)]), [[0, 5, 7, 2]]);
+        let large = discards(&[range(MIB, MIB), range(GIB, 2 * GIB), range(9 * GIB, MIB)]);
+        assert_eq!(
+            large,
+            [
+                vec![MIB, MIB, GIB, GIB - MIB],
+                vec![2 * GIB - MIB, GIB],
+                vec![3 * GIB - MIB, MIB, 9 * GIB, MIB]
+            ]
+        );
+        let many: Vec<_> = (0..MAX_ARGUMENTS as u64).map(|n| range(n * 3, 1)).collect();
+        let lengths: Vec<_> = discards(&many).iter().map(Vec::len).collect();
+        assert_eq!(lengths, [MAX_ARGUMENTS, MAX_ARGUMENTS]);
+    }
 }

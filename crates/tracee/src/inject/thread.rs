@@ -14,6 +14,11 @@
 //! 8. put back the bytes below the stack, detach; the kernel now finishes or restarts the system
 //!    call that was interrupted, exactly as it would have.
 //!
+//! A call that has not returned in time cannot be taken back, and a thread that runs cannot be put
+//! back: it is left as it is, frame and all, and this process ends, which is the only way to let go of
+//! it. When the call returns the frame does the rest. A thread that could not be given a frame is
+//! waited for as long as it takes.
+//!
 //! Nothing between 1 and 8 allocates memory or takes a lock.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,6 +35,8 @@ use crate::arch::{self, MAX_FRAME, MAX_XSTATE, Placement, Registers};
 const STOP_LIMIT: Duration = Duration::from_millis(500);
 /// How long an injected call may take.
 const CALL_LIMIT: Duration = Duration::from_secs(10);
+/// As long as it takes.
+const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
 /// Every signal that can be blocked.
 const ALL_SIGNALS: u64 = u64::MAX;
 
@@ -107,6 +114,8 @@ pub(super) struct Held<'a> {
     steps: &'a mut Steps,
     /// Whether the thread has been diverted from where it was.
     diverted: bool,
+    /// Whether it is still in a call, and has to be left to its frame.
+    left: bool,
     /// A signal that it has to get when it is let go.
     signal: i32,
 }
@@ -139,6 +148,7 @@ impl<'a> Held<'a> {
             buffers,
             steps,
             diverted: false,
+            left: false,
             signal: 0,
         };
         held.steps.step();
@@ -226,6 +236,11 @@ impl<'a> Held<'a> {
         self.frame.is_some()
     }
 
+    /// Whether it is still in a call: then only the end of this process lets it go.
+    pub(super) fn is_left(&self) -> bool {
+        self.left
+    }
+
     /// A point at which a test may end this process.
     pub(super) fn step(&mut self) {
         self.steps.step();
@@ -277,7 +292,8 @@ impl<'a> Held<'a> {
         let mut signal = 0;
         loop {
             ptrace::resume_to_call(self.thread, signal).map_err(|_| Failure::Gone)?;
-            match ptrace::wait_stop(self.thread, CALL_LIMIT) {
+            let limit = if self.is_self_restoring() { CALL_LIMIT } else { FOR_EVER };
+            match ptrace::wait_stop(self.thread, limit) {
                 Ok(Stop::Call) => return Ok(()),
                 // The whole process is stopped, or continued, from elsewhere. The thread runs on
                 // all the same; when it is let go the kernel makes it stop with the others.
@@ -291,7 +307,10 @@ impl<'a> Held<'a> {
                     return Err(Failure::Signal(other as u64));
                 }
                 Err(NoStop::Ended) => return Err(Failure::Gone),
-                Err(NoStop::Late) => return Err(Failure::Uninterruptible),
+                Err(NoStop::Late) => {
+                    self.left = true;
+                    return Err(Failure::Late);
+                }
             }
         }
     }
@@ -395,6 +414,11 @@ impl<'a> Held<'a> {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
+        if self.left {
+            // Nobody waits for this process any more.
+            ATTACHED.store(false, Ordering::Relaxed);
+            return;
+        }
         // Errors mean that the thread has ended.
         if self.diverted {
             let _ = ptrace::set_signal_mask(self.thread, self.signal_mask);

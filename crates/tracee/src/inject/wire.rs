@@ -118,6 +118,8 @@ pub(super) enum Failure {
     Kernel(u64),
     /// The request is not understood.
     Request,
+    /// The injected call has not returned yet.
+    Late,
 }
 
 impl Failure {
@@ -137,6 +139,7 @@ impl Failure {
             Self::Signal(signal) => [12, signal],
             Self::Kernel(error) => [13, error],
             Self::Request => [14, 0],
+            Self::Late => [15, 0],
         }
     }
 
@@ -156,6 +159,7 @@ impl Failure {
             12 => Self::Signal(detail),
             13 => Self::Kernel(detail),
             14 => Self::Request,
+            15 => Self::Late,
             _ => return None,
         })
     }
@@ -233,7 +237,7 @@ mod tests {
         foreign[0] ^= 1;
         assert_eq!(Request::decode(&foreign), None);
         assert_eq!(Request::decode(&request.encode()[..80]), None);
-        let all = (1..15).map(|kind| Failure::from_words(kind, 3).unwrap());
+        let all = (1..16).map(|kind| Failure::from_words(kind, 3).unwrap());
         for result in all.map(Err).chain([Ok(())]) {
             let reply = Reply { result, done: 1, steps: 2, thread: 3, self_restoring: true, ends: true };
             let bytes = reply.encode();

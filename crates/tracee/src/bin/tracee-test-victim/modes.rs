@@ -19,6 +19,7 @@ pub(super) const MODES: &[(&str, Mode)] = &[
     ("mode-dispatch", dispatch),
     ("mode-rseq", rseq),
     ("mode-sleep", sleep),
+    ("mode-linger", linger),
 ];
 
 /// Says so, and stays until its input ends.
@@ -139,4 +140,64 @@ fn sleep(_: &[String]) {
     let result = unsafe { libc::nanosleep(&raw const time, std::ptr::null_mut()) };
     assert_eq!(result, 0, "cut short");
     assert!(began.elapsed().as_secs() >= 2, "too short");
+}
+
+/// Has a thread that computes, and a socket whose `close` returns only when its other end is read, which the line `drain`
+/// asks for. Tells the socket's descriptor as if it were a thread, and `goes on` when the thread has computed since.
+fn linger(_: &[String]) {
+    use std::io::ErrorKind;
+    use std::net::{TcpListener, TcpStream};
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    static ROUNDS: AtomicU64 = AtomicU64::new(0);
+    let listener = TcpListener::bind("127.0.0.1:0").expect("no listener");
+    let mut full = TcpStream::connect(listener.local_addr().expect("no address")).expect("no connection");
+    let (mut other, _) = listener.accept().expect("no connection");
+    full.set_nonblocking(true).expect("a socket");
+    let kind = loop {
+        if let Err(error) = full.write(&[7; 1 << 13]) {
+            break error.kind();
+        }
+    };
+    assert_eq!(kind, ErrorKind::WouldBlock);
+    full.set_nonblocking(false).expect("a socket");
+    let for_an_hour = libc::linger { l_onoff: 1, l_linger: 3600 };
+    // SAFETY: the structure of this option.
+    let result = unsafe {
+        let len = size_of::<libc::linger>() as libc::socklen_t;
+        libc::setsockopt(
+            full.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw const for_an_hour).cast(),
+            len,
+        )
+    };
+    assert_eq!(result, 0, "no lingering");
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let _ = tell.send(nix::unistd::gettid());
+        let mut round = super::registers::WORKERS[0].1();
+        loop {
+            if let Err(problem) = round() {
+                super::fail(&problem);
+            }
+            ROUNDS.fetch_add(1, Ordering::Release);
+        }
+    });
+    println!("thread worker {}", told.recv().expect("a thread"));
+    println!("thread socket {}", full.as_raw_fd());
+    // Somebody else closes it.
+    std::mem::forget(full);
+    println!("ready");
+    for line in std::io::stdin().lines() {
+        if line.is_ok_and(|line| line == "drain") {
+            let before = ROUNDS.load(Ordering::Acquire);
+            other.read_to_end(&mut Vec::new()).expect("the end");
+            while ROUNDS.load(Ordering::Acquire) < before + 2 {
+                std::thread::yield_now();
+            }
+            println!("goes on");
+        }
+    }
 }

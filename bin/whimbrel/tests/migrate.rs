@@ -7,7 +7,7 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
-use common::{Accel, Cluster, Device, Disk, Environment, GuestSpec, Load, QemuVersion, Ram, Setup};
+use common::{Accel, Cluster, DEADLINE, Device, Disk, Environment, GuestSpec, Load, QemuVersion, Ram, Setup};
 use lab::{Direction, Net, disk};
 
 /// A guest that writes while it is moved.
@@ -216,24 +216,55 @@ impl Drop for HugePages {
     }
 }
 
-/// A guest whose user has paused it stays paused (trap 17), there and back, and goes on where it was.
-#[test]
-fn a_paused_guest_stays_paused() {
-    let cluster = Cluster::new();
-    let guest = cluster.guest(&GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", busy()) });
+/// A guest whose user has paused it stays paused (trap 17), there, back and there again, also after an attempt that was
+/// given up when its device state had been saved. Its disk, given up at the first of them, is taken up when it goes on.
+fn paused_all_the_while(version: QemuVersion) {
+    let cluster = Cluster::with(&Setup { fault_harness: true, ..Setup::default() });
+    let qemu = cluster.environment.qemu(version).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
+    disk::known_content(&qemu, &image, "qcow2", 64).unwrap();
+    let load = Load { disk_threads: 2, disk_mib: 8, ..busy() };
+    let mut spec = GuestSpec { qemu: version, second_monitor: true, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
+    let guest = cluster.guest(&spec);
     guest.monitor().unwrap().command("stop", &serde_json::json!({})).unwrap();
-    for (from, to) in [("a", "b"), ("b", "a")] {
+
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want("destination/prepared/loaded:before-effects");
+    let migration = cluster.migrate_slowly("vm1", "0");
+    let held = faults.held(DEADLINE).unwrap();
+    cluster.a.cli(&["cancel", "vm1"]).ok();
+    assert_eq!(migration.wait_with_output().unwrap().status.code(), Some(1));
+    held.release();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_eq!(cluster.a.vm("vm1").unwrap()["state"], "paused", "{}", cluster.a.log());
+
+    for (from, to) in [("a", "b"), ("b", "a"), ("a", "b")] {
         let report = cluster.migrate("vm1", from, to, &[]);
         assert_eq!(
             (&report["run_state_before"], &cluster.agent(to).vm("vm1").unwrap()["state"]),
             (&"paused".into(), &"paused".into())
         );
     }
-    let shown = cluster.a.cli(&["vm", "show", "vm1"]).ok().json();
+    let shown = cluster.b.cli(&["vm", "show", "vm1"]).ok().json();
     let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap();
     monitor.command("cont", &serde_json::json!({})).unwrap();
     drop(monitor);
-    cluster.guest_is_whole("a", "vm1");
+    cluster.guest_is_whole("b", "vm1");
+    let serial = cluster.serial("b", "vm1");
+    let (first, second) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+    assert!(second.disk_reads > first.disk_reads, "the disk is read on");
+}
+
+#[test]
+fn a_paused_guest_stays_paused() {
+    paused_all_the_while(QemuVersion::Installed);
+}
+
+#[test]
+fn a_paused_guest_stays_paused_with_a_newer_qemu() {
+    paused_all_the_while(newest(&Environment::discover()));
 }
 
 /// The balloon takes pages out of the guest and gives them back while rounds go on (traps 3 and 5).
@@ -345,11 +376,11 @@ fn real_kvm() {
         .unwrap();
         let mut progress = lab::bare::Progress::default();
         let mut output = guest.serial().follow().unwrap();
-        progress.wait(&mut output, vcpus as usize, 5, common::DEADLINE).unwrap();
+        progress.wait(&mut output, vcpus as usize, 5, DEADLINE).unwrap();
         cluster.a.cli(&["vm", "adopt", "--pid", &guest.pid().to_string()]).ok();
         cluster.migrate("vm1", "a", "b", &[]);
         let mut output = cluster.serial("b", "vm1").follow_from_now().unwrap();
-        progress.wait(&mut output, vcpus as usize, 5, common::DEADLINE).unwrap();
+        progress.wait(&mut output, vcpus as usize, 5, DEADLINE).unwrap();
         assert_eq!(progress.wrong, 0);
     }
 }

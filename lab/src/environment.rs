@@ -1,8 +1,23 @@
 //! What `scripts/setup` has made on this machine, and where: QEMU in two versions, guests' kernel and disks.
 
+use std::fs::OpenOptions;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
+
+/// Says what a test could not try on this machine, where it is seen although the test passes: `make test` lists it at its
+/// end, from the file that `WHIMBREL_NOT_TRIED` names.
+pub fn not_tried(what: impl AsRef<str>) {
+    // One line, so that lines of several tests stay whole.
+    let what = what.as_ref().lines().collect::<Vec<_>>().join("; ");
+    // Past the harness, which keeps what passing tests print.
+    drop(writeln!(std::io::stderr(), "NOT TRIED: {what}"));
+    if let Some(list) = std::env::var_os("WHIMBREL_NOT_TRIED") {
+        let list = OpenOptions::new().append(true).create(true).open(list);
+        drop(list.and_then(|mut list| list.write_all(format!("{what}\n").as_bytes())));
+    }
+}
 
 /// The QEMU of the distribution, or the newer one of its backports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -100,7 +115,7 @@ impl Environment {
     /// Whether a guest can run under the real KVM of this machine: `/dev/kvm` alone proves nothing, so the bare-metal guest is tried
     /// by those who need it; this says only whether it is worth trying.
     pub fn has_kvm(&self) -> bool {
-        std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
+        OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
     }
 }
 

@@ -45,7 +45,7 @@ mod spec;
 pub use agents::Agents;
 pub use client::{Client, ClientReport, Watched};
 pub use emulator::{Emulator, Settings};
-pub use environment::{Environment, Qemu, QemuVersion};
+pub use environment::{Environment, Qemu, QemuVersion, not_tried};
 pub use error::{Error, Result};
 pub use follow::{DEADLINE, Follow};
 pub use guest::Guest;

@@ -91,7 +91,7 @@ fn the_newer_qemu_runs_a_guest_with_all_devices_and_numa() {
     let (lab, environment) = laboratory();
     for version in [QemuVersion::Newer, QemuVersion::Installed] {
         if let Err(Error::Missing { path }) = environment.qemu(version) {
-            println!("skipped: {} is not here", path.display());
+            lab::not_tried(format!("a newer QEMU: {} is not here", path.display()));
             continue;
         }
         let load =
@@ -186,7 +186,7 @@ fn the_bare_guest_runs_on_one_and_two_processors() {
     let (lab, environment) = laboratory();
     for (accel, vcpus) in [(Accel::Tcg, 1), (Accel::Tcg, 2), (Accel::Kvm, 1), (Accel::Kvm, 2)] {
         if accel == Accel::Kvm && !environment.has_kvm() {
-            println!("skipped: no KVM here");
+            lab::not_tried("guests under KVM: no /dev/kvm");
             continue;
         }
         let name = format!("{accel:?}{vcpus}").to_lowercase();

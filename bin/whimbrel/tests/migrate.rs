@@ -8,7 +8,7 @@ mod common;
 use std::path::{Path, PathBuf};
 
 use common::{Accel, Cluster, DEADLINE, Device, Disk, Environment, GuestSpec, Load, QemuVersion, Ram, Setup};
-use lab::{Direction, Net, disk};
+use lab::{Direction, Net, disk, not_tried};
 
 /// A guest that writes while it is moved.
 fn busy() -> Load {
@@ -64,7 +64,9 @@ fn the_destination_chooses_the_kind_of_ram() {
     let (Some(_anonymous), Some(shared)) =
         (Setting::of(folder.join("enabled"), "madvise"), Setting::of(folder.join("shmem_enabled"), "never"))
     else {
-        eprintln!("settings of transparent huge pages cannot be changed here: not tried");
+        not_tried(
+            "the kind of RAM that the destination chooses: settings of transparent huge pages cannot be changed",
+        );
         return;
     };
     let cluster = Cluster::new();
@@ -184,7 +186,7 @@ fn all_devices_and_a_disk_under_reads_with_a_newer_qemu() {
 #[test]
 fn huge_pages_of_hugetlbfs() {
     let Some(_pages) = HugePages::reserve(400) else {
-        eprintln!("no huge pages to be had here: not tried");
+        not_tried("huge pages of hugetlbfs: none to be had");
         return;
     };
     let cluster = Cluster::new();
@@ -363,7 +365,7 @@ fn cancelled_then_hurried() {
 #[test]
 fn real_kvm() {
     if !Environment::discover().has_kvm() {
-        eprintln!("no /dev/kvm here: not tried");
+        not_tried("real KVM: no /dev/kvm");
         return;
     }
     for vcpus in [1, 2] {

@@ -7,7 +7,6 @@
 mod common;
 
 use std::fs;
-use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::process::Command;
@@ -131,7 +130,7 @@ impl Loop {
         let made = Command::new("losetup").args(["--find", "--show"]).arg(image).output().ok()?;
         if !made.status.success() {
             let why = String::from_utf8_lossy(&made.stderr);
-            let _ = writeln!(std::io::stderr(), "NOT TRIED: block devices of another host: {why}");
+            lab::not_tried(format!("block devices of another host: {why}"));
             return None;
         }
         Some(Self(String::from_utf8_lossy(&made.stdout).trim().to_owned()))
@@ -230,4 +229,62 @@ fn what_has_the_same_name_on_another_machine_is_not_taken_for_the_same() {
     another_machine(&mut cluster, &keys, &format!("[disks]\nshared = [{:?}, {address:?}]", device.0));
     let found = check(&cluster);
     assert!(found.len() == 1 && found[0].contains("file-missing"), "{found:#?}");
+}
+
+// ---- memory
+
+/// Free memory falls as pages come in: what was promised to one VM is not free for the next one.
+#[test]
+fn two_that_arrive_at_once_are_not_promised_the_same_memory() {
+    let mut cluster = Cluster::new();
+    cluster.b.kill();
+    // Enough for one of them with what a QEMU needs, not for both.
+    let real = fs::read_to_string("/proc/meminfo").unwrap();
+    let scarce: Vec<_> = real
+        .lines()
+        .map(|line| if line.starts_with("MemAvailable:") { "MemAvailable: 614400 kB" } else { line })
+        .collect();
+    let meminfo = cluster.b.directory.join("meminfo");
+    fs::write(&meminfo, scarce.join("\n")).unwrap();
+    let instead = format!("mount --bind {} /proc/meminfo; exec \"$@\"", meminfo.display());
+    cluster.b.starter = ["unshare", "--mount", "sh", "-ec", &instead, "sh"].map(str::to_owned).to_vec();
+    cluster.b.start();
+    let guests = ["vm1", "vm2"].map(|name| cluster.guest(&GuestSpec::tiny(name, busy())));
+    assert_ne!(guests[0].pid(), guests[1].pid());
+    let possible = |vm: &str| {
+        let check = cluster.a.cli(&["migrate", vm, "--to", "b", "--check"]).json();
+        let found = check["destination_findings"].as_array().unwrap().clone();
+        let short = found.iter().any(|one| one["code"] == "memory-short");
+        assert_eq!(check["possible"].as_bool().unwrap(), !short, "{check:#}");
+        !short
+    };
+    assert!(possible("vm1") && possible("vm2"), "a question is no promise");
+    let first = cluster.migrate_slowly("vm1", "1MiB");
+    cluster.wait_for_sent(1 << 20);
+    assert!(!possible("vm2"));
+    let said = cluster.a.cli(&["migrate", "vm2", "--to", "b"]);
+    assert!(said.code == 1 && said.stdout.contains("promised to others"), "{said:#?}");
+    cluster.a.cli(&["cancel", "vm1"]).ok();
+    assert_eq!(first.wait_with_output().unwrap().status.code(), Some(1));
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    common::until("the promise ends with the migration", || possible("vm2"));
+}
+
+/// An agent is kept from the kernel's choice when memory is short (its unit says -900); the VMs that it starts are what
+/// they were at their source. A value that everybody may set stands for that here.
+#[test]
+fn what_arrives_is_ended_as_readily_as_before() {
+    let cluster = Cluster::new();
+    let guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
+    let of = |pid: u32| format!("/proc/{pid}/oom_score_adj");
+    fs::write(of(guest.pid()), "300").unwrap();
+    for agent in [&cluster.a, &cluster.b] {
+        fs::write(of(agent.pid()), "500").unwrap();
+    }
+    for (from, to) in [("a", "b"), ("b", "a")] {
+        cluster.migrate("vm1", from, to, &[]);
+        let pid = cluster.agent(to).vm("vm1").unwrap()["pid"].as_u64().unwrap() as u32;
+        assert_eq!(fs::read_to_string(of(pid)).unwrap().trim(), "300");
+    }
 }

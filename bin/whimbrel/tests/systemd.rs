@@ -7,7 +7,6 @@
 mod common;
 
 use std::fs;
-use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::thread;
@@ -45,7 +44,7 @@ impl Systemd {
         let mounts = fs::read_to_string("/proc/mounts").unwrap();
         let cgroups = mounts.lines().find(|line| line.split(' ').nth(2) == Some("cgroup2"));
         let (true, Some(cgroups)) = (Path::new("/lib/systemd/systemd").exists(), cgroups) else {
-            let _ = writeln!(std::io::stderr(), "NOT TRIED: units of systemd; it is not installed here");
+            lab::not_tried("units of systemd: it is not installed");
             return None;
         };
         let cgroup = Path::new(cgroups.split(' ').nth(1).unwrap()).join(host.namespace());

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use common::{Accel, Cluster, DEADLINE, Device, Guest, GuestSpec, Load, QemuVersion, Ram, Said, Setup};
-use lab::{Monitor, disk};
+use lab::{Monitor, disk, not_tried};
 use serde_json::{Value, json};
 use tracee::maps::{Details, Mapping, detailed_mappings};
 use tracee::{AddressRange, Process};
@@ -23,11 +23,6 @@ const NOBODY: u32 = 65534;
 /// A guest that writes while it is moved.
 fn busy() -> Load {
     Load { fill_mib: 96, wss_mib: 24, rate_mib_per_s: 30, ..Load::default() }
-}
-
-/// Says what could not be tried here, where it is seen even though the test passes.
-fn not_tried(what: &str) {
-    let _ = writeln!(std::io::stderr(), "NOT TRIED: {what}");
 }
 
 /// The largest mapping of a QEMU, but for the code that it makes: its guest's RAM.
@@ -113,7 +108,7 @@ impl Swap {
         if on.status.success() {
             return Some(Self(path));
         }
-        not_tried(&format!("a host that swaps: {}", String::from_utf8_lossy(&on.stderr)));
+        not_tried(format!("a host that swaps: {}", String::from_utf8_lossy(&on.stderr)));
         None
     }
 }
@@ -232,6 +227,36 @@ fn what_is_plugged_during_the_rounds_is_noticed() {
     cluster.guest_is_whole("b", "vm1");
     assert_eq!(plugged(&mut monitor_of(&cluster, "b")), there);
     assert!(there.contains(&"dimm".to_owned()));
+}
+
+// ---- trap 17: a guest that stops by itself
+
+/// A guest that shuts down while rounds go on is not moved as if its user had paused it.
+#[test]
+fn a_guest_that_stops_by_itself_is_not_moved_as_a_paused_one() {
+    let cluster = Cluster::new();
+    let mut spec = GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", busy()) };
+    // A reset becomes the end of the guest, and QEMU keeps it.
+    spec.extra = ["-no-reboot", "-no-shutdown"].map(str::to_owned).to_vec();
+    let guest = cluster.guest(&spec);
+    let migration = cluster.migrate_slowly("vm1", "4MiB");
+    cluster.wait_for_sent(4 << 20);
+    let mut monitor = guest.monitor().unwrap();
+    monitor.command("system_reset", &json!({})).unwrap();
+    let mut state = || monitor.command("query-status", &json!({})).unwrap()["status"].clone();
+    while state() != "shutdown" {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    cluster.a.cli(&["limit", "vm1", "--bandwidth", "0"]).ok();
+    let said = said(migration);
+    assert_eq!(said.code, 1, "{said:?}");
+    let text = format!("{}{}", said.stdout, said.stderr);
+    assert!(text.contains("the guest is in run state shutdown; only running and paused"), "{said:#?}");
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_eq!(state(), "shutdown");
+    assert_eq!(cluster.a.vm("vm1").unwrap()["state"], "shutdown");
+    assert!(cluster.b.vm("vm1").is_none());
 }
 
 // ---- trap 2: another process in the guest's memory

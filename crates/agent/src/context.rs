@@ -6,6 +6,7 @@ use engine::precopy::CostHistory;
 use link::Endpoint;
 use tracee::Injector;
 
+use crate::arrivals::Arrivals;
 use crate::config::Config;
 use crate::fault::Faults;
 use crate::journal::Journal;
@@ -29,6 +30,8 @@ pub(crate) struct Context {
     pub(crate) faults: Faults,
     /// `/proc/sys/kernel/random/boot_id`.
     pub(crate) boot_id: String,
+    /// Memory promised to VMs on their way in.
+    pub(crate) arrivals: Arc<Arrivals>,
     /// Parts of the downtime that do not depend on memory, as measured here.
     pub(crate) fixed_costs: Mutex<CostHistory>,
 }

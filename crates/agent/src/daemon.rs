@@ -87,6 +87,7 @@ impl Agent {
             faults: Faults::new(config.fault_socket.clone()),
             injector: Arc::new(Injector::new(injector.program, injector.arguments)),
             router: Router::default(),
+            arrivals: Arc::default(),
             fixed_costs: Mutex::default(),
             boot_id: boot_id.trim().to_owned(),
             journal,

@@ -12,6 +12,7 @@
 //! the outside asks can hold up a migration.
 
 pub mod api;
+mod arrivals;
 pub mod config;
 mod context;
 mod cpu;

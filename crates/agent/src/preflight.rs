@@ -26,6 +26,7 @@ use tracee::{Feature, Kernel};
 use tracing::info;
 
 use crate::api::{KernelFeature, RamChoice};
+use crate::arrivals::Promised;
 use crate::context::Context;
 use crate::destination::{ArriveError, Traces};
 use crate::peers::{self, PeerError};
@@ -148,6 +149,8 @@ pub(crate) struct Considered {
     pub(crate) findings: Vec<Finding>,
     /// To be asked again when that QEMU has been started.
     pub(crate) compared: Compared,
+    /// The memory that it is to get; none if only a question was asked.
+    pub(crate) promised: Option<Promised>,
     pub(crate) ram_kind: String,
     /// Version of the QEMU that would be started.
     pub(crate) qemu_version: String,
@@ -196,13 +199,19 @@ pub(crate) fn destination(
             advice: "name a QEMU that works under [qemu] binaries on the destination".to_owned(),
         }]
     })?;
-    let ours = gather::destination(&mut probe.qmp, &theirs.vm, &files, &here, &shared(context), problems)
+    let mut ours = gather::destination(&mut probe.qmp, &theirs.vm, &files, &here, &shared(context), problems)
         .map_err(|error| unreadable("this host's QEMU does not answer", &error))?;
     drop(probe);
+    // Until the memory is promised nobody else may look at what is free.
+    let arrivals = context.arrivals.look();
+    let (hugepage_bytes, needed_bytes) = ours.memory_needed(&theirs);
+    let owed_bytes = arrivals.owed_bytes(hugepage_bytes);
+    ours.look_at_memory(owed_bytes);
     let mut findings: Vec<_> = rules::check(&theirs, &ours).into_iter().map(finding).collect();
     findings.extend(register_finding(context.config.register.as_ref(), from, &proposal));
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
     let (Ok(built), false) = (built, blocked) else { return Err(findings) };
+    let promised = (!proposal.check_only).then(|| arrivals.promise(needed_bytes, hugepage_bytes));
     let launch = Launch {
         argv: built.argv,
         env: Vec::new(),
@@ -210,6 +219,7 @@ pub(crate) fn destination(
         log: built.log,
         qmp: built.qmp,
         scope: Some(format!("whimbrel-vm-{}", id.vm)),
+        oom_score_adj: theirs.oom_score_adj,
     };
     let terms = Terms {
         migration: id.clone(),
@@ -220,7 +230,7 @@ pub(crate) fn destination(
     };
     let qemu_version = ours.qemu_version.clone();
     let compared = Compared { theirs, ours };
-    Ok(Considered { terms, proposal, launch, traces, findings, compared, ram_kind, qemu_version })
+    Ok(Considered { terms, proposal, launch, traces, findings, compared, promised, ram_kind, qemu_version })
 }
 
 /// What is known of both sides, for a second look at what only a QEMU started for the VM can tell.

@@ -111,6 +111,7 @@ impl World {
             injector: Arc::new(Injector::new(PathBuf::from("/nonexistent"), Vec::new())),
             faults: Faults::default(),
             boot_id: "this boot".to_owned(),
+            arrivals: Arc::default(),
             fixed_costs: Mutex::default(),
             config,
         };

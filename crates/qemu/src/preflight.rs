@@ -20,6 +20,8 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
+pub use checks::run_state_refusal;
+
 use crate::describe::{Problem, VmDescription};
 use crate::ram::RamBlock;
 use crate::tree::Difference;
@@ -83,6 +85,9 @@ pub struct SourceFacts {
     pub cpu_unavailable: Vec<String>,
     /// Whether guests of the guest have run (KVM's `nested_run`); `None` when that is not known.
     pub nested_guests: Option<bool>,
+    /// How readily the kernel ends its QEMU when memory is short.
+    #[serde(default)]
+    pub oom_score_adj: i32,
     /// What would start the guest again ([`crate::find::restart_warning`]).
     pub restart_warning: Option<String>,
 }
@@ -133,6 +138,31 @@ pub struct DestinationFacts {
     pub device_differences: Option<Vec<Difference>>,
     /// CPU features that it could not provide.
     pub cpu_unavailable: Option<Vec<String>>,
+}
+
+impl DestinationFacts {
+    /// The kind of memory that the guest takes here (the size of its huge pages, if it is of them), and how much of it.
+    pub fn memory_needed(&self, source: &SourceFacts) -> (Option<u64>, u64) {
+        (self.hugepage_bytes, checks::memory_needed_bytes(source, self.hugepage_bytes))
+    }
+
+    /// Looks at what memory there is now, and takes from it what was promised to others: of the kind that this guest
+    /// takes.
+    pub fn look_at_memory(&mut self, owed_bytes: u64) {
+        let now = HostFacts::gather();
+        self.host = now;
+        match self.hugepage_bytes {
+            None => {
+                let free = &mut self.host.memory_available_bytes;
+                *free = free.saturating_sub(owed_bytes);
+            }
+            Some(size) => {
+                if let Some(free) = self.host.hugepages_free_bytes.get_mut(&size) {
+                    *free = free.saturating_sub(owed_bytes);
+                }
+            }
+        }
+    }
 }
 
 /// What speaks against moving the guest wherever it goes, the gravest first. [`check`] finds it, too.

@@ -76,6 +76,8 @@ pub struct Launch {
     pub qmp: PathBuf,
     /// Name of the systemd scope to put it in; ignored where systemd does not run.
     pub scope: Option<String>,
+    /// How readily the kernel ends it when memory is short; it would inherit ours, which keeps the agent alive.
+    pub oom_score_adj: i32,
 }
 
 /// A QEMU that we started. Dropping this leaves it running.
@@ -127,6 +129,8 @@ pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), Start
         .spawn()
         .map_err(|source| StartError::Spawn { program: program.to_string_lossy().into_owned(), source })?;
     let pid = child.id();
+    // It stays what it is when the program replaces itself. One that has ended says why in its log.
+    let _ = std::fs::write(format!("/proc/{pid}/oom_score_adj"), launch.oom_score_adj.to_string());
     // Somebody has to take a child's exit status, or it stays as a zombie as long as we live.
     let (tell, exited) = channel();
     std::thread::spawn(move || {

@@ -154,6 +154,7 @@ impl VmFile {
             log: run_dir.join(LOG_FILE),
             qmp,
             scope: Some(format!("whimbrel-vm-{}", self.name)),
+            oom_score_adj: 0,
         }
     }
 }

@@ -102,7 +102,7 @@ fn qemus_that_are_too_old_or_not_there() {
     let mut cases =
         vec![("/nonexistent/qemu-system-x86_64", ["/nonexistent/qemu-system-x86_64", "[qemu] binaries"])];
     if newest == QemuVersion::Installed {
-        eprintln!("one QEMU only: an older one at the destination was not tried");
+        lab::not_tried("an older QEMU at the destination: there is one only");
     } else {
         cases.push(("/usr/bin/qemu-system-x86_64", ["older", "QEMU"]));
     }

@@ -18,7 +18,7 @@ fn a_vm_that_is_debugged_or_on_its_way_already() {
         if status.contains("TracerPid:\t0\n") == traced { Err(status) } else { Ok(()) }
     };
     match Command::new("strace").args(["-f", "-e", "trace=none", "-o", "/dev/null", "-p", &pid]).spawn() {
-        Err(error) => eprintln!("no strace here ({error}): a debugger was not tried"),
+        Err(error) => lab::not_tried(format!("a debugger: no strace ({error})")),
         Ok(mut debugger) => {
             eventually("strace attaches", || traced(true));
             let by = format!("debugged by process {}", debugger.id());

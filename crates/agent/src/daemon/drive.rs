@@ -236,7 +236,8 @@ impl Daemon {
         id: &MigrationId,
         considered: preflight::Considered,
     ) {
-        let preflight::Considered { terms, proposal, launch, traces, compared, ram_kind, .. } = considered;
+        let preflight::Considered { terms, proposal, launch, traces, compared, promised, ram_kind, .. } =
+            considered;
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal);
         // Pre-flight takes its time; the name may be another's by now.
@@ -274,12 +275,17 @@ impl Daemon {
                 return;
             }
             let began = std::time::Instant::now();
+            // Held until the VM is there or will not come.
+            let promised = promised;
             let started = traces.make_directory().and_then(|()| {
                 keep_traces(&context, &migration, &traces)?;
                 let patience = std::time::Duration::from_millis(context.config.timeouts.qemu_start_ms);
                 let look = |qmp: &mut Qmp, blocks: &[qemu::ram::RamBlock]| compared.with_started(qmp, blocks);
                 let (vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
                 keep_traces(&context, &migration, &vm.traces)?;
+                if let Some(promised) = &promised {
+                    promised.taken_by(vm.process.pid());
+                }
                 Ok((vm, findings))
             });
             let started = started.and_then(|(mut vm, findings)| {

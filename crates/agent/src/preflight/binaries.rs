@@ -59,7 +59,7 @@ impl Probe {
             ["-machine", "none", "-nodefaults", "-no-user-config", "-display", "none", "-S"].map(Into::into),
         );
         argv.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", qmp.display()).into()]);
-        let launch = Launch { argv, env: Vec::new(), cwd: None, log, qmp, scope: None };
+        let launch = Launch { argv, env: Vec::new(), cwd: None, log, qmp, scope: None, oom_score_adj: 0 };
         let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
         let started = qemu::process::start(&launch, Instant::now() + patience);
         match started {

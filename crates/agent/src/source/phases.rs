@@ -275,10 +275,13 @@ impl Driver {
 
     fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
-        let run = self.vm()?.is_running().map_err(|error| Failure::local("QEMU does not answer", &error))?;
+        let cannot = |error: super::VmError| Failure::local("the guest is not moved", &error);
+        let run = self.vm()?.runs_or_is_paused().map_err(cannot)?;
         self.clock.stopped_at = Some(Instant::now());
         self.feed(&SourceEvent::Stop { run })
             .map_err(|error| Failure::local("cannot stop the guest", &error))?;
+        // Its state may have changed in between.
+        self.vm()?.runs_or_is_paused().map_err(cannot)?;
         self.clock.measured.stop_us = self.since_stop_us();
         self.note("stopped", "");
         Ok(())

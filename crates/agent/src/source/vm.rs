@@ -54,6 +54,9 @@ pub(crate) enum VmError {
     /// It cannot be held, or let go.
     #[error(transparent)]
     Hold(#[from] HoldError),
+    /// It does neither run nor stand still for its user.
+    #[error("{}", qemu::preflight::run_state_refusal(.0))]
+    RunState(String),
 }
 
 /// A VM on its way out.
@@ -156,6 +159,17 @@ impl SourceVm {
 
     pub(crate) fn is_running(&mut self) -> Result<bool, VmError> {
         Ok(self.ask(qemu::control::status)?.running)
+    }
+
+    /// Whether the guest runs, or stands still because its user wants that. In any other state it is not moved: the
+    /// destination would make a paused guest of one whose disk has failed or that has crashed (design, trap 17).
+    pub(crate) fn runs_or_is_paused(&mut self) -> Result<bool, VmError> {
+        let status = self.ask(qemu::control::status)?;
+        match status.status.as_str() {
+            "running" => Ok(true),
+            "paused" => Ok(false),
+            _ => Err(VmError::RunState(status.status)),
+        }
     }
 
     /// What a restarted agent finds. A process held by SIGSTOP is not asked.

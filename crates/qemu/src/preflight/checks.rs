@@ -58,13 +58,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
             "the guest is paused",
             "nothing; it stays paused on the destination until somebody lets it go on",
         ),
-        state => add(
-            findings,
-            Blocker,
-            "run-state",
-            format!("the guest is in run state {state}; only running and paused guests are moved"),
-            "bring it to run or pause (for io-error: repair the storage and let it go on)",
-        ),
+        state => add(findings, Blocker, "run-state", not_moved_in(state), HOW_TO_MOVE_IT),
     }
     if source.tracer_pid != 0 {
         add(
@@ -95,6 +89,17 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
         ),
         Some(false) | None => {}
     }
+}
+
+const HOW_TO_MOVE_IT: &str = "bring it to run or pause (for io-error: repair the storage and let it go on)";
+
+fn not_moved_in(run_state: &str) -> String {
+    format!("the guest is in run state {run_state}; only running and paused guests are moved")
+}
+
+/// Why a guest is not moved in a run state, and what to do, in one line.
+pub fn run_state_refusal(run_state: &str) -> String {
+    format!("{}; {HOW_TO_MOVE_IT}", not_moved_in(run_state))
 }
 
 fn offers_virtualization(source: &SourceFacts) -> bool {
@@ -256,12 +261,19 @@ pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
     }
 }
 
+/// How much memory the guest takes, with QEMU's own where it is taken from the same.
+pub(super) fn memory_needed_bytes(source: &SourceFacts, hugepage_bytes: Option<u64>) -> u64 {
+    let memory = &source.vm.memory;
+    let overhead = if hugepage_bytes.is_some() { 0 } else { OVERHEAD_BYTES };
+    memory.base_bytes.saturating_add(memory.plugged_bytes).saturating_add(overhead)
+}
+
 /// Blocks of memory, and room for them.
 pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Findings) {
     if let Some(theirs) = &destination.ram_blocks {
         blocks(&source.ram_blocks, theirs, findings);
     }
-    let needed = source.vm.memory.base_bytes.saturating_add(source.vm.memory.plugged_bytes);
+    let needed = memory_needed_bytes(source, destination.hugepage_bytes);
     let host = &destination.host;
     if let Some(size) = destination.hugepage_bytes {
         let free = host.hugepages_free_bytes.get(&size).copied().unwrap_or(0);
@@ -280,13 +292,13 @@ pub(super) fn memory(source: &SourceFacts, destination: &DestinationFacts, findi
                 "reserve more (vm.nr_hugepages), or let memory be made of usual pages",
             );
         }
-    } else if host.memory_available_bytes < needed.saturating_add(OVERHEAD_BYTES) {
+    } else if host.memory_available_bytes < needed {
         add(
             findings,
             Blocker,
             "memory-short",
             format!(
-                "the guest needs {} MiB and QEMU some more, the destination has {} MiB available",
+                "the guest and its QEMU need {} MiB, the destination has {} MiB that are not promised to others",
                 needed >> 20,
                 host.memory_available_bytes >> 20
             ),

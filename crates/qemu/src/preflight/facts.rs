@@ -97,13 +97,15 @@ fn available(meminfo: &str) -> u64 {
 
 fn hugepages() -> BTreeMap<u64, u64> {
     let mut found = BTreeMap::new();
+    let count = |path: std::path::PathBuf| std::fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
     for entry in std::fs::read_dir("/sys/kernel/mm/hugepages").into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let kib =
             name.strip_prefix("hugepages-").and_then(|rest| rest.strip_suffix("kB")?.parse::<u64>().ok());
-        let free = std::fs::read_to_string(entry.path().join("free_hugepages"));
-        let free = free.ok().and_then(|text| text.trim().parse::<u64>().ok());
-        if let (Some(kib), Some(free)) = (kib, free) {
+        // Pages that were reserved by a mapping and not touched yet are free, and not to be had.
+        let reserved = count(entry.path().join("resv_hugepages")).unwrap_or(0);
+        if let (Some(kib), Some(free)) = (kib, count(entry.path().join("free_hugepages"))) {
+            let free = free.saturating_sub(reserved);
             found.insert(kib * 1024, free.saturating_mul(kib * 1024));
         }
     }
@@ -143,6 +145,12 @@ pub fn tracer_pid(pid: u32) -> u32 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let tracer = status.lines().find_map(|line| line.strip_prefix("TracerPid:")?.trim().parse().ok());
     tracer.unwrap_or(0)
+}
+
+/// How readily the kernel ends a process when memory is short.
+pub fn oom_score_adj(pid: u32) -> i32 {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap_or_default();
+    text.trim().parse().unwrap_or(0)
 }
 
 /// Whether KVM has run guests of this guest: `nested_run` of its processors in debugfs; `None` where

@@ -27,6 +27,7 @@ pub fn source(qmp: &mut Qmp, process: &QemuProcess) -> Result<SourceFacts, RamEr
         tracer_pid: facts::tracer_pid(process.pid),
         cpu_unavailable: control::cpu_unavailable_features(qmp)?,
         nested_guests: facts::nested_guests(process.pid),
+        oom_score_adj: facts::oom_score_adj(process.pid),
         restart_warning: restart_warning(process),
         ram_blocks,
         vm,

@@ -82,6 +82,7 @@ fn facts() -> (SourceFacts, DestinationFacts) {
         tracer_pid: 0,
         cpu_unavailable: vec!["hle".to_owned()],
         nested_guests: None,
+        oom_score_adj: 0,
         restart_warning: None,
     };
     let destination = DestinationFacts {

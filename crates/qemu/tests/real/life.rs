@@ -116,6 +116,7 @@ fn what_keeps_qemu_from_starting_is_told() {
                 log: dir.path().join("log"),
                 qmp: dir.path().join("q"),
                 scope: None,
+                oom_score_adj: 0,
             };
             let error = start(&launch, deadline()).unwrap_err();
             assert!(matches!(&error, StartError::Ended { log, .. } if log.contains(reason)), "{error}");

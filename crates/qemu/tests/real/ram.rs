@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 
 use whimbrel_qemu::ram::{RamBlock, RamKind, cross_check, ram_blocks, ram_blocks_from_heap};
 
-use crate::support::{Version, Vm, args, deadline, ticker_disk, until, versions};
+use crate::support::{Version, Vm, args, deadline, not_tried, ticker_disk, until, versions};
 
 /// What must hold of the blocks of any guest.
 fn check(vm: &mut Vm) -> Vec<RamBlock> {
@@ -150,7 +150,7 @@ fn private_file_and_hugetlb_where_there_are_any() {
         let free: u64 = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
             .map_or(0, |text| text.trim().parse().unwrap());
         if free < 32 {
-            println!("note: {free} huge pages are free, 32 are needed for the test of hugetlb");
+            not_tried("hugetlbfs under QEMU itself: fewer than 32 huge pages of 2 MiB are free");
             return;
         }
         let mut vm = version.start(
@@ -170,7 +170,7 @@ fn private_file_and_hugetlb_where_there_are_any() {
 fn firmware_in_flash() {
     let code = std::env::var("WHIMBREL_OVMF").unwrap_or("/usr/share/OVMF/OVMF_CODE_4M.fd".to_owned());
     if !std::path::Path::new(&code).exists() {
-        println!("note: no {code}, set WHIMBREL_OVMF to an OVMF_CODE file");
+        not_tried(&format!("firmware in flash: no {code}; WHIMBREL_OVMF may name an OVMF_CODE file"));
         return;
     }
     on_each(|version, dir| {

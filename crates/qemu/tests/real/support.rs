@@ -33,13 +33,23 @@ pub(crate) struct Version {
     pub(crate) data: Vec<PathBuf>,
 }
 
+/// Says what could not be tried on this machine; `make test` lists it at its end.
+pub(crate) fn not_tried(what: &str) {
+    println!("NOT TRIED: {what}");
+    if let Some(list) = std::env::var_os("WHIMBREL_NOT_TRIED") {
+        let list = OpenOptions::new().append(true).create(true).open(list);
+        list.and_then(|mut list| std::io::Write::write_all(&mut list, format!("{what}\n").as_bytes()))
+            .unwrap();
+    }
+}
+
 /// The QEMUs to test: `WHIMBREL_QEMU_7` and `WHIMBREL_QEMU_10` (with `WHIMBREL_QEMU_10_DATA`), or
 /// that on the PATH.
 pub(crate) fn versions() -> Vec<Version> {
     let mut found = Vec::new();
     for name in ["7", "10"] {
         let Some(binary) = std::env::var_os(format!("WHIMBREL_QEMU_{name}")) else {
-            println!("note: WHIMBREL_QEMU_{name} is not set");
+            not_tried(&format!("QEMU itself: WHIMBREL_QEMU_{name} is not set"));
             continue;
         };
         let data = std::env::var(format!("WHIMBREL_QEMU_{name}_DATA")).unwrap_or_default();
@@ -117,6 +127,7 @@ pub(crate) fn launch(dir: &Path, name: &str, argv: Vec<OsString>, qmp: PathBuf) 
         log: dir.join(format!("{name}.log")),
         qmp,
         scope: None,
+        oom_score_adj: 0,
     };
     let (started, qmp) = start(&launch, deadline()).unwrap();
     Vm { qmp, started, dir: dir.to_owned() }

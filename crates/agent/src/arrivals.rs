@@ -1,0 +1,160 @@
+//! Memory that is promised to VMs on their way in.
+//!
+//! A host's free memory falls as an arriving VM's pages come in, not when the VM is let in: two that arrive at once would
+//! both find the same memory free (design, trap 14). So each one's whole need is noted when it is let in, and what it
+//! has not taken yet is not free for the next one. The kernel's own count is used for what it has taken.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What was promised to one VM.
+#[derive(Clone, Copy, Debug)]
+struct Promise {
+    bytes: u64,
+    /// Size of huge pages, where it is made of them.
+    hugepage_bytes: Option<u64>,
+    /// Its QEMU, once it runs.
+    pid: Option<u32>,
+}
+
+/// All promises of this host. Who looks at free memory holds it until a promise is made.
+#[derive(Debug, Default)]
+pub(crate) struct Arrivals {
+    promises: Mutex<Book>,
+}
+
+#[derive(Debug, Default)]
+struct Book {
+    last: u64,
+    open: BTreeMap<u64, Promise>,
+}
+
+impl Arrivals {
+    fn book(&self) -> MutexGuard<'_, Book> {
+        self.promises.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Nobody else is promised anything while this is held.
+    pub(crate) fn look(self: &Arc<Self>) -> Look<'_> {
+        Look { arrivals: self, book: self.book() }
+    }
+}
+
+/// The promises, while somebody compares them with what is free.
+pub(crate) struct Look<'a> {
+    arrivals: &'a Arc<Arrivals>,
+    book: MutexGuard<'a, Book>,
+}
+
+impl Look<'_> {
+    /// How much of usual memory, or of huge pages of that size, others will still take. To be asked before what is free:
+    /// what they take in between then counts twice, rather than not at all.
+    pub(crate) fn owed_bytes(&self, hugepage_bytes: Option<u64>) -> u64 {
+        let of_kind = self.book.open.values().filter(|promise| promise.hugepage_bytes == hugepage_bytes);
+        of_kind.map(|promise| promise.owed_bytes(Path::new("/proc"))).sum()
+    }
+
+    /// Promises so much, until the answer is dropped.
+    pub(crate) fn promise(mut self, bytes: u64, hugepage_bytes: Option<u64>) -> Promised {
+        self.book.last += 1;
+        let number = self.book.last;
+        self.book.open.insert(number, Promise { bytes, hugepage_bytes, pid: None });
+        Promised { arrivals: Arc::clone(self.arrivals), number }
+    }
+}
+
+/// A promise. Ends when this is dropped: the VM is there, or will not come.
+#[derive(Debug)]
+pub(crate) struct Promised {
+    arrivals: Arc<Arrivals>,
+    number: u64,
+}
+
+impl Promised {
+    /// The VM's QEMU runs now, and takes what was promised bit by bit.
+    pub(crate) fn taken_by(&self, pid: u32) {
+        if let Some(promise) = self.arrivals.book().open.get_mut(&self.number) {
+            promise.pid = Some(pid);
+        }
+    }
+}
+
+impl Drop for Promised {
+    fn drop(&mut self) {
+        self.arrivals.book().open.remove(&self.number);
+    }
+}
+
+impl Promise {
+    fn owed_bytes(&self, proc: &Path) -> u64 {
+        match (self.pid, self.hugepage_bytes) {
+            // QEMU has reserved its huge pages when it mapped them.
+            (Some(_), Some(_)) => 0,
+            (Some(pid), None) => self.bytes.saturating_sub(taken_bytes(&proc.join(pid.to_string()))),
+            (None, _) => self.bytes,
+        }
+    }
+}
+
+/// Memory that a QEMU has: anonymous pages, and those of its memfds, which count whoever wrote them.
+fn taken_bytes(process: &Path) -> u64 {
+    let status = std::fs::read_to_string(process.join("status")).unwrap_or_default();
+    let kib = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.split_whitespace().next());
+    let anonymous = kib.and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10;
+    let descriptors = std::fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
+    let is_memfd = |path: &PathBuf| {
+        std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().starts_with("/memfd:"))
+    };
+    // One file may be open twice.
+    let files: BTreeMap<(u64, u64), u64> = descriptors
+        .map(|entry| entry.path())
+        .filter(is_memfd)
+        .filter_map(|path| std::fs::metadata(path).ok())
+        .map(|meta| ((meta.dev(), meta.ino()), meta.blocks() * 512))
+        .collect();
+    anonymous + files.values().sum::<u64>()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use super::*;
+
+    #[test]
+    fn what_is_promised_is_not_free_until_it_is_taken_or_given_up() {
+        let arrivals = Arc::new(Arrivals::default());
+        let first = arrivals.look().promise(100 << 20, None);
+        let huge = arrivals.look().promise(64 << 20, Some(2 << 20));
+        let owed = |kind| arrivals.look().owed_bytes(kind);
+        assert_eq!((owed(None), owed(Some(2 << 20)), owed(Some(1 << 30))), (100 << 20, 64 << 20, 0));
+        let second = arrivals.look().promise(50 << 20, None);
+        assert_eq!(owed(None), 150 << 20);
+        drop(second);
+        huge.taken_by(std::process::id());
+        assert_eq!((owed(None), owed(Some(2 << 20))), (100 << 20, 0));
+        drop((first, huge));
+        assert_eq!((owed(None), owed(Some(2 << 20))), (0, 0));
+    }
+
+    #[test]
+    fn what_a_memfd_has_is_taken() {
+        let me = PathBuf::from("/proc/self");
+        let file = rustix::fs::memfd_create("taken", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        let mut file = std::fs::File::from(file);
+        let again = file.try_clone().unwrap();
+        let memfds = || taken_bytes(&me) - anonymous_bytes();
+        let before = memfds();
+        file.write_all(&vec![1; 8 << 20]).unwrap();
+        assert!(memfds().abs_diff(before + (8 << 20)) < 4 << 20, "not counted, or counted twice");
+        drop((file, again));
+    }
+
+    fn anonymous_bytes() -> u64 {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
+        line.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
+    }
+}

@@ -111,12 +111,15 @@ fn a_device_that_has_other_properties() {
 fn a_like_destination_is_none_the_worse_for_it() {
     let mut cluster = Cluster::new();
     arrives_with(&mut cluster, "");
-    let extra = ["-cpu", "Nehalem"].map(str::to_owned).to_vec();
+    let pid_file = cluster.lab.a.directory().join("vm1.pid");
+    let extra = ["-cpu", "Nehalem", "-pidfile", pid_file.to_str().unwrap()].map(str::to_owned).to_vec();
     let qemu = QemuVersion::Installed;
     let spec = GuestSpec { qemu, extra, ..GuestSpec::tiny("vm1", busy()).with_many_devices() };
-    let _guest = cluster.guest(&spec);
+    let guest = cluster.guest(&spec);
+    assert_eq!(fs::read_to_string(&pid_file).unwrap().trim(), guest.pid().to_string());
     cluster.migrate("vm1", "a", "b", &[]);
     cluster.guest_is_whole("b", "vm1");
+    assert!(!pid_file.exists(), "what the source's QEMU would have removed is left");
 }
 
 // ---- disks and files

@@ -49,6 +49,8 @@ pub struct QemuProcess {
     pub monitors: Vec<Monitor>,
     /// The systemd unit that it runs in.
     pub unit: Option<String>,
+    /// The user whose own systemd has that unit; none for the system's.
+    pub unit_of_user: Option<u32>,
 }
 
 impl QemuProcess {
@@ -216,17 +218,27 @@ pub fn connect(process: &QemuProcess, timeout: Duration) -> Result<Qmp, FindErro
     })
 }
 
-/// A warning when something would start the guest again after it has moved away.
+/// A warning when something would start the guest again after it has moved away: its QEMU is ended by SIGKILL then, which
+/// systemd takes for a failure.
 pub fn restart_warning(process: &QemuProcess) -> Option<String> {
     let unit = process.unit.as_ref().filter(|_| systemd_runs())?;
-    let output = Command::new("systemctl")
-        .args(["show", "--property=Restart", "--value", "--", unit])
-        .output()
-        .ok()?;
+    let mut command = Command::new("systemctl");
+    if let Some(user) = process.unit_of_user {
+        command.arg("--user").env("XDG_RUNTIME_DIR", format!("/run/user/{user}"));
+    }
+    let output = command.args(["show", "--property=Restart", "--value", "--", unit]).output().ok()?;
+    let whose = process.unit_of_user.map_or(String::new(), |user| format!(" of user {user}"));
+    if !output.status.success() {
+        return process.unit_of_user.map(|_| {
+            format!(
+                "the systemd{whose} does not tell whether unit {unit} would start the guest again after it has moved; make sure that its Restart= is no"
+            )
+        });
+    }
     let restart = String::from_utf8_lossy(&output.stdout).trim().to_owned();
     (!restart.is_empty() && restart != "no").then(|| {
         format!(
-            "systemd unit {unit} has Restart={restart} and would start the guest again after it has moved; set Restart=no, or stop the unit's restarting before migrating"
+            "systemd unit {unit}{whose} has Restart={restart} and would start the guest again after it has moved; set Restart=no, or stop the unit's restarting before migrating"
         )
     })
 }
@@ -258,13 +270,15 @@ fn inspect(pid: u32) -> Option<QemuProcess> {
     let arguments: Vec<String> = words.collect();
     let working_dir = std::fs::read_link(proc.join("cwd")).ok()?;
     let given = cmdline::parse(&arguments);
+    let cgroup = std::fs::read_to_string(proc.join("cgroup")).unwrap_or_default();
     Some(QemuProcess {
         pid,
         start_time_ticks: start_time_ticks(pid)?,
         network_namespace: std::fs::metadata(proc.join("ns/net")).map_or(0, |meta| meta.ino()),
         name: guest_name(&given),
         monitors: monitors(pid, &given, &working_dir),
-        unit: std::fs::read_to_string(proc.join("cgroup")).ok().and_then(|text| unit(&text)),
+        unit: unit(&cgroup),
+        unit_of_user: user_of_unit(&cgroup),
         binary,
         arguments,
         working_dir,
@@ -398,6 +412,12 @@ fn unit(cgroup: &str) -> Option<String> {
     unit.map(str::to_owned)
 }
 
+/// The user whose own systemd (`user@1000.service`) has the unit in `/proc/PID/cgroup`.
+fn user_of_unit(cgroup: &str) -> Option<u32> {
+    let mut parts = cgroup.lines().flat_map(|line| line.split('/'));
+    parts.find_map(|part| part.strip_prefix("user@")?.strip_suffix(".service")?.parse().ok())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -430,6 +450,9 @@ mod tests {
         assert_eq!(unit("0::/\n"), None);
         let hybrid = "9:name=systemd:/\n4:memory:/user.slice\n0::/system.slice/web1.service\n";
         assert_eq!(unit(hybrid).as_deref(), Some("web1.service"));
+        assert_eq!(user_of_unit(hybrid), None);
+        let own = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/web1.service\n";
+        assert_eq!((unit(own).as_deref(), user_of_unit(own)), (Some("web1.service"), Some(1000)));
     }
 
     #[test]

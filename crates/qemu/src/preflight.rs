@@ -85,6 +85,9 @@ pub struct SourceFacts {
     pub cpu_unavailable: Vec<String>,
     /// Whether guests of the guest have run (KVM's `nested_run`); `None` when that is not known.
     pub nested_guests: Option<bool>,
+    /// The user that its QEMU runs as.
+    #[serde(default)]
+    pub user: Option<u32>,
     /// How readily the kernel ends its QEMU when memory is short.
     #[serde(default)]
     pub oom_score_adj: i32,
@@ -120,6 +123,8 @@ pub struct DiskSight {
 pub struct DestinationFacts {
     /// The host.
     pub host: HostFacts,
+    /// The user that starts QEMUs here.
+    pub user: u32,
     /// Its QEMU's version, `major.minor.micro`.
     pub qemu_version: String,
     /// The machine types that its QEMU knows.

@@ -146,6 +146,17 @@ pub fn differences(first: &DeviceTree, second: &DeviceTree, same_version: bool) 
 }
 
 impl DeviceTree {
+    /// Whether this is still the same machine: devices and all their properties but those that the guest itself sets,
+    /// which it may do at any time (when it boots again, for one).
+    pub fn is_still(&self, earlier: &Self) -> bool {
+        let of_machine = |device: &Device| {
+            let mut device = device.clone();
+            device.properties.retain(|property, _| !OF_GUEST.contains(&property.as_str()));
+            device
+        };
+        self.devices.iter().map(of_machine).eq(earlier.devices.iter().map(of_machine))
+    }
+
     /// Reads what `info qtree` prints. Lines that are not understood are not part of the tree.
     pub fn parse(text: &str) -> Self {
         let mut devices: Vec<Device> = Vec::new();
@@ -300,6 +311,21 @@ mod tests {
             "{top}      dev: qemu-xhci{xhci}      dev: virtio-net-pci{net}      dev: smbus-eeprom{eeproms}"
         );
         assert_eq!(compare_device_trees(&tree, &DeviceTree::parse(&turned)), []);
+    }
+
+    #[test]
+    fn a_guest_that_boots_again_is_the_same_machine() {
+        let tree = DeviceTree::parse(TEXT);
+        let is_still = |from: &str, to: &str| {
+            assert!(TEXT.contains(from));
+            DeviceTree::parse(&TEXT.replacen(from, to, 1)).is_still(&tree)
+        };
+        assert!(is_still("busnr = 0 (0x0)", "busnr = 7 (0x7)"));
+        assert!(is_still("MCFG = -1 (0xffffffffffffffff)", "MCFG = 2952790016 (0xb0000000)"));
+        // Unlike between two hosts, what is behind a device counts.
+        assert!(!is_still("\"n0\"", "\"n1\""));
+        assert!(!is_still("34:56", "34:57"));
+        assert!(!is_still("      dev: smbus-eeprom, id \"\"\n        address = 81 (0x51)\n", ""));
     }
 
     #[test]

@@ -110,6 +110,7 @@ impl SourceVm {
         let process = record.process(&context.boot_id)?;
         let leavings = Leavings {
             sockets: Leavings::sockets(&process),
+            pid_file: Leavings::pid_file(&process),
             directory: vms::own_directory(context, &record.qmp),
         };
         Ok(Self {
@@ -234,7 +235,7 @@ impl SourceVm {
         if self.ask(ram_table)? != self.ram_table {
             return Err(VmError::Changed("the guest's memory".to_owned()));
         }
-        if self.ask(qemu::tree::device_tree)? != self.devices {
+        if !self.ask(qemu::tree::device_tree)?.is_still(&self.devices) {
             return Err(VmError::Changed("the guest's devices".to_owned()));
         }
         Ok(())
@@ -268,7 +269,8 @@ impl SourceVm {
     }
 
     /// Ends QEMU and removes what it made for itself. Its block devices are inactive and its guest runs elsewhere:
-    /// there is nothing that it could still have to do.
+    /// there is nothing that it could still have to do. It is not asked to end (`quit`): for that it would have to be let
+    /// go, and somebody else's `cont` may wait at another of its monitors.
     pub(crate) fn quit(self) {
         let pid = self.process.pid();
         match self.process.signal(Signal::KILL).and_then(|()| self.process.wait_exit(Some(KILL_PATIENCE))) {
@@ -303,10 +305,12 @@ impl SourceVm {
     }
 }
 
-/// Sockets that a QEMU listens on, and the directory that the agent made for it. They outlive a process that is killed.
+/// Sockets that a QEMU listens on, its process file, and the directory that the agent made for it. They outlive a process that is killed.
 #[derive(Debug, Default)]
 struct Leavings {
     sockets: Vec<PathBuf>,
+    /// What `-pidfile` names, as long as it is this process's.
+    pid_file: Option<PathBuf>,
     /// The directory that the agent made for it, when it arrived or was started from a file.
     directory: Option<PathBuf>,
 }
@@ -336,11 +340,21 @@ impl Leavings {
         listening.collect()
     }
 
+    fn pid_file(process: &Process) -> Option<PathBuf> {
+        let line = fs::read(process.path("cmdline")).ok()?;
+        let words: Vec<_> = line.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
+        let place = words.iter().position(|word| word == "-pidfile" || word == "--pidfile")?;
+        let working_dir = fs::read_link(process.path("cwd")).ok()?;
+        let path = working_dir.join(words.get(place + 1)?.as_ref());
+        let written = fs::read_to_string(&path).ok()?;
+        (written.trim() == process.pid().to_string()).then_some(path)
+    }
+
     fn remove(&self) {
-        for socket in &self.sockets {
-            match fs::remove_file(socket) {
+        for file in self.sockets.iter().chain(&self.pid_file) {
+            match fs::remove_file(file) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    warn!(socket = %socket.display(), %error, "left behind");
+                    warn!(file = %file.display(), %error, "left behind");
                 }
                 _ => {}
             }

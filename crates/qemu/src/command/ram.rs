@@ -8,6 +8,9 @@ use super::{Build, RamPlan};
 use crate::cmdline::Given;
 use crate::options::Value;
 
+/// Size of usual pages, in bytes.
+const PAGE_BYTES: u64 = 4096;
+
 /// Objects that can go along.
 const OBJECTS: &[&str] = &[
     "iothread",
@@ -102,11 +105,19 @@ impl Build<'_> {
         self.fill(id, value);
     }
 
+    /// Huge pages are for the blocks that had them (one NUMA node may, and another not), of the size that they had.
+    fn hugepage_bytes(&self, id: &str, planned: u64) -> Option<u64> {
+        let path = format!("/objects/{id}");
+        let mut blocks = self.vm.memory.blocks.iter();
+        let own = blocks.find(|block| block.name == id || block.name == path);
+        own.map_or(Some(planned), |block| Some(block.page_size_bytes).filter(|bytes| *bytes > PAGE_BYTES))
+    }
+
     /// What the plan adds to a memory object.
     fn fill(&self, id: &str, value: &mut Value) {
         if let RamPlan::Memfd { hugepage_bytes } = self.rules.ram {
             value.set_json("share", true.into());
-            if let Some(size) = hugepage_bytes {
+            if let Some(size) = hugepage_bytes.and_then(|size| self.hugepage_bytes(id, size)) {
                 value.set_json("hugetlb", true.into());
                 value.set_json("hugetlbsize", size.into());
             }

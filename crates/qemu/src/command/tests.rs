@@ -184,6 +184,19 @@ fn memory_keeps_its_names() {
     );
     let huge = HostRules { ram: RamPlan::Memfd { hugepage_bytes: Some(2 << 20) }, ..rules() };
     assert!(built(numa, &huge).contains("share=on,hugetlb=on,hugetlbsize=2097152,"));
+    // Of two nodes one had huge pages, and the other one has none there either.
+    let mut mixed = vm(
+        "-object memory-backend-file,id=r0,size=1G,mem-path=/dev/hugepages -object memory-backend-ram,id=r1,size=1G -numa node,memdev=r0 -numa node,memdev=r1 -display none",
+    );
+    let block = |name: &str, page_size_bytes| MemoryBlock { name: name.to_owned(), page_size_bytes };
+    mixed.memory.blocks = vec![block("r0", 2 << 20), block("r1", 4096)];
+    let words = build(&mixed, &huge).unwrap().argv;
+    let object = |id: &str| {
+        let is_it = |word: &&OsString| word.to_string_lossy().contains(&format!("id={id},"));
+        words.iter().find(is_it).unwrap().to_string_lossy().into_owned()
+    };
+    assert!(object("r0").contains("hugetlb=on,hugetlbsize=2097152"), "{words:?}");
+    assert!(!object("r1").contains("hugetlb"), "{words:?}");
     let anonymous = HostRules { ram: RamPlan::Anonymous, ..rules() };
     assert!(
         built(numa, &anonymous).contains(&format!("-object qom-type=memory-backend-ram,id=r0,size=1G,{off}"))

@@ -9,6 +9,8 @@ use crate::ram::RamBlock;
 const OVERHEAD_BYTES: u64 = 256 << 20;
 /// The kernel with asynchronous write protection and `PAGEMAP_SCAN`.
 const KERNEL_NEEDED: (u64, u64) = (6, 7);
+/// Size of usual pages, in bytes.
+const PAGE_BYTES: u64 = 4096;
 /// The oldest QEMU that this was tried on.
 const QEMU_TRIED: (u64, u64) = (7, 2);
 
@@ -263,9 +265,13 @@ pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
 
 /// How much memory the guest takes, with QEMU's own where it is taken from the same.
 pub(super) fn memory_needed_bytes(source: &SourceFacts, hugepage_bytes: Option<u64>) -> u64 {
+    if hugepage_bytes.is_some() {
+        // Blocks that had usual pages get those.
+        let huge = source.ram_blocks.iter().filter(|block| block.page_size_bytes > PAGE_BYTES);
+        return huge.map(|block| block.used_bytes).sum();
+    }
     let memory = &source.vm.memory;
-    let overhead = if hugepage_bytes.is_some() { 0 } else { OVERHEAD_BYTES };
-    memory.base_bytes.saturating_add(memory.plugged_bytes).saturating_add(overhead)
+    memory.base_bytes.saturating_add(memory.plugged_bytes).saturating_add(OVERHEAD_BYTES)
 }
 
 /// Blocks of memory, and room for them.
@@ -359,6 +365,21 @@ pub(super) fn surroundings(source: &SourceFacts, destination: &DestinationFacts,
                 destination.host.kernel
             ),
             "boot a kernel of at least 6.7 there",
+        );
+    }
+    // One that drops its privileges itself does so there, too.
+    let drops = source.vm.options.iter().any(|option| match option.name.as_str() {
+        "runas" => true,
+        "run-with" => option.parsed().get("user").is_some(),
+        _ => false,
+    });
+    if let Some(user) = source.user.filter(|user| *user != destination.user && !drops) {
+        add(
+            findings,
+            Warning,
+            "user-differs",
+            format!("QEMU runs as user {user} here and would run as user {} there", destination.user),
+            "start it with -runas USER (-run-with user=USER) next time, if it shall have fewer rights there",
         );
     }
     for interface in &destination.missing_interfaces {

@@ -147,6 +147,13 @@ pub fn tracer_pid(pid: u32) -> u32 {
     tracer.unwrap_or(0)
 }
 
+/// The user that a process runs as.
+pub fn user(pid: u32) -> Option<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    // Real, effective, saved, of the file system.
+    status.lines().find_map(|line| line.strip_prefix("Uid:"))?.split_whitespace().nth(1)?.parse().ok()
+}
+
 /// How readily the kernel ends a process when memory is short.
 pub fn oom_score_adj(pid: u32) -> i32 {
     let text = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap_or_default();

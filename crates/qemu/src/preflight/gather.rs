@@ -27,6 +27,7 @@ pub fn source(qmp: &mut Qmp, process: &QemuProcess) -> Result<SourceFacts, RamEr
         tracer_pid: facts::tracer_pid(process.pid),
         cpu_unavailable: control::cpu_unavailable_features(qmp)?,
         nested_guests: facts::nested_guests(process.pid),
+        user: facts::user(process.pid),
         oom_score_adj: facts::oom_score_adj(process.pid),
         restart_warning: restart_warning(process),
         ram_blocks,
@@ -76,6 +77,7 @@ pub fn destination(
     };
     Ok(DestinationFacts {
         host: HostFacts::gather(),
+        user: rustix::process::geteuid().as_raw(),
         qemu_version: qmp.version().to_string(),
         machine_types: control::machine_types(qmp)?,
         hugepage_bytes,

@@ -82,11 +82,13 @@ fn facts() -> (SourceFacts, DestinationFacts) {
         tracer_pid: 0,
         cpu_unavailable: vec!["hle".to_owned()],
         nested_guests: None,
+        user: Some(0),
         oom_score_adj: 0,
         restart_warning: None,
     };
     let destination = DestinationFacts {
         host: host(),
+        user: 0,
         qemu_version: "7.2.22".to_owned(),
         machine_types: ["pc-q35-7.2".to_owned()].into(),
         hugepage_bytes: None,
@@ -187,9 +189,19 @@ fn memories() {
     assert_eq!(found(|_, d| d.ram_blocks = None), "");
     assert_eq!(found(|_, d| d.host.memory_available_bytes = 1 << 30), "memory-short");
     assert_eq!(found(|s, _| s.vm.memory.plugged_bytes = 8 << 30), "memory-short");
-    let huge = |d: &mut DestinationFacts| (d.hugepage_bytes = Some(2 << 20), d.ram_blocks = None).1;
-    assert_eq!(found(|_, d| huge(d)), "");
-    assert_eq!(found(|_, d| (huge(d), d.host.hugepages_free_bytes.clear()).1), "hugepages-short");
+    let huge = |s: &mut SourceFacts, d: &mut DestinationFacts| {
+        s.ram_blocks[0].page_size_bytes = 2 << 20;
+        (d.hugepage_bytes, d.ram_blocks) = (Some(2 << 20), None);
+    };
+    assert_eq!(found(huge), "");
+    assert_eq!(found(|s, d| (huge(s, d), d.host.hugepages_free_bytes.clear()).1), "hugepages-short");
+    // Only what is in huge pages needs them.
+    let mixed = |s: &mut SourceFacts, d: &mut DestinationFacts| {
+        huge(s, d);
+        s.vm.memory.base_bytes = 3 << 30;
+        s.ram_blocks.push(block("node1", 2 << 30));
+    };
+    assert_eq!(found(mixed), "");
 }
 
 #[test]
@@ -264,6 +276,13 @@ fn surroundings() {
     assert_eq!(option("netdev", "tap,id=a,fd=3,vhostfd=4"), "vhost-net?");
     assert_eq!(option("netdev", "user,id=a"), "network-user.");
     assert_eq!(option("vnc", ":0"), "display-clients.");
+    assert_eq!(found(|s, _| s.user = Some(107)), "user-differs?");
+    assert_eq!(found(|s, d| (s.user, d.user) = (Some(107), 107)), "");
+    assert_eq!(found(|s, _| (s.user = Some(107), s.vm.options.push(Given::new("runas", "qemu"))).1), "");
+    assert_eq!(
+        found(|s, _| (s.user = Some(107), s.vm.options.push(Given::new("run-with", "user=qemu"))).1),
+        ""
+    );
 }
 
 #[test]

@@ -139,6 +139,7 @@ fn a_copy_that_somebody_else_continued_is_never_ready() {
     driver.loaded = Some((String::new(), 0));
     qemu.resumes();
     driver.held();
+    assert_eq!(driver.state, DestinationState::Discarded);
     assert_eq!(driver.run(), DestinationState::Discarded);
 }
 

@@ -73,7 +73,7 @@ impl World {
                 }
             }
             SourceEffect::PauseQemu => self.held = self.source_qemu != Qemu::Gone,
-            SourceEffect::ResumeQemu => self.held = false,
+            SourceEffect::ResumeQemu | SourceEffect::UndoAll => self.held = false,
             SourceEffect::ContinueVm => {
                 // After GO only the destination's REFUSED, the register or an operator can have decided this.
                 let refused = self.ghost.destination.gave_up && self.same_attempt();
@@ -105,7 +105,6 @@ impl World {
             SourceEffect::Report(SourceReport::Contradiction) if !self.ghost.source.lost => {
                 self.ghost.illegal = Some("contradiction");
             }
-            SourceEffect::UndoAll => self.held = false,
             SourceEffect::Report(_) => {}
         }
     }

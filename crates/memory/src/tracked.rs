@@ -24,8 +24,8 @@ pub enum LogError {
 #[derive(Debug)]
 pub struct TrackedRam {
     tracker: WriteTracker,
-    /// Memory was given back since the last scan.
-    given_back: bool,
+    /// Both sides will be compared after the next scan.
+    compared: bool,
     blocks: Vec<TrackedBlock>,
     /// Reused.
     found: Vec<AddressRange>,
@@ -57,18 +57,17 @@ impl TrackedRam {
         };
         Ok(Self {
             tracker,
-            given_back: false,
+            compared: false,
             blocks: regions.iter().zip(watches).map(block).collect(),
             found: Vec::new(),
         })
     }
 
-    /// Tells that memory of the guest may have been given back since the last scan: the balloon has moved, the guest
-    /// reports free pages, memory was unplugged. The next scan then looks at all of shared memory, which takes about
-    /// 0.2 s for a GiB. Without it a page that was given back and read again before the scan keeps its old contents at
-    /// the destination, where the guest expects nothing of it, but a comparison sees it.
-    pub fn memory_was_given_back(&mut self) {
-        self.given_back = true;
+    /// Tells that the guest has stopped and both sides will be compared after the next scan. That scan then looks at all
+    /// of shared memory, which takes about 0.2 s for a GiB: a page that was given back and read again before a scan
+    /// keeps its old contents at the destination, where the guest expects nothing of it, but a comparison sees it.
+    pub fn will_be_compared(&mut self) {
+        self.compared = true;
     }
 
     /// Ends tracking, and says if that failed. Dropping does the same and keeps silent.
@@ -81,7 +80,7 @@ impl TrackedBlock {
     fn take(
         &mut self,
         tracker: &mut WriteTracker,
-        given_back: bool,
+        compared: bool,
         found: &mut Vec<AddressRange>,
     ) -> Result<u64, LogError> {
         found.clear();
@@ -93,11 +92,8 @@ impl TrackedBlock {
             pages += range.len() / tracee::PAGE_SIZE;
         }
         scanned?;
-        if let Some(drops) = &mut self.drops {
-            drops.written(&self.dirty);
-            if given_back {
-                pages += drops.find_zeros(&mut self.dirty)?;
-            }
+        if let Some(drops) = self.drops.as_ref().filter(|_| compared) {
+            pages += drops.find_zeros(&mut self.dirty)?;
         }
         Ok(pages)
     }
@@ -108,12 +104,12 @@ impl DirtyLog for TrackedRam {
         let started = Instant::now();
         let mut pages = 0;
         for (block, into) in self.blocks.iter_mut().zip(into) {
-            let result = block.take(&mut self.tracker, self.given_back, &mut self.found);
+            let result = block.take(&mut self.tracker, self.compared, &mut self.found);
             into.insert(&block.dirty);
             block.dirty.clear(0..block.dirty.pages());
             pages += result.map_err(|source| ScanError { block: block.region.name.clone(), source })?;
         }
-        self.given_back = false;
+        self.compared = false;
         Ok(ScanStats { pages, duration_us: started.elapsed().as_micros() as u64 })
     }
 }

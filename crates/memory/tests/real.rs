@@ -230,11 +230,14 @@ fn pages_given_back_and_read_again_are_zero_there_too() {
         let (sender, owed) = it.live_round(sender, owed);
         it.source.order(&format!("drop {} {}", MIB + 8192, 3 * MIB));
         it.source.order(&format!("read {} {}", 2 * MIB, MIB));
-        it.log.memory_was_given_back();
-        let (sender, owed) = it.live_round(sender, owed);
+        // What was read again is not looked for as long as nobody is going to compare. (Anonymous memory marks it.)
+        let cleared = owed.clear_marks(&mut it.log).unwrap();
+        let unmarked = if kind == "memfd" { MIB } else { 0 };
+        assert_eq!(cleared.scan().pages, (3 * MIB - unmarked) / 4096, "{kind}");
+        let owed = cleared.give_up();
         it.source.order(&format!("drop {} {}", 23 * MIB, 3 * MIB));
         it.source.order(&format!("read {} {}", 25 * MIB, 3 * MIB));
-        it.log.memory_was_given_back();
+        it.log.will_be_compared();
         it.last_round(sender, owed);
         it.assert_equal();
     }

@@ -49,9 +49,9 @@ impl Tracked {
         SourceRam::clone(&self.ram)
     }
 
-    /// The next scan looks for pages that were given back and read again, too.
-    pub(crate) fn memory_was_given_back(&mut self) {
-        self.log.memory_was_given_back();
+    /// The guest has stopped and will be compared: the next scan looks for pages that were given back and read again.
+    pub(crate) fn will_be_compared(&mut self) {
+        self.log.will_be_compared();
     }
 
     pub(crate) fn log(&mut self) -> &mut dyn DirtyLog {

@@ -192,9 +192,6 @@ impl Driver {
         let mut sent_before = None;
         loop {
             let scanned_at = Instant::now();
-            if self.vm()?.gave_memory_back() {
-                tracked.memory_was_given_back();
-            }
             let cleared = owed
                 .clear_marks(tracked.log())
                 .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
@@ -297,11 +294,11 @@ impl Driver {
     ) -> Result<Vec<u8>, Failure> {
         let began = Instant::now();
         let acknowledged_by = self.standstill_ends();
-        let vm = self.vm()?;
-        // Asked once more after the stop: nothing can give memory back any more.
-        if vm.gave_memory_back() {
-            tracked.memory_was_given_back();
+        // Nothing gives memory back any more. Without a comparison the guest does not stand still for it.
+        if self.controls.aims().verify {
+            tracked.will_be_compared();
         }
+        let vm = self.vm()?;
         let cleared = owed
             .clear_marks(tracked.log())
             .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;

@@ -10,7 +10,7 @@ use proto::message::RamBlock as ProposedBlock;
 use qemu::device_state::{self, Disks, StateError};
 use qemu::qmp::{Qmp, QmpError};
 use qemu::ram::{RamBlock, RamError};
-use qemu::tree::{Device, DeviceTree};
+use qemu::tree::DeviceTree;
 use tracee::{Process, ProcessError, Signal};
 use tracing::{info, warn};
 
@@ -76,8 +76,6 @@ pub(crate) struct SourceVm {
     qmp_patience: Duration,
     /// Whose the disks were at the stop.
     disks: Disks,
-    /// Where the balloon was when it was last asked; none without one.
-    balloon_bytes: Option<u64>,
     watch: Option<Watch>,
 }
 
@@ -85,12 +83,6 @@ pub(crate) struct SourceVm {
 fn ram_table(qmp: &mut Qmp) -> Result<String, QmpError> {
     let table: serde_json::Value = qmp.execute("x-query-ramblock", serde_json::Value::Null)?;
     Ok(table["human-readable-text"].as_str().unwrap_or_default().to_owned())
-}
-
-/// Devices by which a guest gives memory back at any time.
-fn gives_back_by_itself(device: &Device) -> bool {
-    device.driver.starts_with("virtio-mem")
-        || device.properties.get("free-page-reporting").is_some_and(|value| value.trim() == "true")
 }
 
 impl SourceVm {
@@ -124,7 +116,6 @@ impl SourceVm {
             devices: DeviceTree::default(),
             qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
             disks: Disks::Held,
-            balloon_bytes: None,
             watch: None,
         })
     }
@@ -209,17 +200,6 @@ impl SourceVm {
     pub(crate) fn cont(&mut self) -> Result<(), VmError> {
         self.release()?;
         self.ask(qemu::control::cont)
-    }
-
-    /// Whether the balloon has moved since this was last asked: pages that are given back and read again leave no mark.
-    /// Devices that give memory back without being told (free page reporting, virtio-mem) may do so at any time.
-    pub(crate) fn gave_memory_back(&mut self) -> bool {
-        let actual =
-            self.ask(|qmp| qmp.execute::<serde_json::Value>("query-balloon", serde_json::Value::Null));
-        let actual = actual.ok().and_then(|balloon| balloon["actual"].as_u64());
-        let moved = actual != self.balloon_bytes;
-        self.balloon_bytes = actual;
-        moved || self.devices.devices.iter().any(gives_back_by_itself)
     }
 
     /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads.

@@ -5,69 +5,51 @@
 //! **reads** before the scan is there again, protected as before, and nothing but its zeros tells; the destination still
 //! has the old contents (trap 20). A guest cannot rely on what it reads there; a comparison of both sides sees it.
 //!
-//! So when memory was given back (the balloon has moved), every page that the destination may have contents of is
-//! looked at. Looking costs as much as reading the memory once, about 0.2 s for a GiB.
+//! So before a comparison every page is looked at that the file has. Looking costs as much as reading the memory once,
+//! about 0.2 s for a GiB, with the guest stopped; without a comparison nobody needs it (ADR 0008).
 
 use proto::limits::PAGE_BYTES;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 use tracee::RamFile;
 
+use super::RamError;
 use super::zero::is_zero;
-use super::{RamError, RamRegion};
 use crate::dirty::DirtyBitmap;
 
 /// Pages that are read at once.
 const STEP_PAGES: u64 = 32;
 
-/// Watches one block for pages given back and read again.
+/// Finds the pages of one block that are zero.
 #[derive(Debug)]
 pub(crate) struct DropWatch {
     file: RamFile,
     /// Where the block begins in the file, in bytes.
     offset: u64,
-    /// Pages that the destination may have contents of.
-    known: DirtyBitmap,
 }
 
 impl DropWatch {
-    /// Watches a block from its first scan on; all of it counts as known, because all of it is sent once.
-    pub(crate) fn new(region: &RamRegion, file: RamFile, offset: u64) -> Self {
-        Self { file, offset, known: DirtyBitmap::full(region.bytes) }
+    pub(crate) fn new(file: RamFile, offset: u64) -> Self {
+        Self { file, offset }
     }
 
-    /// Learns what a scan found written, and that will be sent as whatever it is then.
-    pub(crate) fn written(&mut self, dirty: &DirtyBitmap) {
-        self.known.insert(dirty);
-    }
-
-    /// Adds known pages that are holes or all zero to `dirty`, which holds what the scan before found; returns how many
-    /// are new in it.
-    ///
-    /// A page that is given back after it was looked at is found the next time, and there always is a next time until
-    /// the guest has stopped.
-    pub(crate) fn find_zeros(&mut self, dirty: &mut DirtyBitmap) -> Result<u64, RamError> {
-        let mut gone = Vec::new();
-        let mut bytes = vec![0; (STEP_PAGES * PAGE_BYTES) as usize];
-        for run in self.known.runs() {
-            let mut at = run.start;
-            while at < run.end {
-                let data = self.next_data(at, run.end)?;
-                if at < data {
-                    gone.push(at..data);
-                }
-                let end = run.end.min(data + STEP_PAGES);
-                let bytes = &mut bytes[..((end - data) * PAGE_BYTES) as usize];
-                self.file.read_at(self.offset + data * PAGE_BYTES, bytes)?;
-                let pages = (data..end).zip(bytes.chunks_exact(PAGE_BYTES as usize));
-                gone.extend(pages.filter(|(_, page)| is_zero(page)).map(|(page, _)| page..page + 1));
-                at = end;
-            }
-        }
+    /// Adds all pages that are holes or all zero to `dirty`, which holds what the scan before found; returns how many
+    /// are new in it. Of a guest that runs, a page that is given back after it was looked at is not found.
+    pub(crate) fn find_zeros(&self, dirty: &mut DirtyBitmap) -> Result<u64, RamError> {
         let before = dirty.count();
-        for run in gone {
-            self.known.clear(run.clone());
-            dirty.set(run);
+        let mut bytes = vec![0; (STEP_PAGES * PAGE_BYTES) as usize];
+        let (mut at, end) = (0, dirty.pages());
+        while at < end {
+            let data = self.next_data(at, end)?;
+            dirty.set(at..data);
+            at = end.min(data + STEP_PAGES);
+            let bytes = &mut bytes[..((at - data) * PAGE_BYTES) as usize];
+            self.file.read_at(self.offset + data * PAGE_BYTES, bytes)?;
+            for (page, bytes) in (data..at).zip(bytes.chunks_exact(PAGE_BYTES as usize)) {
+                if is_zero(bytes) {
+                    dirty.set(page..page + 1);
+                }
+            }
         }
         Ok(dirty.count() - before)
     }

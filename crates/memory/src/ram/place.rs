@@ -28,13 +28,13 @@ pub(crate) fn drop_watches(
     process: &Process,
     regions: &[RamRegion],
 ) -> Result<Vec<Option<DropWatch>>, RamError> {
-    let watch = |(region, place): (&RamRegion, Place)| match place {
+    let watch = |place| match place {
         Place::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
-            Some(DropWatch::new(region, file, offset))
+            Some(DropWatch::new(file, offset))
         }
         _ => None,
     };
-    Ok(regions.iter().zip(find(process, regions)?).map(watch).collect())
+    Ok(find(process, regions)?.into_iter().map(watch).collect())
 }
 
 fn find_one(process: &Process, map: &[Mapping], region: &RamRegion) -> Result<Place, RamError> {

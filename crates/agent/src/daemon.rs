@@ -101,6 +101,7 @@ impl Agent {
             beginning: Mutex::default(),
             witness,
         });
+        crate::preflight::end_probes(&daemon.context);
         daemon.take_up()?;
         let peers = Arc::clone(&daemon);
         let address = listener.address();

@@ -22,7 +22,7 @@ use link::{Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
 
-pub(crate) use arriving::{ArriveError, Arriving, Traces, find_by_argument};
+pub(crate) use arriving::{ArriveError, Arriving, Traces, find_by_monitor};
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
 use crate::context::Context;

@@ -5,6 +5,8 @@
 
 mod binaries;
 
+pub(crate) use binaries::end_probes;
+
 use std::time::{Duration, Instant};
 
 use engine::handover::Terms;

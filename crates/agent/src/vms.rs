@@ -16,7 +16,7 @@ use tracing::{info, warn};
 use crate::api::{AdoptRequest, RunRequest, VmDetail, VmSummary};
 use crate::api::{Kind, Problem};
 use crate::context::Context;
-use crate::destination::find_by_argument;
+use crate::destination::find_by_monitor;
 use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
 use crate::preflight;
 use crate::report::rfc3339;
@@ -209,7 +209,7 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
 
 /// A QEMU of that name that was forgotten may live on, with its monitor in the same place: that must stay its own.
 fn nobody_is_at_home(name: &VmName, directory: &Path) -> Result<(), Problem> {
-    find_by_argument(&directory.join(QMP_FILE)).map_or(Ok(()), |process| {
+    find_by_monitor(&directory.join(QMP_FILE)).map_or(Ok(()), |process| {
         let pid = process.pid();
         let error =
             format!("a QEMU that was started here as {name} and forgotten still runs (process {pid})");

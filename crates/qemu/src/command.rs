@@ -355,15 +355,24 @@ impl<'a> Build<'a> {
     }
 }
 
-/// The options of a monitor of our own at `path`.
-pub(crate) fn monitor(path: &Path) -> [String; 4] {
-    let path = path.to_string_lossy().replace(',', ",,");
+/// The options of a monitor of our own at `path`, to which whoever starts the QEMU connects at once.
+///
+/// QEMU waits for that (`wait=on`) before it makes anything else of itself. Where it does not, it takes the connection
+/// while its main loop and the monitor's own thread both look after the socket, and on a busy host it then greets twice,
+/// or never answers the first command (seen with 7.2, once in 150 starts). A QEMU whose starter has died meanwhile waits
+/// for ever; it is found by this option ([`crate::find::with_own_monitor`]).
+pub fn monitor(path: &Path) -> [String; 4] {
     [
         "-chardev".to_owned(),
-        format!("socket,id={MONITOR_ID},path={path},server=on,wait=off"),
+        format!("{}server=on,wait=on", monitor_prefix(path)),
         "-mon".to_owned(),
         format!("chardev={MONITOR_ID},mode=control"),
     ]
+}
+
+/// How the option that makes our own monitor begins, whatever version of ours made it.
+pub(crate) fn monitor_prefix(path: &Path) -> String {
+    format!("socket,id={MONITOR_ID},path={},", path.to_string_lossy().replace(',', ",,"))
 }
 
 #[cfg(test)]

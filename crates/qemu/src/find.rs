@@ -252,6 +252,20 @@ fn reachable(pid: u32, path: &Path) -> PathBuf {
     if through.exists() { through } else { path.to_owned() }
 }
 
+/// The process that was started with our own monitor at `path` ([`crate::command::monitor`]), whether it came to listen
+/// there or not. Whoever else names that path (`socat`, an editor) is none.
+pub fn with_own_monitor(path: &Path) -> Option<u32> {
+    let prefix = crate::command::monitor_prefix(path);
+    let pids = std::fs::read_dir("/proc").ok()?.flatten();
+    pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .find(|pid| has_argument(*pid, prefix.as_bytes()))
+}
+
+fn has_argument(pid: u32, prefix: &[u8]) -> bool {
+    let line = std::fs::read(format!("/proc/{pid}/cmdline"));
+    line.is_ok_and(|line| line.split(|byte| *byte == 0).any(|argument| argument.starts_with(prefix)))
+}
+
 fn inspect(pid: u32) -> Option<QemuProcess> {
     let proc = PathBuf::from(format!("/proc/{pid}"));
     let binary = std::fs::read_link(proc.join("exe")).ok()?;

@@ -166,7 +166,8 @@ fn wait_for_monitor(launch: &Launch, started: &Started, deadline: Instant) -> Re
             let log = log_tail(&launch.log);
             return Err(StartError::Ended { status: status.to_string(), log });
         }
-        // A monitor that is still being made may greet a second time (seen with QEMU 7.2).
+        // A monitor that did not wait for us (a guest's own `wait=off`) may greet a second time while it is still being
+        // made (seen with QEMU 7.2).
         let patient =
             matches!(error, QmpError::Connect { .. } | QmpError::Closed { .. } | QmpError::Protocol { .. });
         if !patient || Instant::now() >= deadline {
@@ -201,6 +202,9 @@ pub fn start_time_ticks(pid: u32) -> Option<u64> {
     stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
 }
 
+/// QEMU's word while it waits for us to connect, which everybody's log has and which explains nothing.
+const WAITING: &str = "info: QEMU waiting for connection on: ";
+
 /// The last lines of a log, at most 2000 bytes, in one line; empty when there is none.
 pub fn log_tail(path: &Path) -> String {
     let read = || -> io::Result<String> {
@@ -212,6 +216,23 @@ pub fn log_tail(path: &Path) -> String {
         Ok(String::from_utf8_lossy(&bytes).into_owned())
     };
     let text = read().unwrap_or_default();
-    let lines: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let lines: Vec<&str> =
+        text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.contains(WAITING)).collect();
     lines.get(lines.len().saturating_sub(5)..).unwrap_or_default().join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_log_tells_what_went_wrong_and_not_that_qemu_waited() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        assert_eq!(log_tail(&path), "");
+        let text = "qemu: -chardev socket,id=m,path=/q,server=on,wait=on: info: QEMU waiting for connection on: \
+            disconnected:unix:/q,server=on\n\n  qemu: no memory\nqemu: no such device\n";
+        std::fs::write(&path, text).unwrap();
+        assert_eq!(log_tail(&path), "qemu: no memory; qemu: no such device");
+    }
 }

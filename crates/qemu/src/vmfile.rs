@@ -192,7 +192,7 @@ mod tests {
                 "-m",
                 "1G",
                 "-chardev",
-                "socket,id=whimbrel-qmp,path=/run/web1/whimbrel-qmp.sock,server=on,wait=off",
+                "socket,id=whimbrel-qmp,path=/run/web1/whimbrel-qmp.sock,server=on,wait=on",
                 "-mon",
                 "chardev=whimbrel-qmp,mode=control"
             ]

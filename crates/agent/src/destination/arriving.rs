@@ -136,7 +136,7 @@ impl Traces {
     pub(crate) fn remove(&self) {
         let process = match self.process {
             Some((pid, start)) => Process::open_exact(pid, start).ok(),
-            None => find_by_argument(&self.qmp()),
+            None => find_by_monitor(&self.qmp()),
         };
         if let Some(process) = process {
             kill(&process);
@@ -304,15 +304,7 @@ fn remove_directory(directory: &Path) {
     }
 }
 
-/// The process that has a path within one of its arguments.
-pub(crate) fn find_by_argument(path: &Path) -> Option<Process> {
-    let wanted = path.as_os_str().as_encoded_bytes();
-    let pids =
-        fs::read_dir("/proc").ok()?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
-    pids.filter(|pid| *pid != std::process::id())
-        .find(|pid: &u32| {
-            fs::read(format!("/proc/{pid}/cmdline"))
-                .is_ok_and(|line| line.windows(wanted.len()).any(|window| window == wanted))
-        })
-        .and_then(|pid| Process::open(pid).ok())
+/// The QEMU that an agent started with a monitor at that path.
+pub(crate) fn find_by_monitor(path: &Path) -> Option<Process> {
+    qemu::find::with_own_monitor(path).and_then(|pid| Process::open(pid).ok())
 }

@@ -64,7 +64,7 @@ fn what_is_always_added() {
             "-display",
             "none",
             "-chardev",
-            "socket,id=whimbrel-qmp,path=/run/vm/whimbrel-qmp.sock,server=on,wait=off",
+            "socket,id=whimbrel-qmp,path=/run/vm/whimbrel-qmp.sock,server=on,wait=on",
             "-mon",
             "chardev=whimbrel-qmp,mode=control",
             "-S",

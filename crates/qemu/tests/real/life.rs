@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use whimbrel_qemu::cmdline;
-use whimbrel_qemu::command::{HostRules, build};
+use whimbrel_qemu::command::{HostRules, build, monitor};
 use whimbrel_qemu::find::{FindError, Selector, connect, find, list};
 use whimbrel_qemu::preflight::{Severity, check, check_source, files, gather, is_possible};
 use whimbrel_qemu::process::{Launch, StartError, start};
@@ -275,4 +275,37 @@ fn a_stopped_qemu_is_a_timeout_and_not_a_hang() {
     rustix::process::kill_process(pid, rustix::process::Signal::CONT).unwrap();
     vm.qmp.set_timeout(Duration::from_secs(20));
     assert!(vm.command("query-status", Value::Null)["status"].is_string());
+}
+
+/// A monitor of ours greets once and answers, however busy the host: QEMUs share one processor with two programs that
+/// compute.
+#[test]
+fn a_monitor_of_ours_answers_on_a_busy_host() {
+    const STARTS: usize = 40;
+    /// Killed when dropped.
+    struct Busy(std::process::Child);
+    impl Drop for Busy {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+    let busy = || {
+        Busy(Command::new("taskset").args(["-c", "0", "sh", "-c", "while :; do :; done"]).spawn().unwrap())
+    };
+    let _load = [busy(), busy()];
+    for version in versions() {
+        for start in 0..STARTS {
+            let dir = tempfile::tempdir().unwrap();
+            let qmp = dir.path().join("m.sock");
+            let mut argv: Vec<_> = ["taskset", "-c", "0"].map(Into::into).into();
+            argv.extend(version.argv());
+            argv.extend(["-machine", "none", "-nodefaults", "-display", "none"].map(Into::into));
+            argv.extend(monitor(&qmp).map(Into::into));
+            let mut vm = launch(dir.path(), "busy", argv, qmp);
+            // A second greeting would come before the answer.
+            let status: Value = vm.qmp.execute("query-status", Value::Null).unwrap();
+            assert_eq!(status["running"], true, "start {start}");
+        }
+    }
 }

@@ -103,6 +103,10 @@ fn taken_bytes(process: &Path) -> u64 {
     let status = std::fs::read_to_string(process.join("status")).unwrap_or_default();
     let kib = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.split_whitespace().next());
     let anonymous = kib.and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0) << 10;
+    anonymous + memfd_bytes(process)
+}
+
+fn memfd_bytes(process: &Path) -> u64 {
     let descriptors = std::fs::read_dir(process.join("fd")).into_iter().flatten().flatten();
     let is_memfd = |path: &PathBuf| {
         std::fs::read_link(path).is_ok_and(|target| target.to_string_lossy().starts_with("/memfd:"))
@@ -114,7 +118,7 @@ fn taken_bytes(process: &Path) -> u64 {
         .filter_map(|path| std::fs::metadata(path).ok())
         .map(|meta| ((meta.dev(), meta.ino()), meta.blocks() * 512))
         .collect();
-    anonymous + files.values().sum::<u64>()
+    files.values().sum()
 }
 
 #[cfg(test)]
@@ -145,16 +149,10 @@ mod tests {
         let file = rustix::fs::memfd_create("taken", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let mut file = std::fs::File::from(file);
         let again = file.try_clone().unwrap();
-        let memfds = || taken_bytes(&me) - anonymous_bytes();
+        let memfds = || memfd_bytes(&me);
         let before = memfds();
         file.write_all(&vec![1; 8 << 20]).unwrap();
         assert!(memfds().abs_diff(before + (8 << 20)) < 4 << 20, "not counted, or counted twice");
         drop((file, again));
-    }
-
-    fn anonymous_bytes() -> u64 {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:")).unwrap();
-        line.split_whitespace().next().unwrap().parse::<u64>().unwrap() << 10
     }
 }

@@ -123,7 +123,13 @@ mod tests {
     fn with_argument(argument: &str) -> Child {
         let mut command = Command::new("sh");
         command.args(["-c", "read line", "sh", argument]).stdin(Stdio::piped());
-        command.spawn().unwrap()
+        let child = command.spawn().unwrap();
+        // The kernel says that it runs a moment before it shows its arguments.
+        let shown = || std::fs::read_to_string(format!("/proc/{}/cmdline", child.id())).unwrap();
+        while !shown().contains(argument) {
+            std::thread::yield_now();
+        }
+        child
     }
 
     /// A QEMU that waits for an agent that has been killed is ended by the next; whoever else names its monitor is not.

@@ -58,7 +58,9 @@ pub(crate) struct Maps(Vec<Mapping>);
 
 impl Maps {
     pub(crate) fn of(pid: u32) -> io::Result<Self> {
-        Ok(Self::parse(&std::fs::read_to_string(format!("/proc/{pid}/maps"))?))
+        // Names of files may hold anything.
+        let bytes = std::fs::read(format!("/proc/{pid}/maps"))?;
+        Ok(Self::parse(&String::from_utf8_lossy(&bytes)))
     }
 
     pub(crate) fn parse(text: &str) -> Self {

@@ -25,7 +25,7 @@ pub use checks::run_state_refusal;
 use crate::describe::{Problem, VmDescription};
 use crate::ram::RamBlock;
 use crate::tree::Difference;
-use facts::HostFacts;
+use facts::{HostFacts, Mappers};
 pub use identity::FileIdentity;
 
 /// How grave a finding is.
@@ -77,8 +77,8 @@ pub struct SourceFacts {
     pub blocked_reasons: Vec<String>,
     /// Its RAM blocks.
     pub ram_blocks: Vec<RamBlock>,
-    /// Processes other than QEMU that map its memory, for people.
-    pub other_mappers: Vec<String>,
+    /// Processes other than QEMU that map its memory.
+    pub other_mappers: Mappers,
     /// The process that debugs QEMU, 0 for none (`TracerPid`).
     pub tracer_pid: u32,
     /// CPU features that were asked for and that the guest does not have.

@@ -35,7 +35,7 @@ pub use inject::{InjectError, Injector, injector_main};
 pub use kernel::{Feature, Kernel, MissingFeatures};
 pub use pagemap::Pagemap;
 pub use process::{Process, ProcessError, Signal, Status};
-pub use ram_file::{FileRange, Mapper, Mappers, RamFile, RamFileError, RamFileKind, other_mappers};
+pub use ram_file::{FileRange, RamFile, RamFileError, RamFileKind};
 pub use range::{AddressRange, PAGE_SIZE, merge_from};
 pub use remote::{RemoteError, RemoteMemory};
 pub use tracker::{TrackError, WriteTracker};

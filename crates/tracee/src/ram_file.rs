@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use nix::libc;
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstatfs, seek};
 
-use crate::maps::{self, Backing, FileId, Mapping};
+use crate::maps::{Backing, FileId, Mapping};
 use crate::{Process, ProcessError};
 
 /// What kind of file holds the RAM.
@@ -226,49 +226,6 @@ impl RamFile {
             source: error.into(),
         })
     }
-}
-
-/// A process that maps a file, and the name of its program.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mapper {
-    /// Its number.
-    pub pid: u32,
-    /// Name of its program, at most 15 bytes.
-    pub comm: String,
-}
-
-/// Who maps a file.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Mappers {
-    /// Those that were found, with a writable or read-only mapping.
-    pub found: Vec<Mapper>,
-    /// How many processes could not be looked at. Unless it is 0, `found` may not be all.
-    pub unreadable: usize,
-}
-
-/// Finds the processes other than `except` that map `file`: writes of theirs go through their own
-/// page tables and are not tracked (vhost-user, virtiofsd).
-pub fn other_mappers(file: FileId, except: u32) -> io::Result<Mappers> {
-    let mut mappers = Mappers::default();
-    for entry in fs::read_dir("/proc")? {
-        let Some(pid) = entry?.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else {
-            continue;
-        };
-        if pid == except {
-            continue;
-        }
-        let found = Process::open(pid).and_then(|process| {
-            let maps = maps::mappings(&process)?;
-            let maps_it = maps.iter().any(|one| one.file() == Some(file));
-            Ok(if maps_it { Some(Mapper { pid, comm: process.comm()? }) } else { None })
-        });
-        match found {
-            Ok(found) => mappers.found.extend(found),
-            Err(ProcessError::Gone { .. }) => {}
-            Err(_) => mappers.unreadable += 1,
-        }
-    }
-    Ok(mappers)
 }
 
 fn open_both_ways(path: &Path) -> io::Result<File> {

@@ -249,14 +249,27 @@ fn lacking(flags: &[&str]) -> String {
 
 /// Others in the guest's memory.
 pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
-    if !source.other_mappers.is_empty() {
+    let mappers = &source.other_mappers;
+    if mappers.unreadable > 0 {
+        add(
+            findings,
+            Blocker,
+            "memory-shared-unknown",
+            format!(
+                "{} processes cannot be looked at; one that maps the guest's memory would not be found",
+                mappers.unreadable
+            ),
+            "run the agent as root with CAP_SYS_PTRACE",
+        );
+    }
+    if !mappers.found.is_empty() {
         add(
             findings,
             Blocker,
             "memory-shared",
             format!(
                 "other processes map the guest's memory ({}); what they write is not seen by the dirty log",
-                source.other_mappers.join(", ")
+                mappers.found.join(", ")
             ),
             "unplug the devices that they serve (vhost-user, virtiofsd), or end them",
         );

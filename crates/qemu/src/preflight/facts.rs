@@ -112,9 +112,18 @@ fn hugepages() -> BTreeMap<u64, u64> {
     found
 }
 
+/// Who else has the guest's memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mappers {
+    /// Processes other than QEMU that map it, for people.
+    pub found: Vec<String>,
+    /// How many processes could not be looked at. Unless it is 0, `found` may not be all.
+    pub unreadable: usize,
+}
+
 /// Processes other than `pid` that map a file of the guest's memory. Their writes go through their
 /// own page tables, where QEMU's dirty marks do not see them.
-pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Vec<String> {
+pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Mappers {
     let files: BTreeSet<((u32, u32), u64)> = blocks
         .iter()
         .filter_map(|block| match &block.kind {
@@ -122,22 +131,27 @@ pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Vec<String> {
             RamKind::Anonymous | RamKind::PrivateFile(_) => None,
         })
         .collect();
+    let mut mappers = Mappers::default();
     if files.is_empty() {
-        return Vec::new();
+        return mappers;
     }
     let ours = [pid, std::process::id()];
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    pids.filter(|other| !ours.contains(other))
-        .filter(|other| {
-            crate::maps::Maps::of(*other)
-                .is_ok_and(|maps| maps.iter().any(|mapping| files.contains(&(mapping.device, mapping.inode))))
-        })
-        .map(|other| {
-            let name = std::fs::read_to_string(format!("/proc/{other}/comm")).unwrap_or_default();
-            format!("{} (process {other})", name.trim())
-        })
-        .collect()
+    for other in pids.filter(|other| !ours.contains(other)) {
+        match crate::maps::Maps::of(other) {
+            Ok(maps) if maps.iter().any(|one| files.contains(&(one.device, one.inode))) => {
+                let name = std::fs::read_to_string(format!("/proc/{other}/comm")).unwrap_or_default();
+                mappers.found.push(format!("{} (process {other})", name.trim()));
+            }
+            Ok(_) => {}
+            // It has ended meanwhile.
+            Err(_) if !Path::new(&format!("/proc/{other}")).exists() => {}
+            Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => {}
+            Err(_) => mappers.unreadable += 1,
+        }
+    }
+    mappers
 }
 
 /// The process that debugs `pid`, 0 for none.

@@ -78,7 +78,7 @@ fn facts() -> (SourceFacts, DestinationFacts) {
         run_state: "running".to_owned(),
         blocked_reasons: Vec::new(),
         ram_blocks: vec![block("pc.ram", 1 << 30)],
-        other_mappers: Vec::new(),
+        other_mappers: Mappers::default(),
         tracer_pid: 0,
         cpu_unavailable: vec!["hle".to_owned()],
         nested_guests: None,
@@ -179,7 +179,8 @@ fn processors() {
 
 #[test]
 fn memories() {
-    assert_eq!(found(|s, _| s.other_mappers.push("virtiofsd".to_owned())), "memory-shared");
+    assert_eq!(found(|s, _| s.other_mappers.found.push("virtiofsd".to_owned())), "memory-shared");
+    assert_eq!(found(|s, _| s.other_mappers.unreadable = 1), "memory-shared-unknown");
     assert_eq!(found(|s, _| s.ram_blocks.push(block("vga.vram", 1))), "ram-blocks-differ");
     assert_eq!(found(|_, d| d.ram_blocks = Some(vec![block("pc.ram", 2 << 30)])), "ram-blocks-differ");
     assert_eq!(

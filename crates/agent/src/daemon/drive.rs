@@ -3,6 +3,7 @@
 use std::collections::btree_map::Entry;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use engine::handover::Terms;
 use engine::handover::destination::DestinationState;
@@ -24,6 +25,9 @@ use crate::progress::Publisher;
 use crate::report::Report;
 use crate::source::{self, Aims, Controls};
 use crate::{owners, vms};
+
+/// How long a migration that is decided may take to be over.
+const LAST_ENTRIES: Duration = Duration::from_secs(2);
 
 const SEE_DISK: &str = "see that the destination's disk is not full";
 
@@ -81,6 +85,7 @@ impl Daemon {
     /// Begins a migration; its driver goes on by itself.
     pub(super) fn begin(self: &Arc<Self>, request: &MigrateRequest) -> Result<MigrationStatus, Problem> {
         self.reachable(request)?;
+        self.let_the_last_one_end(&request.vm)?;
         let _alone = self.alone();
         let record = self.known(&request.vm)?;
         self.not_in_migration(&request.vm)?;
@@ -274,12 +279,12 @@ impl Daemon {
                 driver.reject(blocker(code, crate::chain(&error), advice), error.largest_epoch());
                 return;
             }
-            let began = std::time::Instant::now();
+            let began = Instant::now();
             // Held until the VM is there or will not come.
             let promised = promised;
             let started = traces.make_directory().and_then(|()| {
                 keep_traces(&context, &migration, &traces)?;
-                let patience = std::time::Duration::from_millis(context.config.timeouts.qemu_start_ms);
+                let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
                 let look = |qmp: &mut Qmp, blocks: &[qemu::ram::RamBlock]| compared.with_started(qmp, blocks);
                 let (vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
                 keep_traces(&context, &migration, &vm.traces)?;
@@ -397,6 +402,20 @@ impl Daemon {
             ));
         }
         Ok(())
+    }
+
+    /// Whoever was told that a VM has moved may move it on at once: the other side's last entries are a moment away.
+    pub(super) fn let_the_last_one_end(&self, vm: &VmName) -> Result<(), Problem> {
+        let deadline = Instant::now() + LAST_ENTRIES;
+        loop {
+            let driven = self.drivers().keys().any(|id| id.vm == *vm);
+            let open = self.context.journal.open_migrations().map_err(|error| internal(&error))?;
+            let undecided = open.iter().any(|record| record.id().vm == *vm && !record.state.is_final());
+            if !driven || undecided || Instant::now() >= deadline {
+                return Ok(());
+            }
+            thread::sleep(Duration::from_millis(1));
+        }
     }
 
     pub(super) fn not_in_migration(&self, vm: &VmName) -> Result<(), Problem> {

@@ -127,6 +127,28 @@ fn a_driver_is_not_put_out_of_reach_by_another() {
     eventually("a place is given back when the work is done", || daemon.mailbox(&id(1)).is_none());
 }
 
+/// RUNNING is on its way to the user before the destination has made its last entries.
+#[test]
+fn a_vm_that_has_just_come_can_be_moved_on() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let state = DestinationState::Refused;
+    world.journalled(&terms("b", "a"), State::Destination(state));
+    let place = daemon.place(&id(1), driven()).unwrap();
+    let moved_on = std::thread::spawn({
+        let daemon = Arc::clone(&daemon);
+        move || {
+            daemon.let_the_last_one_end(&crate::testing::vm()).unwrap();
+            daemon.not_in_migration(&crate::testing::vm())
+        }
+    });
+    // Long enough for one that does not wait.
+    std::thread::sleep(Duration::from_millis(50));
+    world.context.journal.close(&id(1)).unwrap();
+    drop(place);
+    moved_on.join().unwrap().unwrap();
+}
+
 #[test]
 fn nothing_is_journalled_that_no_driver_could_end() {
     let world = World::new();

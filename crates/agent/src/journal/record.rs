@@ -48,6 +48,14 @@ impl State {
         }
     }
 
+    /// Whether it is decided, and nothing more will happen but for answers and cleaning up.
+    pub fn is_final(&self) -> bool {
+        match self {
+            Self::Source(state) => state.is_final(),
+            Self::Destination(state) => state.is_final(),
+        }
+    }
+
     /// How the migration stands if nobody is at work on it.
     pub fn standing(&self) -> Standing {
         match self {

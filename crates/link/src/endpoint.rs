@@ -30,7 +30,8 @@ pub struct Settings {
     /// seconds, so that less than a second does not help there. A peer that takes nothing for that long while there is
     /// something to send counts as lost, too.
     pub silence: Duration,
-    /// How many connections may be in their handshake at once. More wait in the system's queue.
+    /// How many connections may be in their handshake at once, half of them from one address. More wait in the system's
+    /// queue.
     pub handshakes: usize,
 }
 

@@ -26,6 +26,7 @@
 mod connection;
 mod endpoint;
 mod error;
+mod gate;
 mod handshake;
 mod identity;
 mod listen;

@@ -2,12 +2,13 @@
 //!
 //! One thread accepts; each connection gets a thread of its own for its handshake, which has a deadline, and then for
 //! the handler. Only so many may be in their handshake at once, so that clients that say nothing cost no more than
-//! that many threads for no longer than the deadline; others wait in the system's queue.
+//! that many threads for no longer than the deadline; others wait in the system's queue. Of one address there are at
+//! most half as many: more of them are closed at once.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,7 @@ use rustix::net::{Shutdown, shutdown};
 use crate::connection::Connection;
 use crate::endpoint::{Endpoint, resolve};
 use crate::error::{BindError, HandshakeError, LinkError};
+use crate::gate::Gate;
 use crate::handshake::{Greeting, answer};
 use crate::socket::Socket;
 
@@ -116,7 +118,7 @@ fn accept_all<H>(
 ) where
     H: Fn(Result<Arrival, Rejected>) + Send + Sync + 'static,
 {
-    while let Some(place) = Gate::enter(gate) {
+    while let Some(mut place) = Gate::enter(gate) {
         let (stream, from) = match socket.accept() {
             Ok(accepted) => accepted,
             Err(_) if stopped.load(Ordering::Acquire) => return,
@@ -126,6 +128,10 @@ fn accept_all<H>(
                 continue;
             }
         };
+        if !place.is_for(from.ip()) {
+            tracing::debug!(%from, "too many connections of one address are in their handshake; closed");
+            continue;
+        }
         let (endpoint, handler) = (Arc::clone(endpoint), Arc::clone(handler));
         let spawned = thread::Builder::new().name("link-peer".to_owned()).spawn(move || {
             let arrival = receive(stream, from, &endpoint);
@@ -207,51 +213,5 @@ impl Serving {
 impl Drop for Serving {
     fn drop(&mut self) {
         self.end();
-    }
-}
-
-/// Lets so many in at once.
-#[derive(Debug)]
-struct Gate {
-    /// Free places; None when closed.
-    free: Mutex<Option<usize>>,
-    changed: Condvar,
-}
-
-/// A place that is given back when dropped.
-struct Place(Arc<Gate>);
-
-impl Gate {
-    fn new(places: usize) -> Self {
-        Self { free: Mutex::new(Some(places.max(1))), changed: Condvar::new() }
-    }
-
-    /// Waits for a place; None when the gate is closed.
-    fn enter(gate: &Arc<Self>) -> Option<Place> {
-        let mut free = gate.free.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            match *free {
-                None => return None,
-                Some(0) => free = gate.changed.wait(free).unwrap_or_else(PoisonError::into_inner),
-                Some(places) => {
-                    *free = Some(places - 1);
-                    return Some(Place(Arc::clone(gate)));
-                }
-            }
-        }
-    }
-
-    fn close(&self) {
-        *self.free.lock().unwrap_or_else(PoisonError::into_inner) = None;
-        self.changed.notify_all();
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        if let Some(places) = self.0.free.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
-            *places += 1;
-        }
-        self.0.changed.notify_all();
     }
 }

@@ -1,0 +1,120 @@
+//! How many may be in their handshake at once.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Lets so many in at once, and of them at most half from one address: whoever opens connections and says nothing does
+/// not keep the others out.
+#[derive(Debug)]
+pub(crate) struct Gate {
+    inside: Mutex<Inside>,
+    changed: Condvar,
+    share: usize,
+}
+
+#[derive(Debug)]
+struct Inside {
+    /// Free places; None when closed.
+    free: Option<usize>,
+    by_address: HashMap<IpAddr, usize>,
+}
+
+/// A place that is given back when dropped.
+pub(crate) struct Place {
+    gate: Arc<Gate>,
+    address: Option<IpAddr>,
+}
+
+impl Gate {
+    pub(crate) fn new(places: usize) -> Self {
+        let inside = Inside { free: Some(places.max(1)), by_address: HashMap::new() };
+        Self { inside: Mutex::new(inside), changed: Condvar::new(), share: places.div_ceil(2).max(1) }
+    }
+
+    fn inside(&self) -> MutexGuard<'_, Inside> {
+        self.inside.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for a place; None when the gate is closed.
+    pub(crate) fn enter(gate: &Arc<Self>) -> Option<Place> {
+        let mut inside = gate.inside();
+        loop {
+            match inside.free {
+                None => return None,
+                Some(0) => inside = gate.changed.wait(inside).unwrap_or_else(PoisonError::into_inner),
+                Some(places) => {
+                    inside.free = Some(places - 1);
+                    return Some(Place { gate: Arc::clone(gate), address: None });
+                }
+            }
+        }
+    }
+
+    pub(crate) fn close(&self) {
+        self.inside().free = None;
+        self.changed.notify_all();
+    }
+}
+
+impl Place {
+    /// Says who has come. False if too many of that address are inside.
+    pub(crate) fn is_for(&mut self, address: IpAddr) -> bool {
+        let mut inside = self.gate.inside();
+        let count = inside.by_address.entry(address).or_default();
+        let admitted = *count < self.gate.share;
+        if admitted {
+            *count += 1;
+            self.address = Some(address);
+        }
+        admitted
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut inside = self.gate.inside();
+        if let Some(places) = inside.free.as_mut() {
+            *places += 1;
+        }
+        if let Some(address) = self.address
+            && let Some(count) = inside.by_address.get_mut(&address)
+        {
+            *count -= 1;
+            if *count == 0 {
+                inside.by_address.remove(&address);
+            }
+        }
+        drop(inside);
+        self.gate.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_address_gets_half_of_the_places() {
+        let gate = Arc::new(Gate::new(4));
+        let [noisy, other] = [[10, 0, 0, 1], [10, 0, 0, 2]].map(IpAddr::from);
+        let mut inside = Vec::new();
+        for _ in 0..2 {
+            let mut place = Gate::enter(&gate).unwrap();
+            assert!(place.is_for(noisy));
+            inside.push(place);
+        }
+        let mut surplus = Gate::enter(&gate).unwrap();
+        assert!(!surplus.is_for(noisy));
+        drop(surplus);
+        let mut place = Gate::enter(&gate).unwrap();
+        assert!(place.is_for(other));
+        inside.clear();
+        let mut again = Gate::enter(&gate).unwrap();
+        assert!(again.is_for(noisy));
+        drop((again, place));
+        assert!(gate.inside().by_address.is_empty());
+        gate.close();
+        assert!(Gate::enter(&gate).is_none());
+    }
+}

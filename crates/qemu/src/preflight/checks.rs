@@ -250,16 +250,16 @@ fn lacking(flags: &[&str]) -> String {
 /// Others in the guest's memory.
 pub(super) fn shared_memory(source: &SourceFacts, findings: &mut Findings) {
     let mappers = &source.other_mappers;
-    if mappers.unreadable > 0 {
+    if !mappers.unreadable.is_empty() {
         add(
             findings,
-            Blocker,
+            Warning,
             "memory-shared-unknown",
             format!(
-                "{} processes cannot be looked at; one that maps the guest's memory would not be found",
-                mappers.unreadable
+                "nobody can see whether these map the guest's memory: {}; what they wrote would be lost",
+                mappers.unreadable.join(", ")
             ),
-            "run the agent as root with CAP_SYS_PTRACE",
+            "see that none of them serves the guest (vhost-user, virtiofsd); root with CAP_SYS_PTRACE can look at more",
         );
     }
     if !mappers.found.is_empty() {

@@ -117,8 +117,8 @@ fn hugepages() -> BTreeMap<u64, u64> {
 pub struct Mappers {
     /// Processes other than QEMU that map it, for people.
     pub found: Vec<String>,
-    /// How many processes could not be looked at. Unless it is 0, `found` may not be all.
-    pub unreadable: usize,
+    /// Processes that could not be looked at. Unless there are none, `found` may not be all.
+    pub unreadable: Vec<String>,
 }
 
 /// Processes other than `pid` that map a file of the guest's memory. Their writes go through their
@@ -141,17 +141,22 @@ pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Mappers {
     for other in pids.filter(|other| !ours.contains(other)) {
         match crate::maps::Maps::of(other) {
             Ok(maps) if maps.iter().any(|one| files.contains(&(one.device, one.inode))) => {
-                let name = std::fs::read_to_string(format!("/proc/{other}/comm")).unwrap_or_default();
-                mappers.found.push(format!("{} (process {other})", name.trim()));
+                mappers.found.push(named(other));
             }
             Ok(_) => {}
             // It has ended meanwhile.
             Err(_) if !Path::new(&format!("/proc/{other}")).exists() => {}
             Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => {}
-            Err(_) => mappers.unreadable += 1,
+            Err(_) => mappers.unreadable.push(named(other)),
         }
     }
     mappers
+}
+
+/// A process as people know it.
+fn named(pid: u32) -> String {
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    format!("{} (process {pid})", name.trim())
 }
 
 /// The process that debugs `pid`, 0 for none.

@@ -20,6 +20,8 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use std::time::{Duration, Instant};
+
 use agent::register::SqliteRegister;
 use common::DEADLINE;
 use engine::handover::table::{fault_points, transitions};
@@ -240,9 +242,11 @@ fn hold(arena: &mut Arena, point: &str, then: impl FnOnce(&mut Arena)) {
 fn wait_for_offer(arena: &Arena) {
     let path = arena.cluster.witness.as_ref().unwrap().directory.join("state");
     let register = SqliteRegister::open(&path).unwrap();
-    common::until("the register has the offer", || {
-        register.all().unwrap().iter().any(|(_, record)| record.offer.is_some())
-    });
+    let deadline = Instant::now() + DEADLINE;
+    while !register.all().unwrap().iter().any(|(_, record)| record.offer.is_some()) {
+        assert!(Instant::now() < deadline, "no offer in the register\n{}", arena.cluster.a.log());
+        std::thread::sleep(Duration::from_millis(20));
+    }
 }
 
 /// A transition that nobody has thought of testing fails this.

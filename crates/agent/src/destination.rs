@@ -14,7 +14,7 @@ mod receiving;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use engine::handover::Terms;
 use engine::handover::destination::{DestinationEvent, DestinationReport, DestinationState};
@@ -52,8 +52,8 @@ pub(crate) struct Driver {
     state_coming: Option<loading::StateComing>,
     /// Digest and time of the device state that was loaded.
     loaded: Option<(String, u64)>,
-    /// How long `cont` took, in microseconds, from GO's arrival.
-    continue_us: u64,
+    /// When `cont` had returned, and how long that took from GO's arrival; absent if another agent did it.
+    continued: Option<(Instant, Duration)>,
     /// Since the migration began here; absent if another agent began it.
     cpu: Option<CpuTime>,
     go_heard: Option<Instant>,
@@ -102,7 +102,7 @@ impl Driver {
             follow_ups: VecDeque::new(),
             state_coming: None,
             loaded: None,
-            continue_us: 0,
+            continued: None,
             cpu,
             go_heard: None,
             heard: Instant::now(),

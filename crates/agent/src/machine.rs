@@ -4,6 +4,7 @@
 //! done; a driver whose effect fails does none of the following ones.
 
 use std::fmt;
+use std::time::Instant;
 
 use engine::handover::table::FaultPoint;
 use engine::handover::{Illegal, Role, Step};
@@ -78,7 +79,9 @@ pub(crate) trait Machine {
         };
         for (done, effect) in effects.iter().enumerate() {
             reach(done);
+            let began = Instant::now();
             self.perform(effect)?;
+            debug!(effect = names[done], duration_us = began.elapsed().as_micros() as u64, "done");
             if Self::is_journal(effect) {
                 self.enter(transition.to.clone());
             }

@@ -137,6 +137,8 @@ pub enum Message {
         epoch: Epoch,
         /// From GO's arrival until QEMU's `cont` had returned, in microseconds.
         continue_us: u64,
+        /// From that moment until this message was sent, in microseconds: the guest had been running for so long.
+        since_us: u64,
         /// CPU time of its agent since the proposal, in microseconds, for the report; absent if the agent was
         /// restarted since.
         #[serde(default, skip_serializing_if = "Option::is_none")]

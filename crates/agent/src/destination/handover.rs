@@ -105,7 +105,9 @@ impl Machine for Driver {
             }
             DestinationEffect::SendRunning => {
                 let agent_cpu_us = self.cpu.map(CpuTime::used_us);
-                self.say(&Message::Running { epoch, continue_us: self.continue_us, agent_cpu_us });
+                let (since, took) = self.continued.map(|(at, took)| (at.elapsed(), took)).unwrap_or_default();
+                let (since_us, continue_us) = (since.as_micros() as u64, took.as_micros() as u64);
+                self.say(&Message::Running { epoch, continue_us, since_us, agent_cpu_us });
             }
             DestinationEffect::SendRefused => {
                 let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());
@@ -453,7 +455,7 @@ impl Driver {
         }
         let event = match vm.qmp().and_then(qemu::control::cont) {
             Ok(()) => {
-                self.continue_us = began.elapsed().as_micros() as u64;
+                self.continued = Some((Instant::now(), began.elapsed()));
                 DestinationEvent::Contd
             }
             // QEMU itself said no before any vCPU ran: `cont` takes the disks first.

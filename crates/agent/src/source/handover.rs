@@ -304,13 +304,13 @@ impl Driver {
         self.contact.heard = Instant::now();
         let own = self.terms.epoch();
         let event = match message {
-            Message::Running { epoch, continue_us, agent_cpu_us } => {
+            Message::Running { epoch, continue_us, since_us, agent_cpu_us } => {
                 if epoch == own {
                     self.controls.report(|report| {
                         let known = &mut report.destination.agent_cpu_us;
                         *known = known.or(agent_cpu_us);
                     });
-                    self.running(continue_us);
+                    self.running(continue_us, since_us);
                 }
                 SourceEvent::Running { epoch }
             }
@@ -352,11 +352,11 @@ impl Driver {
     }
 
     /// RUNNING came: what the guest's standstill was made of.
-    fn running(&mut self, continue_us: u64) {
+    fn running(&mut self, continue_us: u64, since_us: u64) {
         if self.clock.stopped_at.is_none() || self.clock.measured.total_us > 0 {
             return;
         }
-        self.clock.measured.total_us = self.since_stop_us();
+        self.clock.measured.total_us = self.since_stop_us().saturating_sub(since_us);
         self.clock.measured.continue_us = continue_us;
         let measured = self.clock.measured;
         let downtime = Downtime::from_measured(measured);

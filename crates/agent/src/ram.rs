@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use ::memory::ram::{RamError, RamRegion, open_destination, open_source};
 use ::memory::{DestinationRam, LogError, SourceRam, TrackedRam};
 use qemu::ram::{RamBlock, RamKind};
-use tracee::Process;
+use tracee::{Process, TrackerStart};
 
 /// What a block is made of, for people.
 pub(crate) fn kind(block: &RamBlock) -> String {
@@ -42,11 +42,20 @@ pub(crate) fn destination(process: &Process, blocks: &[RamBlock]) -> Result<Dest
     open_destination(process, &regions(blocks))
 }
 
-/// From here on every write to the blocks is seen.
-pub(crate) fn track(
+/// Begins to see every write to the blocks, in steps none of which takes long; [`tracked`] is the end of it.
+pub(crate) fn begin_tracking(
     process: &Process,
     userfaultfd: OwnedFd,
     blocks: &[RamBlock],
+) -> Result<TrackerStart, LogError> {
+    TrackedRam::begin(process, userfaultfd, &regions(blocks))
+}
+
+/// The blocks that [`begin_tracking`] was called for.
+pub(crate) fn tracked(
+    start: TrackerStart,
+    process: &Process,
+    blocks: &[RamBlock],
 ) -> Result<TrackedRam, LogError> {
-    TrackedRam::start(process, userfaultfd, &regions(blocks))
+    TrackedRam::over(start.finish()?, process, &regions(blocks))
 }

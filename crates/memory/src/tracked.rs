@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-use tracee::{AddressRange, Process, TrackError, WriteTracker};
+use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 
 use crate::dirty::DirtyBitmap;
 use crate::ram::{DropWatch, RamError, RamRegion, drop_watches};
@@ -47,9 +47,28 @@ impl TrackedRam {
     /// # Errors
     /// Leaves nothing behind.
     pub fn start(process: &Process, userfaultfd: OwnedFd, regions: &[RamRegion]) -> Result<Self, LogError> {
+        Self::over(Self::begin(process, userfaultfd, regions)?.finish()?, process, regions)
+    }
+
+    /// The beginning of [`TrackedRam::start`], in steps none of which takes long; [`TrackedRam::over`] is its end.
+    ///
+    /// # Errors
+    /// Leaves nothing behind.
+    pub fn begin(
+        process: &Process,
+        userfaultfd: OwnedFd,
+        regions: &[RamRegion],
+    ) -> Result<TrackerStart, LogError> {
         let ranges: Vec<AddressRange> = regions.iter().map(RamRegion::range).collect();
+        Ok(WriteTracker::begin(process, userfaultfd, &ranges)?)
+    }
+
+    /// The regions that a tracker was begun for.
+    ///
+    /// # Errors
+    /// Leaves nothing behind.
+    pub fn over(tracker: WriteTracker, process: &Process, regions: &[RamRegion]) -> Result<Self, LogError> {
         let watches = drop_watches(process, regions)?;
-        let tracker = WriteTracker::start(process, userfaultfd, &ranges)?;
         let block = |(region, drops): (&RamRegion, _)| TrackedBlock {
             region: region.clone(),
             drops,

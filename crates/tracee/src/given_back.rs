@@ -65,16 +65,42 @@ impl GivenBack {
         matches!(self.sign, Sign::Marker)
     }
 
+    /// Whether there is a file that tells holes.
+    pub(crate) fn has_file(&self) -> bool {
+        matches!(self.sign, Sign::Hole { .. })
+    }
+
     /// The parts of `ranges` that are no holes in the file; nothing where there is no file that tells.
-    pub(crate) fn data_within(&self, ranges: &[AddressRange]) -> Result<Vec<AddressRange>, RamFileError> {
+    fn data_within(&self, ranges: &[AddressRange]) -> Result<Vec<AddressRange>, RamFileError> {
+        self.ask_file(ranges, RamFile::data_runs)
+    }
+
+    /// The parts of `ranges`, all of them within `slice`, that are no holes in the file and that it has in memory.
+    pub(crate) fn in_memory_within(
+        &self,
+        slice: AddressRange,
+        ranges: &[AddressRange],
+    ) -> Result<Vec<AddressRange>, RamFileError> {
+        // Both questions: where the kernel does not tell this process what is in memory, it says "all".
+        let data = self.data_within(ranges)?;
+        let in_memory =
+            if data.is_empty() { data.clone() } else { self.ask_file(&[slice], RamFile::runs_in_memory)? };
+        Ok(intersect(&data, &in_memory))
+    }
+
+    fn ask_file(
+        &self,
+        ranges: &[AddressRange],
+        question: impl Fn(&RamFile, Range<u64>, &mut Vec<Range<u64>>) -> Result<(), RamFileError>,
+    ) -> Result<Vec<AddressRange>, RamFileError> {
         let Sign::Hole { file, start, offset } = &self.sign else { return Ok(Vec::new()) };
-        let mut data = Vec::new();
+        let mut found = Vec::new();
         for run in ranges {
-            file.data_runs(run.start - start + offset..run.end - start + offset, &mut data)?;
+            question(file, run.start - start + offset..run.end - start + offset, &mut found)?;
         }
         let address =
             |run: &Range<u64>| AddressRange::new(run.start - offset + start, run.end - offset + start);
-        Ok(data.iter().map(address).collect())
+        Ok(found.iter().map(address).collect())
     }
 
     /// Learns which pages of `range` were written and which are protected but not present (both

@@ -38,4 +38,4 @@ pub use process::{Process, ProcessError, Signal, Status};
 pub use ram_file::{FileRange, RamFile, RamFileError, RamFileKind};
 pub use range::{AddressRange, PAGE_SIZE, merge_from};
 pub use remote::{RemoteError, RemoteMemory};
-pub use tracker::{TrackError, WriteTracker};
+pub use tracker::{TrackError, TrackerStart, WriteTracker};

@@ -6,14 +6,17 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::num::NonZeroUsize;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use nix::errno::Errno;
 use nix::libc;
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use rustix::fs::{FallocateFlags, SeekFrom, fallocate, fstatfs, seek};
 
 use crate::maps::{Backing, FileId, Mapping};
-use crate::{Process, ProcessError};
+use crate::{PAGE_SIZE, Process, ProcessError};
 
 /// What kind of file holds the RAM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,8 +120,8 @@ impl RamFile {
         })?;
         let (kind, page_size) = match system.f_type {
             libc::HUGETLBFS_MAGIC => (RamFileKind::Hugetlbfs, system.f_bsize as u64),
-            libc::TMPFS_MAGIC => (RamFileKind::Tmpfs, crate::PAGE_SIZE),
-            _ => (RamFileKind::Other, crate::PAGE_SIZE),
+            libc::TMPFS_MAGIC => (RamFileKind::Tmpfs, PAGE_SIZE),
+            _ => (RamFileKind::Other, PAGE_SIZE),
         };
         Ok(Self { file, id: None, kind, page_size })
     }
@@ -215,6 +218,29 @@ impl RamFile {
         Ok(())
     }
 
+    /// Appends the parts of `range` (whole pages) that are in memory now, the rest being holes, in swap or on a disk;
+    /// without reading anything.
+    ///
+    /// The kernel tells it only those who may write the file; for others all is "in memory".
+    pub fn runs_in_memory(&self, range: FileRange, found: &mut Vec<FileRange>) -> Result<(), RamFileError> {
+        let pages = residency(&self.file, &range).map_err(|source| RamFileError::Io {
+            action: "find what is in memory of",
+            offset: range.start,
+            len: range.end - range.start,
+            source,
+        })?;
+        let from = found.len();
+        for (at, _) in
+            (range.start..).step_by(PAGE_SIZE as usize).zip(pages).filter(|(_, page)| page & 1 != 0)
+        {
+            match found[from..].last_mut() {
+                Some(last) if last.end == at => last.end += PAGE_SIZE,
+                _ => found.push(at..at + PAGE_SIZE),
+            }
+        }
+        Ok(())
+    }
+
     /// Gives the pages of `range` back: they read as zeros, in every process.
     pub fn punch_hole(&self, range: FileRange) -> Result<(), RamFileError> {
         let (offset, len) = (range.start, range.end - range.start);
@@ -226,6 +252,23 @@ impl RamFile {
             source: error.into(),
         })
     }
+}
+
+/// A byte for each page, of which bit 0 tells whether it is in memory.
+fn residency(file: &File, range: &FileRange) -> io::Result<Vec<u8>> {
+    let len = usize::try_from(range.end - range.start).ok().and_then(NonZeroUsize::new);
+    let offset = i64::try_from(range.start).map_err(io::Error::other)?;
+    let Some(len) = len else { return Ok(Vec::new()) };
+    let mut pages = vec![0; len.get().div_ceil(PAGE_SIZE as usize)];
+    // SAFETY: a new mapping, at a place that the kernel chooses, that nobody can read or write.
+    let window = unsafe { mmap(None, len, ProtFlags::PROT_NONE, MapFlags::MAP_SHARED, file, offset)? };
+    // SAFETY: the mapping has `len` bytes, and `pages` a byte for each page of it.
+    let asked = unsafe { libc::mincore(window.as_ptr(), len.get(), pages.as_mut_ptr()) };
+    let asked = Errno::result(asked);
+    // SAFETY: it is the mapping that was made above, and nothing refers to it.
+    unsafe { munmap(window, len.get())? };
+    asked?;
+    Ok(pages)
 }
 
 fn open_both_ways(path: &Path) -> io::Result<File> {

@@ -15,8 +15,8 @@
 //! The order for a reader is: scan, let DMA that was in flight land, then read. What is read
 //! after the scan is at least as new as the scan; what is written after it is in the next one.
 //!
-//! **Undo.** Dropping a [`WriteTracker`] unregisters what it registered and closes the
-//! userfaultfd; ranges that fail half-way in [`WriteTracker::start`] are given back at once. When
+//! **Undo.** Dropping a [`WriteTracker`], or a [`TrackerStart`], unregisters what it registered and
+//! closes the userfaultfd; ranges that fail half-way are given back at once. When
 //! the process that holds the tracker is killed, the kernel closes its userfaultfd, which
 //! unregisters everything as well: nobody else holds that descriptor.
 
@@ -32,8 +32,10 @@ use crate::pagemap::{Entry, Pagemap};
 use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 use crate::{Process, ProcessError, RamFileError, RemoteMemory};
 
-/// Pages that are touched in one system call.
-const TOUCHED_AT_ONCE: usize = 1024;
+mod start;
+
+pub use start::TrackerStart;
+use start::Work;
 
 /// Why writes cannot be tracked.
 #[derive(Debug, thiserror::Error)]
@@ -122,9 +124,24 @@ impl WriteTracker {
     /// written since; that everything has to be sent once is the caller's affair, and has to come
     /// after this (also the question which pages are holes).
     ///
+    /// Takes seconds for a large guest that came by a migration: [`WriteTracker::begin`] does the
+    /// same bit by bit.
+    ///
     /// # Errors
     /// Leaves nothing behind.
     pub fn start(process: &Process, uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, TrackError> {
+        Self::begin(process, uffd, ranges)?.finish()
+    }
+
+    /// [`WriteTracker::start`] in steps, none of which takes long.
+    ///
+    /// # Errors
+    /// Leaves nothing behind.
+    pub fn begin(
+        process: &Process,
+        uffd: OwnedFd,
+        ranges: &[AddressRange],
+    ) -> Result<TrackerStart, TrackError> {
         let pagemap = Pagemap::open(process)?;
         let range = ranges.first().copied().unwrap_or_default();
         abi::uffd_api(&uffd, abi::TRACKING_FEATURES).map_err(|source| TrackError::Io {
@@ -132,13 +149,14 @@ impl WriteTracker {
             range,
             source,
         })?;
+        let mut found = Vec::new();
+        for &range in ranges {
+            found.extend(areas(process, range)?);
+        }
         let registered = Registered { uffd, areas: Vec::new() };
         let memory = RemoteMemory::new(process)?;
-        let mut tracker = Self { registered, pagemap, memory, process: process.try_clone()? };
-        for &range in ranges {
-            tracker.add(range)?;
-        }
-        Ok(tracker)
+        let tracker = Self { registered, pagemap, memory, process: process.try_clone()? };
+        Ok(TrackerStart::new(tracker, found))
     }
 
     /// The ranges that are tracked, cut at the mappings that they lie in.
@@ -151,37 +169,18 @@ impl WriteTracker {
     /// # Errors
     /// Leaves this range as it was and the others tracked.
     pub fn add(&mut self, range: AddressRange) -> Result<(), TrackError> {
-        let areas = areas(&self.process, range)?;
-        for area in &areas {
-            self.map_what_the_file_has(area)?;
-        }
+        let mut work = Work::new(areas(&self.process, range)?);
         let before = self.registered.areas.len();
-        let result = areas.into_iter().try_for_each(|area| {
-            self.registered.add(area)?;
-            let area = self.registered.areas.len() - 1;
-            self.learn_given_back(area)
-        });
-        if result.is_err() {
-            let _ = self.registered.unregister_from(before);
+        loop {
+            match work.step(self) {
+                Ok(true) => {}
+                Ok(false) => return Ok(()),
+                Err(error) => {
+                    let _ = self.registered.unregister_from(before);
+                    return Err(error);
+                }
+            }
         }
-        result
-    }
-
-    /// Lets the process's page table know the pages that its file has. The memory of a guest that came here by a
-    /// migration was written from outside, so its process has most of it not mapped, and every scan would ask the file
-    /// about it all; and the guest itself takes the page faults of it sooner here than at its next touch.
-    fn map_what_the_file_has(&mut self, area: &Area) -> Result<(), TrackError> {
-        let absent = self.absent(area.range)?;
-        let data = area.given_back.data_within(&absent)?;
-        let pages: Vec<_> =
-            data.iter().flat_map(|run| (run.start..run.end).step_by(PAGE_SIZE as usize)).collect();
-        let mut bytes = [0; TOUCHED_AT_ONCE];
-        for pages in pages.chunks(TOUCHED_AT_ONCE) {
-            let first_bytes: Vec<_> = pages.iter().map(|page| AddressRange::with_len(*page, 1)).collect();
-            // For speed alone: a page that cannot be read now is asked about in the scans.
-            let _ = self.memory.read_runs(&first_bytes, &mut bytes[..first_bytes.len()]);
-        }
-        Ok(())
     }
 
     /// What is not present in the page table.
@@ -192,14 +191,6 @@ impl WriteTracker {
         scanned.map_err(|source| TrackError::Io { action: "scan", range, source })?;
         merge_from(&mut absent, 0);
         Ok(absent)
-    }
-
-    /// Remembers which pages of an area that has just been protected are holes.
-    fn learn_given_back(&mut self, area: usize) -> Result<(), TrackError> {
-        let range = self.registered.areas[area].range;
-        let absent = self.absent(range)?;
-        let area = &mut self.registered.areas[area];
-        area.update_given_back(&self.pagemap, range, &[], &absent, &mut Vec::new())
     }
 
     /// Appends to `dirty` the parts of `range` that were written (or given back) since the last

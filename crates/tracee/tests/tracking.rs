@@ -432,3 +432,83 @@ fn what_was_written_from_outside_is_mapped_when_tracking_begins() {
     tracker.take_dirty(range, &mut dirty).unwrap();
     assert_eq!(dirty, []);
 }
+
+/// To map it would be to read all of it from the disk at once; and no write is missed for it. A file on a disk stands for
+/// a memfd in swap: of the latter the kernel keeps in memory what it pleases.
+#[test]
+fn what_is_not_in_memory_is_not_read_when_tracking_begins() {
+    let mut victim = Victim::start(&["mode-memory"]);
+    let range = victim.map("disk-file", 4 * MIB);
+    victim.ask("write 0 2097152 1");
+    let mapping = maps::mapping_at(&victim.process, range.start).unwrap().unwrap();
+    let file = RamFile::open(&victim.process, &mapping).unwrap();
+    let in_memory = || {
+        let mut found = Vec::new();
+        file.runs_in_memory(0..4 * MIB, &mut found).unwrap();
+        found
+    };
+    victim.process.page_out(range).unwrap();
+    file.file().sync_all().unwrap();
+    nix::fcntl::posix_fadvise(file.file(), 0, 0, nix::fcntl::PosixFadviseAdvice::POSIX_FADV_DONTNEED)
+        .unwrap();
+    assert_eq!(in_memory(), [], "of a file in /var/tmp, which has to be on a disk");
+    file.write_at(MIB, &[7; 3 * PAGE_SIZE as usize]).unwrap();
+    let there = MIB..MIB + 3 * PAGE_SIZE;
+    assert_eq!(in_memory(), std::slice::from_ref(&there));
+
+    let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+    let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
+    assert_eq!(in_memory(), [there]);
+    let mut populated = Vec::new();
+    Pagemap::open(&victim.process).unwrap().populated(range, &mut populated).unwrap();
+    assert_eq!(populated, [AddressRange::with_len(range.start + MIB, 3 * PAGE_SIZE)]);
+    let mut dirty = Vec::new();
+    tracker.take_dirty(range, &mut dirty).unwrap();
+    assert_eq!(dirty, []);
+    victim.ask("write 8192 1 2");
+    tracker.take_dirty(range, &mut dirty).unwrap();
+    assert_eq!(dirty, [AddressRange::with_len(range.start + 8192, PAGE_SIZE)]);
+}
+
+/// Whoever wants to stop it can do so between two steps, and nothing stays.
+#[test]
+fn tracking_begins_in_steps_and_can_be_given_up_between_them() {
+    let mut victim = Victim::start(&["mode-memory"]);
+    let range = victim.map("memfd", 600 * MIB);
+    let mapping = maps::mapping_at(&victim.process, range.start).unwrap().unwrap();
+    let file = RamFile::open(&victim.process, &mapping).unwrap();
+    for at in [0, 300 * MIB, 599 * MIB] {
+        file.write_at(at, &[7; PAGE_SIZE as usize]).unwrap();
+    }
+    let mut pagemap = Pagemap::open(&victim.process).unwrap();
+    let mut mapped = || {
+        let mut found = Vec::new();
+        pagemap.populated(range, &mut found).unwrap();
+        found.iter().map(|run| (run.start - range.start) / MIB).collect::<Vec<_>>()
+    };
+    let injector = injector();
+    let begin = || {
+        WriteTracker::begin(&victim.process, injector.take_userfaultfd(&victim.process).unwrap(), &[range])
+    };
+
+    let mut start = begin().unwrap();
+    for so_far in [&[0][..], &[0, 300], &[0, 300, 599]] {
+        assert!(start.step().unwrap());
+        assert_eq!(mapped(), so_far);
+    }
+    assert!(!victim.is_registered());
+    assert!(start.step().unwrap());
+    assert_eq!(victim.registered(), [range]);
+    drop(start);
+    assert!(!victim.is_registered());
+
+    let mut start = begin().unwrap();
+    while start.step().unwrap() {}
+    let mut tracker = start.finish().unwrap();
+    let mut dirty = Vec::new();
+    tracker.take_dirty(range, &mut dirty).unwrap();
+    assert_eq!(dirty, [], "holes are known");
+    file.punch_hole(300 * MIB..301 * MIB).unwrap();
+    tracker.take_dirty(range, &mut dirty).unwrap();
+    assert_eq!(dirty, [AddressRange::with_len(range.start + 300 * MIB, PAGE_SIZE)]);
+}

@@ -6,7 +6,7 @@ use std::time::Instant;
 use ::memory::ram::RamError;
 use ::memory::{DirtyLog, Owed, RoundStats, ScanStats, SourceRam, TrackedRam};
 use engine::precopy::{Aim, FixedCost, OnLimit, RoundObservation, StopTime, Traced};
-use tracee::InjectError;
+use tracee::{InjectError, TrackerStart};
 
 use super::Aims;
 use super::vm::SourceVm;
@@ -29,6 +29,32 @@ pub(crate) enum TrackError {
     Track(#[from] ::memory::LogError),
 }
 
+/// Tracking that begins. Dropping it undoes what was done.
+pub(crate) struct Tracking {
+    ram: SourceRam,
+    start: TrackerStart,
+}
+
+impl Tracking {
+    pub(crate) fn begin(context: &Context, vm: &SourceVm) -> Result<Self, TrackError> {
+        let ram = ram::source(&vm.process, &vm.blocks)?;
+        let userfaultfd = context.injector.take_userfaultfd(&vm.process)?;
+        Ok(Self { ram, start: ram::begin_tracking(&vm.process, userfaultfd, &vm.blocks)? })
+    }
+
+    /// Does the next step, which does not take long; returns whether more are left.
+    pub(crate) fn step(&mut self) -> Result<bool, TrackError> {
+        Ok(self.start.step().map_err(::memory::LogError::from)?)
+    }
+
+    /// From here on every write is seen. All of memory has to be sent once.
+    pub(crate) fn finish(self, vm: &SourceVm) -> Result<Tracked, TrackError> {
+        let log = ram::tracked(self.start, &vm.process, &vm.blocks)?;
+        let block_bytes = vm.blocks.iter().map(|block| block.used_bytes).collect();
+        Ok(Tracked { ram: self.ram, log, block_bytes })
+    }
+}
+
 /// Guest memory whose writes are seen, until it is dropped.
 pub(crate) struct Tracked {
     ram: SourceRam,
@@ -37,14 +63,6 @@ pub(crate) struct Tracked {
 }
 
 impl Tracked {
-    /// From here on every write is seen. All of memory has to be sent once.
-    pub(crate) fn start(context: &Context, vm: &SourceVm) -> Result<Self, TrackError> {
-        let ram = ram::source(&vm.process, &vm.blocks)?;
-        let userfaultfd = context.injector.take_userfaultfd(&vm.process)?;
-        let log = ram::track(&vm.process, userfaultfd, &vm.blocks)?;
-        Ok(Self { ram, log, block_bytes: vm.blocks.iter().map(|block| block.used_bytes).collect() })
-    }
-
     pub(crate) fn ram(&self) -> SourceRam {
         SourceRam::clone(&self.ram)
     }

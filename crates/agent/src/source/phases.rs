@@ -158,11 +158,16 @@ impl Driver {
             .map_err(|error| Failure::local("cannot note that the destination has accepted", &error))
     }
 
-    /// From here on writes of the guest are seen.
+    /// From here on writes of the guest are seen. Takes seconds for a large guest that came by a migration, and listens
+    /// meanwhile.
     fn track(&mut self) -> Result<memory::Tracked, Failure> {
+        let failed = |error: memory::TrackError| Failure::local("cannot track the guest's writes", &error);
         let context = Arc::clone(&self.context);
-        memory::Tracked::start(&context, self.vm()?)
-            .map_err(|error| Failure::local("cannot track the guest's writes", &error))
+        let mut tracking = memory::Tracking::begin(&context, self.vm()?).map_err(failed)?;
+        while tracking.step().map_err(failed)? {
+            self.take_notices()?;
+        }
+        tracking.finish(self.vm()?).map_err(failed)
     }
 
     fn open_streams(&mut self, tracked: &memory::Tracked) -> Result<Sender, Failure> {

@@ -41,6 +41,7 @@ impl Memory {
             "anonymous" | "huge" => (private, -1),
             "hugetlb" => (private | libc::MAP_HUGETLB, -1),
             "memfd" => (libc::MAP_SHARED, memfd(0, len)),
+            "disk-file" => (libc::MAP_SHARED, disk_file(len)),
             // With something in the file.
             "private-file" => (libc::MAP_PRIVATE, filled_memfd(len)),
             "hugetlb-memfd" => (libc::MAP_SHARED, memfd(libc::MFD_HUGETLB, len)),
@@ -124,6 +125,17 @@ fn memfd(flags: libc::c_uint, len: usize) -> i32 {
     // SAFETY: a valid name.
     let fd = unsafe { libc::memfd_create(c"victim".as_ptr(), flags | libc::MFD_CLOEXEC) };
     assert!(fd >= 0, "no memfd");
+    // SAFETY: takes numbers alone.
+    unsafe { libc::ftruncate(fd, len as i64) };
+    fd
+}
+
+/// A file without a name that can be dropped from memory without swap.
+fn disk_file(len: usize) -> i32 {
+    // SAFETY: a valid path.
+    let fd =
+        unsafe { libc::open(c"/var/tmp".as_ptr(), libc::O_TMPFILE | libc::O_RDWR | libc::O_CLOEXEC, 0o600) };
+    assert!(fd >= 0, "no file");
     // SAFETY: takes numbers alone.
     unsafe { libc::ftruncate(fd, len as i64) };
     fd

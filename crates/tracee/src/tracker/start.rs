@@ -1,0 +1,158 @@
+//! How tracking begins: in steps, none of which takes long, so that somebody can stop it.
+//!
+//! 1. Slice by slice, what the files behind shared memory have in memory is mapped in the process.
+//!    The memory of a guest that came here by a migration was written from outside, so its process
+//!    has most of it not mapped, and every scan would ask the file about it all; and the guest
+//!    itself takes the page faults of it sooner here than at its next touch. For speed alone:
+//!    whatever is left out is asked about in the scans. What is swapped out is left out, because
+//!    to map it is to read all of it from the disk at once.
+//! 2. Everything is registered and protected, in one step. Writes are seen from here on.
+//! 3. Slice by slice, it is remembered which pages are holes.
+//!
+//! The order matters: a page that is punched out and touched again after (2) would be there,
+//! protected, and unseen (trap 20). So nothing is touched after (2); and nothing may be sent before
+//! (3) has ended, because what it finds is a hole from the start for the scans.
+
+use std::collections::VecDeque;
+
+use super::{Area, TrackError, WriteTracker};
+use crate::range::{AddressRange, PAGE_SIZE};
+
+/// Bytes that one step looks at.
+const SLICE_BYTES: u64 = 256 << 20;
+/// Pages that are touched in one system call.
+const TOUCHED_AT_ONCE: usize = 1024;
+
+/// A [`WriteTracker`] that is on its way. Dropping it undoes what was done.
+#[derive(Debug)]
+pub struct TrackerStart {
+    tracker: WriteTracker,
+    work: Work,
+}
+
+impl TrackerStart {
+    pub(super) fn new(tracker: WriteTracker, areas: Vec<Area>) -> Self {
+        Self { tracker, work: Work::new(areas) }
+    }
+
+    /// Does the next step; returns whether more are left.
+    ///
+    /// # Errors
+    /// It cannot be finished then.
+    pub fn step(&mut self) -> Result<bool, TrackError> {
+        self.work.step(&mut self.tracker)
+    }
+
+    /// Does all steps that are left.
+    ///
+    /// # Errors
+    /// Leaves nothing behind.
+    pub fn finish(mut self) -> Result<WriteTracker, TrackError> {
+        while self.step()? {}
+        Ok(self.tracker)
+    }
+}
+
+/// What is left to do for some areas.
+#[derive(Debug)]
+pub(super) struct Work {
+    /// Those that are not registered yet.
+    areas: Vec<Area>,
+    /// Index of the first of them among those that are registered.
+    first: usize,
+    left: VecDeque<Step>,
+}
+
+/// Areas by their index in [`Work`].
+#[derive(Debug)]
+enum Step {
+    Map { area: usize, slice: AddressRange },
+    Track,
+    Learn { area: usize, slice: AddressRange },
+}
+
+impl Work {
+    pub(super) fn new(areas: Vec<Area>) -> Self {
+        let slices = || {
+            let slices_of = |(index, area): (usize, &Area)| {
+                slices(area.range, area.page_size).map(move |slice| (index, slice)).collect::<Vec<_>>()
+            };
+            areas.iter().enumerate().flat_map(slices_of)
+        };
+        let map = slices().map(|(area, slice)| Step::Map { area, slice });
+        let learn = slices().map(|(area, slice)| Step::Learn { area, slice });
+        let left = map.chain([Step::Track]).chain(learn).collect();
+        Self { areas, first: 0, left }
+    }
+
+    /// Does the next step; returns whether more are left.
+    pub(super) fn step(&mut self, tracker: &mut WriteTracker) -> Result<bool, TrackError> {
+        match self.left.pop_front() {
+            Some(Step::Map { area, slice }) => tracker.map_what_is_in_memory(&self.areas[area], slice)?,
+            Some(Step::Track) => {
+                self.first = tracker.registered.areas.len();
+                self.areas.drain(..).try_for_each(|area| tracker.registered.add(area))?;
+            }
+            Some(Step::Learn { area, slice }) => tracker.learn_given_back(self.first + area, slice)?,
+            None => {}
+        }
+        Ok(!self.left.is_empty())
+    }
+}
+
+/// Parts of a range, cut at whole pages of that many bytes from its start on.
+fn slices(range: AddressRange, page_size: u64) -> impl Iterator<Item = AddressRange> {
+    let len = SLICE_BYTES.max(page_size);
+    (range.start..range.end)
+        .step_by(len as usize)
+        .map(move |start| AddressRange::new(start, range.end.min(start + len)))
+}
+
+impl WriteTracker {
+    /// The first step, for a part of an area.
+    fn map_what_is_in_memory(&mut self, area: &Area, slice: AddressRange) -> Result<(), TrackError> {
+        if !area.given_back.has_file() {
+            return Ok(());
+        }
+        let absent = self.absent(slice)?;
+        let there = area.given_back.in_memory_within(slice, &absent)?;
+        let pages: Vec<_> =
+            there.iter().flat_map(|run| (run.start..run.end).step_by(PAGE_SIZE as usize)).collect();
+        let mut bytes = [0; TOUCHED_AT_ONCE];
+        for pages in pages.chunks(TOUCHED_AT_ONCE) {
+            let first_bytes: Vec<_> = pages.iter().map(|page| AddressRange::with_len(*page, 1)).collect();
+            // A page that cannot be read now is asked about in the scans.
+            let _ = self.memory.read_runs(&first_bytes, &mut bytes[..first_bytes.len()]);
+        }
+        Ok(())
+    }
+
+    /// The last step, for a part of an area that is protected.
+    fn learn_given_back(&mut self, area: usize, slice: AddressRange) -> Result<(), TrackError> {
+        let absent = self.absent(slice)?;
+        let area = &mut self.registered.areas[area];
+        area.update_given_back(&self.pagemap, slice, &[], &absent, &mut Vec::new())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_are_the_whole_range_in_whole_pages() {
+        for (len, page_size) in [
+            (PAGE_SIZE, PAGE_SIZE),
+            (SLICE_BYTES, PAGE_SIZE),
+            (3 << 30, 1 << 30),
+            (SLICE_BYTES * 3 + PAGE_SIZE, PAGE_SIZE),
+        ] {
+            let range = AddressRange::with_len(7 << 30, len);
+            let found: Vec<_> = slices(range, page_size).collect();
+            assert_eq!(found.len() as u64, len.div_ceil(SLICE_BYTES.max(page_size)));
+            assert!(found.iter().all(|slice| slice.is_aligned(page_size)));
+            assert!(found.is_sorted_by(|one, next| one.end == next.start));
+            assert_eq!((found[0].start, found[found.len() - 1].end), (range.start, range.end));
+        }
+    }
+}

@@ -6,7 +6,7 @@
 mod common;
 
 use std::convert::Infallible;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::thread;
 
 use common::{Victim, connections, injector};
@@ -38,6 +38,11 @@ struct Move {
 impl Move {
     fn begin(mut source: Victim, destination: Victim, tls: bool) -> (Self, Owed) {
         source.order("storm");
+        Self::begin_calm(source, destination, tls)
+    }
+
+    /// Of a source that writes nothing by itself.
+    fn begin_calm(source: Victim, destination: Victim, tls: bool) -> (Self, Owed) {
         let regions = source.regions();
         let uffd = injector().take_userfaultfd(&source.process).unwrap();
         let log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
@@ -241,6 +246,65 @@ fn pages_given_back_and_read_again_are_zero_there_too() {
         it.last_round(sender, owed);
         it.assert_equal();
     }
+}
+
+/// What is not there of a private mapping is in its file, and nothing comes to be there for having been moved: on tmpfs
+/// the RAM of such a guest would grow to its full size.
+#[test]
+fn a_private_mapping_of_a_file_is_moved_without_filling_it() {
+    let mut source = Victim::start("private-sparse-file", 48 * MIB);
+    let [low, _] = &source.regions()[..] else { panic!("two blocks") };
+    let mapping = maps::mapping_at(&source.process, low.address).unwrap().unwrap();
+    let (start, end) = (mapping.range.start, mapping.range.end);
+    let link = source.process.path(&format!("map_files/{start:x}-{end:x}"));
+    let file = std::fs::OpenOptions::new().write(true).open(link).unwrap();
+    // Data of the file, once a single page among holes; of the process in front of such data; of the process in front of a
+    // hole.
+    file.write_all_at(&[9; 4096], 10 * MIB).unwrap();
+    file.write_all_at(&vec![7; 6 * MIB as usize], 20 * MIB).unwrap();
+    source.order(&format!("write {} {} 5", 21 * MIB + 100, MIB));
+    source.order(&format!("write {} {} 6", 30 * MIB, MIB));
+    let used = || file.metadata().unwrap().blocks() * 512;
+    // Writing to a private mapping reads the file first, which fills its holes.
+    let before = used();
+    assert!((6 * MIB..8 * MIB).contains(&before), "{before}");
+
+    let (mut it, owed) = Move::begin_calm(source, Victim::start("memfd", 48 * MIB), false);
+    let sender = it.connect();
+    let (sender, owed) = it.live_round(sender, owed);
+    assert_eq!(used(), before, "moving must not fill holes");
+    // In the middle of data, and where there was nothing; and what was the process's own is the file's again.
+    it.source.order(&format!("write {} 5 8", 24 * MIB + 5000));
+    it.source.order(&format!("write {} 5 9", MIB + 5000));
+    it.source.order(&format!("drop {} {}", 21 * MIB, 4096 * 3));
+    let filled = used();
+    let (sender, owed) = it.live_round(sender, owed);
+    it.last_round(sender, owed);
+    assert_eq!(used(), filled, "moving must not fill holes");
+    it.assert_equal();
+}
+
+/// Private huge pages that are not there are made by reading them: of those that are reserved for them.
+#[test]
+fn private_huge_pages_are_read_at_nobody_elses_expense() {
+    let pages = |what: &str| -> u64 {
+        let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{what}_hugepages");
+        std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
+    };
+    let left_to_others = || pages("free") - pages("resv");
+    if left_to_others() < 48 {
+        not_tried("private huge pages: fewer than 48 huge pages of 2 MiB are free");
+        return;
+    }
+    let source = Victim::start("hugetlb", 48 * MIB);
+    let destination = Victim::start("hugetlb-memfd", 48 * MIB);
+    let left = left_to_others();
+    let (mut it, owed) = Move::begin_calm(source, destination, false);
+    let sender = it.connect();
+    let (sender, owed) = it.live_round(sender, owed);
+    it.last_round(sender, owed);
+    assert_eq!(left_to_others(), left);
+    it.assert_equal();
 }
 
 /// Anonymous memory there is zeroed, and given back by the process itself between rounds.

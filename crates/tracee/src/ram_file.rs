@@ -42,6 +42,12 @@ pub enum RamFileError {
         /// First address of the mapping.
         address: u64,
     },
+    /// The mapping has no file, or a shared one.
+    #[error("the memory at {address:#x} is not a private mapping of a file")]
+    NotPrivate {
+        /// First address of the mapping.
+        address: u64,
+    },
     /// Neither way to open it worked.
     #[error(
         "cannot open the file {name} behind the RAM of process {pid}: run as root, or with CAP_CHECKPOINT_RESTORE"
@@ -88,18 +94,30 @@ pub struct RamFile {
 impl RamFile {
     /// Opens the file behind a shared mapping of another process, for reading and writing.
     pub fn open(process: &Process, mapping: &Mapping) -> Result<Self, RamFileError> {
-        let address = mapping.range.start;
-        let Backing::SharedFile(id) = mapping.backing else {
-            return Err(RamFileError::NotShared { address });
-        };
-        let map_file = format!("map_files/{:x}-{:x}", address, mapping.range.end);
-        let opened = open_both_ways(&process.path(&map_file)).or_else(|error| {
+        match mapping.backing {
+            Backing::SharedFile(id) => Self::open_as(process, mapping, id, true),
+            _ => Err(RamFileError::NotShared { address: mapping.range.start }),
+        }
+    }
+
+    /// Opens the file that shows through a private mapping of another process wherever that did not write; for reading.
+    pub fn open_behind_private(process: &Process, mapping: &Mapping) -> Result<Self, RamFileError> {
+        match mapping.backing {
+            Backing::PrivateFile(id) => Self::open_as(process, mapping, id, false),
+            _ => Err(RamFileError::NotPrivate { address: mapping.range.start }),
+        }
+    }
+
+    fn open_as(process: &Process, mapping: &Mapping, id: FileId, write: bool) -> Result<Self, RamFileError> {
+        let open = |path: &Path| OpenOptions::new().read(true).write(write).open(path);
+        let map_file = format!("map_files/{:x}-{:x}", mapping.range.start, mapping.range.end);
+        let opened = open(&process.path(&map_file)).or_else(|error| {
             let candidates = process.descriptors().unwrap_or_default();
             let mut links = candidates.iter().map(|(fd, _)| process.path(&format!("fd/{fd}")));
             // `stat` through the link does not open anything (pipes, sockets, devices).
             links
                 .find(|link| fs::metadata(link).is_ok_and(|found| found.is_file() && is_file(&found, id)))
-                .map_or(Err(error), |link| open_both_ways(&link))
+                .map_or(Err(error), |link| open(&link))
         });
         let name = mapping.name.clone().unwrap_or_default();
         let file = opened.map_err(|source| RamFileError::Open { pid: process.pid(), name, source })?;
@@ -269,10 +287,6 @@ fn residency(file: &File, range: &FileRange) -> io::Result<Vec<u8>> {
     unsafe { munmap(window, len.get())? };
     asked?;
     Ok(pages)
-}
-
-fn open_both_ways(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).open(path)
 }
 
 fn is_file(found: &fs::Metadata, id: FileId) -> bool {

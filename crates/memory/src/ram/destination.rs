@@ -36,7 +36,7 @@ pub fn open_destination(process: &Process, regions: &[RamRegion]) -> Result<Dest
                 Place::File(file, offset) => (Some((file, offset)), false, touched(&mut pagemap, &region)?),
                 Place::Anonymous => (None, true, touched(&mut pagemap, &region)?),
                 // What is behind a private mapping of a file shows through wherever nothing was written.
-                Place::Opaque => (None, false, DirtyBitmap::full(region.bytes)),
+                Place::PrivateFile(..) | Place::Opaque => (None, false, DirtyBitmap::full(region.bytes)),
             };
             let zeroed = DirtyBitmap::new(region.bytes);
             let state = Mutex::new(State { dirty, zeroed });

@@ -7,12 +7,14 @@
 //! | shared file (memfd, tmpfs) | `pread` | `pwrite` | punching a hole |
 //! | shared file of huge pages | `pread` | `process_vm_writev` | punching whole pages, zeros otherwise |
 //! | anonymous | `process_vm_readv` | `process_vm_writev` | zeros; QEMU itself, by an injected call ([`BlockWriter::take_discardable`]) |
-//! | private mapping of a file | `process_vm_readv` | `process_vm_writev` | zeros |
+//! | private mapping of a file | `process_vm_readv` what the process has, `pread` the rest | `process_vm_writev` | zeros |
+//! | private huge pages | `process_vm_readv` | `process_vm_writev` | zeros |
 //!
 //! Where nothing is (holes of the file, pages neither present nor swapped) nothing is read, and a hole there becomes a
-//! hole here (trap 5). Of a private mapping of a file nobody can tell, so all of it is read; so is anonymous memory
-//! whose writes are tracked, because the kernel's protection marks every page there, and a mark counts as swapped.
-//! What is read and is zero becomes a hole there all the same.
+//! hole here (trap 5). Tracking puts a mark in the place of each page that is not there; what tells a mark from a page
+//! in swap is its entry in `/proc/PID/pagemap`, which only a process with `CAP_SYS_ADMIN` sees. Of huge pages that are
+//! not shared nobody can tell, so all of them are read, which makes those that were missing: of what is reserved for
+//! them, as QEMU does unless told otherwise (`reserve=off`). What is read and is zero becomes a hole there all the same.
 
 use std::io;
 use std::ops::Range;

@@ -1,7 +1,7 @@
 //! What a block is made of: found in the process's own map, not taken from what anybody says.
 
 use proto::limits::PAGE_BYTES;
-use tracee::maps::{Backing, FileId, Mapping, mappings};
+use tracee::maps::{Backing, Mapping, mappings};
 use tracee::{Process, RamFile, RamFileKind};
 
 use super::{DropWatch, RamError, RamRegion};
@@ -13,7 +13,11 @@ pub(super) enum Place {
     File(RamFile, u64),
     /// Anonymous memory.
     Anonymous,
-    /// Anything else: only the process can read it, and holes cannot be told.
+    /// A private mapping of a file with small pages, and where in it the block begins, in bytes. What the process has
+    /// neither in memory nor in swap is in the file.
+    PrivateFile(RamFile, u64),
+    /// Anything else: only the process can read it, and holes cannot be told. So it is with private mappings of
+    /// hugetlbfs, because `/proc/PID/pagemap` does not tell a huge page that is being moved from none.
     Opaque,
 }
 
@@ -49,18 +53,23 @@ fn find_one(process: &Process, map: &[Mapping], region: &RamRegion) -> Result<Pl
         return Err(RamError::NotThere { block: region.name.clone(), range });
     };
     // Advice (huge pages, NUMA) cuts one mapping into several; they have to continue one another.
-    let shared: Option<FileId> = match first.backing {
-        Backing::SharedFile(id) => Some(id),
-        _ => None,
-    };
     let base = first.offset.wrapping_sub(first.range.start);
-    if let Some(id) = shared
-        && parts.iter().all(|one| {
-            one.backing == Backing::SharedFile(id) && one.offset.wrapping_sub(one.range.start) == base
-        })
-    {
-        let offset = region.address.wrapping_add(base);
-        return Ok(Place::File(RamFile::open(process, first)?, offset));
+    let is_one = parts
+        .iter()
+        .all(|one| one.backing == first.backing && one.offset.wrapping_sub(one.range.start) == base);
+    let offset = region.address.wrapping_add(base);
+    match first.backing {
+        Backing::SharedFile(_) if is_one => return Ok(Place::File(RamFile::open(process, first)?, offset)),
+        Backing::PrivateFile(_) if is_one => {
+            // For sparing memory alone: all of it can be read through the process.
+            if let Ok(file) = RamFile::open_behind_private(process, first)
+                && file.kind() != RamFileKind::Hugetlbfs
+                && file.file().metadata().is_ok_and(|found| found.is_file())
+            {
+                return Ok(Place::PrivateFile(file, offset));
+            }
+        }
+        _ => {}
     }
     if parts.iter().all(|one| one.backing == Backing::Anonymous) {
         return Ok(Place::Anonymous);

@@ -26,6 +26,9 @@ pub fn open_source(process: &Process, regions: &[RamRegion]) -> Result<SourceRam
         match place {
             Place::File(file, offset) => Box::new(FileReader { region, file, offset }),
             Place::Anonymous => Box::new(ProcessReader { region, memory, table: Some(Arc::clone(&table)) }),
+            Place::PrivateFile(file, offset) => {
+                Box::new(PrivateReader { region, memory, table: Arc::clone(&table), file, offset })
+            }
             Place::Opaque => Box::new(ProcessReader { region, memory, table: None }),
         }
     });
@@ -55,15 +58,20 @@ impl BlockReader for FileReader {
     /// Only ever asks where data begins: asking where it ends walks all of the data that follows, to the end of a file
     /// that may be all data, and that for each chunk.
     fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
-        if !self.file.tells_holes() {
-            return Ok(range.start);
-        }
-        // Threads share the file's position; nobody uses it.
-        match seek(self.file.file(), SeekFrom::Data(self.offset + range.start)) {
-            Ok(data) => Ok((data - self.offset).clamp(range.start, range.end)),
-            Err(Errno::NXIO) => Ok(range.end),
-            Err(errno) => Err(RamError::Present(errno.into())),
-        }
+        first_data(&self.file, self.offset, range)
+    }
+}
+
+/// Where in a range of a block that begins at `base` of a file the first byte is that is no hole.
+fn first_data(file: &RamFile, base: u64, range: Range<u64>) -> Result<u64, RamError> {
+    if !file.tells_holes() {
+        return Ok(range.start);
+    }
+    // Threads share the file's position; nobody uses it.
+    match seek(file.file(), SeekFrom::Data(base + range.start)) {
+        Ok(data) => Ok((data - base).clamp(range.start, range.end)),
+        Err(Errno::NXIO) => Ok(range.end),
+        Err(errno) => Err(RamError::Present(errno.into())),
     }
 }
 
@@ -74,9 +82,29 @@ struct ProcessReader {
     table: Option<Arc<Mutex<PageTable>>>,
 }
 
+/// A private mapping of a file. To read a page of it that is not there would be to put it there: into the file, where
+/// that has a hole, so that RAM on tmpfs would grow to its full size. Such a page is read from the file.
+struct PrivateReader {
+    region: RamRegion,
+    memory: Arc<RemoteMemory>,
+    table: Arc<Mutex<PageTable>>,
+    file: RamFile,
+    /// Where the block begins in the file, in bytes.
+    offset: u64,
+}
+
 struct PageTable {
     pagemap: Pagemap,
     found: Vec<AddressRange>,
+}
+
+impl PageTable {
+    /// The parts of a range that the process has in memory or in swap.
+    fn populated(&mut self, range: AddressRange) -> Result<&[AddressRange], RamError> {
+        self.found.clear();
+        self.pagemap.populated(range, &mut self.found).map_err(RamError::Present)?;
+        Ok(&self.found)
+    }
 }
 
 impl fmt::Debug for PageTable {
@@ -101,10 +129,45 @@ impl BlockReader for ProcessReader {
     fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
         let Some(table) = &self.table else { return Ok(range.start) };
         let address = self.region.address;
-        let PageTable { pagemap, found } = &mut *lock(table);
-        found.clear();
         let asked = AddressRange::new(address + range.start, address + range.end);
-        pagemap.populated(asked, found).map_err(RamError::Present)?;
-        Ok(found.first().map_or(range.end, |first| first.start - address))
+        Ok(lock(table).populated(asked)?.first().map_or(range.end, |first| first.start - address))
+    }
+}
+
+impl BlockReader for PrivateReader {
+    fn name(&self) -> &str {
+        &self.region.name
+    }
+
+    fn bytes(&self) -> u64 {
+        self.region.bytes
+    }
+
+    /// A page that comes to be between the question and the reading is one that the guest writes: it is sent again.
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        let first = self.region.address + offset;
+        let asked = AddressRange::with_len(first, into.len() as u64);
+        let populated = lock(&self.table).populated(asked)?.to_vec();
+        let mut rest = into;
+        let mut at = asked.start;
+        for run in populated.into_iter().chain([AddressRange::new(asked.end, asked.end)]) {
+            let (absent, behind) = rest.split_at_mut((run.start - at) as usize);
+            if !absent.is_empty() {
+                self.file.read_at(self.offset + (at - self.region.address), absent)?;
+            }
+            let (present, behind) = behind.split_at_mut(run.len() as usize);
+            if !present.is_empty() {
+                self.memory.read(run.start, present)?;
+            }
+            (rest, at) = (behind, run.end);
+        }
+        Ok(())
+    }
+
+    fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
+        let address = self.region.address;
+        let asked = AddressRange::new(address + range.start, address + range.end);
+        let own = lock(&self.table).populated(asked)?.first().map(|first| first.start - address);
+        first_data(&self.file, self.offset, range.start..own.unwrap_or(range.end))
     }
 }

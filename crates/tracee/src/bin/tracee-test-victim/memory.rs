@@ -3,7 +3,7 @@
 //!
 //! | command | does |
 //! |---|---|
-//! | `map KIND LEN` | maps, and answers the address; kinds: `anonymous`, `huge`, `memfd`, `private-file`, `hugetlb-memfd`, `hugetlb` |
+//! | `map KIND LEN` | maps, and answers the address; kinds: `anonymous`, `huge`, `memfd`, `disk-file`, `private-file`, `private-sparse-file`, `hugetlb-memfd`, `hugetlb` |
 //! | `write OFFSET LEN SEED` | writes values made from SEED |
 //! | `stripes OFFSET LEN SEED` | writes to every second page |
 //! | `read OFFSET LEN` | reads every page |
@@ -42,6 +42,7 @@ impl Memory {
             "hugetlb" => (private | libc::MAP_HUGETLB, -1),
             "memfd" => (libc::MAP_SHARED, memfd(0, len)),
             "disk-file" => (libc::MAP_SHARED, disk_file(len)),
+            "private-sparse-file" => (libc::MAP_PRIVATE, memfd(0, len)),
             // With something in the file.
             "private-file" => (libc::MAP_PRIVATE, filled_memfd(len)),
             "hugetlb-memfd" => (libc::MAP_SHARED, memfd(libc::MFD_HUGETLB, len)),

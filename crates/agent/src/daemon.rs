@@ -4,6 +4,8 @@ mod connections;
 mod control;
 mod deciding;
 mod drive;
+mod place;
+mod receive;
 mod recovery;
 mod status;
 

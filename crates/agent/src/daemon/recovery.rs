@@ -13,7 +13,7 @@ use tracee::ProcessError;
 use tracing::{error, info, warn};
 
 use super::Daemon;
-use super::drive::DestinationDetails;
+use super::receive::DestinationDetails;
 use crate::api::Problem;
 use crate::context::Context;
 use crate::destination::{ArriveError, Arriving, Traces};

@@ -173,7 +173,7 @@ fn left_ready(world: &World) -> (Qemu, DestinationState) {
     traces.process = Some(qemu.process());
     let ready = DestinationState::Ready { incarnation: qemu.incarnation() };
     world.journalled(&terms("b", "a"), State::Destination(ready.clone()));
-    let details = drive::DestinationDetails { boot_id: "this boot".to_owned(), traces };
+    let details = receive::DestinationDetails { boot_id: "this boot".to_owned(), traces };
     world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
     (qemu, ready)
 }

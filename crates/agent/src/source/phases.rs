@@ -9,25 +9,26 @@
 //! load        the destination loads the device state: READY
 //! ```
 //!
-//! A phase that cannot go on returns a [`Failure`]: what the engine is to be told, and why, for people.
+//! A phase that cannot go on returns a [`Failure`]: what the engine is to be told, and why, for people. The rounds are in
+//! [`rounds`]; what is done while the guest stands still is in [`standstill`].
+
+mod rounds;
+mod standstill;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ::memory::{DataStream, Interrupted, Owed, Sender, Sent};
 use engine::handover::source::SourceEvent;
-use engine::precopy::{Decision, Policy, RoundObservation};
 use link::Writer;
 use proto::message::{Finding, Message, Severity};
 use proto::{Epoch, Incarnation};
-use tracing::{info, warn};
+use tracing::warn;
 
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
 use crate::journal::Durability;
-use crate::machine::Machine;
 use crate::progress::Phase;
-use crate::report::{Measured, Round};
+use crate::report::Measured;
 
 /// Why a phase ended the migration.
 #[derive(Debug)]
@@ -170,290 +171,8 @@ impl Driver {
         tracking.finish(self.vm()?).map_err(failed)
     }
 
-    fn open_streams(&mut self, tracked: &memory::Tracked) -> Result<Sender, Failure> {
-        let streams =
-            self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
-        self.start_sender(tracked, streams)
-    }
-
-    pub(super) fn start_sender(
-        &mut self,
-        tracked: &memory::Tracked,
-        streams: Vec<DataStream>,
-    ) -> Result<Sender, Failure> {
-        let sender = Sender::start(tracked.ram(), streams)
-            .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
-        self.inbox.interrupts(Some(sender.handle()));
-        self.telemetry.follow(Some(sender.handle()));
-        Ok(sender)
-    }
-
-    /// Rounds until the policy says stop.
-    fn pre_copy(&mut self, sender: Sender, tracked: &mut memory::Tracked) -> Result<(Sender, Owed), Failure> {
-        self.phase(Phase::PreCopy);
-        let mut policy = memory::policy(&self.controls.aims(), self.context.fixed_costs().estimate());
-        let mut owed = tracked.everything();
-        let mut sender = sender;
-        let mut sent_before = None;
-        loop {
-            let scanned_at = Instant::now();
-            let cleared = owed
-                .clear_marks(tracked.log())
-                .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
-            let scan = cleared.scan();
-            let drain_began = Instant::now();
-            let vm = self.vm()?;
-            let readable = cleared
-                .drain(|| vm.drain())
-                .map_err(|failed| Failure::local("cannot drain block I/O", &failed))?;
-            let drain_us = drain_began.elapsed().as_micros() as u64;
-
-            if let Some(sent) = sent_before.take() {
-                let observed = memory::observe(&sent, scan, readable.pages(), scanned_at);
-                policy.aim(memory::aim(&self.controls.aims()));
-                let decision = policy.decide(&observed);
-                self.decided(&observed, &decision);
-                match decision {
-                    Decision::NextRound { .. } => {}
-                    Decision::StopAndCopy { expected_downtime_ns } => {
-                        self.clock.expected_downtime = Duration::from_nanos(expected_downtime_ns);
-                        return Ok((sender, readable.give_up()));
-                    }
-                    Decision::GiveUp { reason } => {
-                        self.context.fixed_costs().forget();
-                        return Err(Failure::new(SourceEvent::Failed, reason.to_string()));
-                    }
-                }
-            }
-            self.take_notices()?;
-
-            let pages = readable.pages();
-            match sender.send_round(readable) {
-                Ok(Sent { sender: next, owed: left, stats }) => {
-                    self.controls.report(|report| {
-                        report.rounds.push(Round {
-                            round: stats.round,
-                            dirty_pages: pages,
-                            scan_us: scan.duration_us,
-                            drain_us,
-                            ..memory::round_report(&stats)
-                        });
-                    });
-                    sent_before = Some(memory::SentRound { stats, scanned_at });
-                    (sender, owed) = (next, left);
-                }
-                Err(interrupted) => {
-                    let Interrupted { owed: left, cause, .. } = *interrupted;
-                    info!(%cause, "round interrupted");
-                    self.inbox.interrupts(None);
-                    self.take_notices_or(&cause)?;
-                    sender = self.reconnect(tracked, &cause)?;
-                    owed = left;
-                }
-            }
-        }
-    }
-
-    fn decided(&self, observed: &RoundObservation, decision: &Decision) {
-        let (word, expected_us) = match decision {
-            Decision::NextRound { expected_downtime_ns } => {
-                ("another-round", Some(expected_downtime_ns / 1000))
-            }
-            Decision::StopAndCopy { expected_downtime_ns } => ("stop", Some(expected_downtime_ns / 1000)),
-            Decision::GiveUp { .. } => ("abort", None),
-        };
-        self.controls.report(|report| {
-            if let Some(round) = report.rounds.last_mut() {
-                word.clone_into(&mut round.decision);
-                round.expected_downtime_us = expected_us;
-                round.dirty_rate_bytes_per_s = observed.dirty_rate_bytes_per_s();
-            }
-        });
-        self.telemetry.update(|progress| {
-            progress.expected_downtime_us = expected_us;
-            progress.dirty_rate_bytes_per_s = observed.dirty_rate_bytes_per_s();
-        });
-    }
-
-    fn stop(&mut self) -> Result<(), Failure> {
-        self.phase(Phase::LastRound);
-        let cannot = |error: super::VmError| Failure::local("the guest is not moved", &error);
-        let run = self.vm()?.runs_or_is_paused().map_err(cannot)?;
-        self.clock.stopped_at = Some(Instant::now());
-        self.feed(&SourceEvent::Stop { run })
-            .map_err(|error| Failure::local("cannot stop the guest", &error))?;
-        // Its state may have changed in between.
-        self.vm()?.runs_or_is_paused().map_err(cannot)?;
-        self.clock.measured.stop_us = self.since_stop_us();
-        self.note("stopped", "");
-        Ok(())
-    }
-
-    /// Sends what is left. Meanwhile QEMU saves its device state; because saving may write guest memory, one scan more
-    /// comes after it.
-    fn last_pages(
-        &mut self,
-        sender: Sender,
-        owed: Owed,
-        tracked: &mut memory::Tracked,
-    ) -> Result<Vec<u8>, Failure> {
-        let began = Instant::now();
-        let acknowledged_by = self.standstill_ends();
-        // Nothing gives memory back any more. Without a comparison the guest does not stand still for it.
-        if self.controls.aims().verify {
-            tracked.will_be_compared();
-        }
-        let vm = self.vm()?;
-        let cleared = owed
-            .clear_marks(tracked.log())
-            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
-        let (pages, scan) = (cleared.pages(), cleared.scan());
-        let readable = cleared.stopped_before();
-        let (sent, saved) = std::thread::scope(|scope| {
-            let saving = scope.spawn(|| vm.save_devices());
-            (sender.send_round_by(readable, acknowledged_by), saving.join())
-        });
-        let sent = sent.map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
-        let state = saved
-            .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
-            .map_err(|error| Failure::local("cannot save the device state", &error))?;
-        self.last_round(&sent, pages, scan.duration_us);
-
-        let cleared = sent
-            .owed
-            .clear_marks(tracked.log())
-            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
-        let (pages, scan) = (cleared.pages(), cleared.scan());
-        let sent = sent
-            .sender
-            .send_round_by(cleared.stopped_before(), self.standstill_ends())
-            .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
-        self.last_round(&sent, pages, scan.duration_us);
-        self.inbox.interrupts(None);
-        self.telemetry.follow(None);
-        self.take_notices()?;
-        self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
-        Ok(state)
-    }
-
-    /// Until when the stopped guest waits for the destination's next answer: longer than all should take, but not for
-    /// ever. An agent that hangs is no reason to stand still, however well its host is.
-    fn standstill_ends(&self) -> Instant {
-        let patience = Duration::from_millis(self.context.config.timeouts.standstill_ms);
-        Instant::now() + 4 * self.clock.expected_downtime + patience
-    }
-
-    fn last_round(&self, sent: &Sent, pages: u64, scan_us: u64) {
-        self.controls.report(|report| {
-            report.rounds.push(Round {
-                stopped: true,
-                dirty_pages: pages,
-                scan_us,
-                ..memory::round_report(&sent.stats)
-            });
-        });
-    }
-
-    /// The guest stands still: waiting for the link would make it wait too, so the migration ends.
-    fn lost_while_stopped(&mut self, cause: &::memory::SendError) -> Failure {
-        self.inbox.interrupts(None);
-        match self.take_notices_or(cause) {
-            Err(failure) => failure,
-            Ok(()) => Failure::new(
-                SourceEvent::PeerLost,
-                format!("the link was lost while the guest was stopped: {}", crate::chain(cause)),
-            ),
-        }
-    }
-
-    fn verify(&mut self) -> Result<(), Failure> {
-        self.phase(Phase::Verifying);
-        let began = Instant::now();
-        // Otherwise memory that was plugged meanwhile would be taken for memory that was lost.
-        self.check_unchanged()?;
-        let vm = self.vm()?;
-        let hashes = vm.hashes().map_err(|error| Failure::local("cannot read the guest's memory", &error))?;
-        let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
-        let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
-        let mut different = 0;
-        for message in &hashes.messages {
-            self.say(message)?;
-            match self.hear(Instant::now() + patience)? {
-                Message::Verified { different_chunks } => different += different_chunks.len() as u64,
-                other => return Err(unexpected(&other)),
-            }
-        }
-        let duration_us = began.elapsed().as_micros() as u64;
-        self.clock.measured.verify_us = duration_us;
-        self.controls.report(|report| {
-            report.verification = Some(crate::report::Verification {
-                compared_bytes,
-                chunks,
-                different_chunks: different,
-                duration_us,
-            });
-        });
-        if different > 0 {
-            let reason = format!(
-                "{different} of {chunks} chunks of memory differ between the two sides; this is an error of Whimbrel, \
-                 please report it. The VM goes on here"
-            );
-            return Err(Failure::new(SourceEvent::Failed, reason));
-        }
-        Ok(())
-    }
-
-    fn load(&mut self, state: &[u8]) -> Result<Ready, Failure> {
-        self.phase(Phase::DeviceState);
-        let began = Instant::now();
-        let digest = blake3::hash(state).to_hex().to_string();
-        self.say(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
-        for piece in state.chunks(proto::limits::BLOB_BYTES) {
-            self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
-        }
-        // While the destination loads. That it is ready then implies that this side is held.
-        self.check_unchanged()?;
-        self.hold()?;
-        self.say(&Message::Held { epoch: self.terms.epoch() })?;
-        match self.hear(self.standstill_ends())? {
-            Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
-                if epoch != self.terms.epoch() || loaded != digest {
-                    return Err(Failure::new(
-                        SourceEvent::Failed,
-                        "the destination has loaded another device state than the one that was sent",
-                    ));
-                }
-                self.clock.measured.load_us = load_us;
-                self.clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
-                self.note("ready", "");
-                Ok(Ready { incarnation })
-            }
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    fn check_unchanged(&mut self) -> Result<(), Failure> {
-        let unchanged = self.vm()?.check_unchanged();
-        unchanged.map_err(|error| Failure::local("the guest is not as it was", &error))
-    }
-
-    /// Before READY nobody's `cont` has reached the guest, and from here on nobody's can: QEMU is held first, and then
-    /// looked at. If nothing comes of the handover, the guest's `cont` lets QEMU go, or undoing does.
-    pub(super) fn hold(&mut self) -> Result<(), Failure> {
-        self.vm()?.hold().map_err(|error| Failure::local("QEMU cannot be held", &error))?;
-        if self.vm()?.was_resumed().map_err(|error| Failure::local("QEMU's monitor failed", &error))? {
-            let reason = "somebody else continued the guest while it was stopped for the handover";
-            return Err(Failure::new(SourceEvent::Failed, reason));
-        }
-        Ok(())
-    }
-
     fn vm(&mut self) -> Result<&mut SourceVm, Failure> {
         self.vm.as_mut().ok_or_else(|| Failure::new(SourceEvent::QemuDied, "QEMU is gone"))
-    }
-
-    pub(crate) fn since_stop_us(&self) -> u64 {
-        self.clock.stopped_at.map_or(0, |at| at.elapsed().as_micros() as u64)
     }
 }
 

@@ -1,10 +1,15 @@
 //! A destination's driver against a peer that says what the test wants.
 
+use std::sync::Arc;
+use std::thread;
+
 use engine::handover::destination::DestinationState;
+use proto::message::Message;
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::destination::{Arriving, Inbox, Traces};
+use crate::destination::{Inbox, Traces};
+use crate::journal::State;
 use crate::progress::Publisher;
 use crate::testing::{PATIENCE, Peer, Qemu, World, id, proposal, terms};
 
@@ -160,11 +165,11 @@ fn a_copy_that_is_held_is_found_without_letting_it_hear_anything() {
 #[test]
 fn an_epoch_that_is_not_new_is_refused_with_the_largest() {
     let world = World::new();
-    world.context.journal.learn_epoch(&crate::testing::vm(), proto::Epoch(9)).unwrap();
+    world.context.journal.learn_epoch(&crate::testing::vm(), Epoch(9)).unwrap();
     let context = Arc::clone(&world.context);
     let (terms, publisher) = (terms("b", "a"), Publisher::new());
     let idle = DestinationState::Idle;
     let mut driver = Driver::new(context, terms, idle, proposal(), None, Inbox::new(), publisher);
     let error = driver.prepare().unwrap_err();
-    assert_eq!(error.largest_epoch(), Some(proto::Epoch(9)), "{error}");
+    assert_eq!(error.largest_epoch(), Some(Epoch(9)), "{error}");
 }

@@ -1,14 +1,17 @@
 //! A source's driver against a peer that says what the test wants.
 
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
 
 use engine::handover::register::RegisterAnswer;
 use engine::handover::source::SourceState;
-use proto::message::{Ownership, Verdict};
+use proto::message::{Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
 use crate::api::OnLimit;
+use crate::journal::State;
 use crate::progress::Publisher;
 use crate::report::Report;
 use crate::source::{Aims, Controls, Inbox, Mailbox};

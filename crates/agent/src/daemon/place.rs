@@ -1,0 +1,79 @@
+//! A driver's place: its entry in the list of drivers, and a thread for it.
+
+use std::collections::btree_map::Entry;
+use std::sync::{Arc, mpsc};
+use std::thread;
+
+use proto::MigrationId;
+use tracing::error;
+
+use super::{Daemon, Driven};
+use crate::api::{Kind, Problem};
+
+impl Daemon {
+    /// A place in the list of drivers, and a thread that waits for its work. To be had before anything is journalled that
+    /// only a driver can end. Refused where another is at work: it must not be put out of reach.
+    pub(super) fn place(self: &Arc<Self>, id: &MigrationId, driven: Driven) -> Result<Place, Problem> {
+        match self.drivers().entry(id.clone()) {
+            Entry::Vacant(free) => drop(free.insert(driven)),
+            Entry::Occupied(_) => {
+                let error = format!("{id} is under way already");
+                return Err(Problem::new(Kind::Conflict, error, "wait for it"));
+            }
+        }
+        let held = Held { daemon: Arc::clone(self), id: id.clone() };
+        let (work, given) = mpsc::channel::<(Held, Work)>();
+        let run = move || {
+            if let Ok((held, work)) = given.recv() {
+                let at_work = AtWork;
+                work();
+                drop((at_work, held));
+            }
+        };
+        match thread::Builder::new().name(format!("driver-{}", id.vm)).spawn(run) {
+            Ok(_) => Ok(Place { held, thread: work }),
+            Err(error) => Err(Problem::caused_by(Kind::Internal, &error, "the system gives no more threads")),
+        }
+    }
+}
+
+type Work = Box<dyn FnOnce() + Send>;
+
+/// A driver's place in the list, and a thread for it. Dropping it without work gives both back.
+pub(super) struct Place {
+    held: Held,
+    thread: mpsc::Sender<(Held, Work)>,
+}
+
+impl Place {
+    /// Sets the thread to work; the place is given back when that is done.
+    pub(super) fn work(self, work: impl FnOnce() + Send + 'static) {
+        // The thread waits for nothing else.
+        drop(self.thread.send((self.held, Box::new(work))));
+    }
+}
+
+/// A driver at work. One that panics leaves a migration that nobody goes on with: the agent ends, as if it had been
+/// killed there, and whoever starts it again has it taken up.
+struct AtWork;
+
+impl Drop for AtWork {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            error!("a driver panicked; the agent ends, and takes the migration up when it is started again");
+            std::process::abort();
+        }
+    }
+}
+
+/// An entry in the list of drivers.
+struct Held {
+    daemon: Arc<Daemon>,
+    id: MigrationId,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.daemon.drivers().remove(&self.id);
+    }
+}

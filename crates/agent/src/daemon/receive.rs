@@ -1,0 +1,203 @@
+//! Setting a driver to work on a VM that a peer proposes.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use engine::handover::Terms;
+use engine::handover::destination::DestinationState;
+use link::Connection;
+use proto::MigrationId;
+use proto::message::{Acceptance, Finding, Message, Proposal, Severity};
+use qemu::qmp::Qmp;
+use tracing::{info, warn};
+
+use super::{Daemon, Driven, Mail};
+use crate::context::Context;
+use crate::destination::{self, ArriveError, Arriving, Traces};
+use crate::journal::Durability;
+use crate::preflight;
+use crate::progress::Publisher;
+
+const SEE_DISK: &str = "see that the destination's disk is not full";
+
+/// What the journal keeps of a migration for its driver's successor, on the destination.
+#[derive(Debug, serde::Serialize, serde::Deserialize)]
+pub(super) struct DestinationDetails {
+    /// The boot of the host on which it began.
+    pub(super) boot_id: String,
+    /// Where to find what was started.
+    #[serde(flatten)]
+    pub(super) traces: Traces,
+}
+
+impl Daemon {
+    /// A peer proposes a VM.
+    pub(super) fn proposed(
+        self: &Arc<Self>,
+        mut connection: Connection,
+        id: &MigrationId,
+        proposal: Proposal,
+    ) {
+        let from = connection.peer().clone();
+        let check_only = proposal.check_only;
+        info!(migration = %id, %from, check_only, "proposed");
+        let answer = match self.consider(&from, id, proposal) {
+            Err(findings) => Message::Reject { findings, largest_epoch: None },
+            Ok(considered) if check_only => Message::Accept(Acceptance {
+                findings: considered.findings,
+                qemu_start_us: 0,
+                ram_kind: considered.ram_kind,
+                qemu_version: Some(considered.qemu_version),
+            }),
+            Ok(considered) => {
+                self.receive(connection, id, considered);
+                return;
+            }
+        };
+        if let Err(error) = connection.send(&answer) {
+            warn!(migration = %id, error = crate::chain(&error), "the source did not hear the answer");
+        }
+    }
+
+    fn consider(
+        &self,
+        from: &proto::HostId,
+        id: &MigrationId,
+        proposal: Proposal,
+    ) -> Result<preflight::Considered, Vec<Finding>> {
+        proposal.validate().map_err(|error| {
+            blocker("proposal", crate::chain(&error), "use the same version of whimbrel on both hosts")
+        })?;
+        self.nobody_has(id, proposal.check_only)?;
+        preflight::destination(&self.context, from, id, proposal)
+    }
+
+    /// The name is free for a VM that comes.
+    fn nobody_has(&self, id: &MigrationId, check_only: bool) -> Result<(), Vec<Finding>> {
+        match self.context.journal.vm(&id.vm) {
+            Ok(Some(_)) => {
+                let what = format!("this host has a VM named {} already", id.vm);
+                return Err(blocker("name-taken", what, "adopt one of the two under another name"));
+            }
+            Ok(None) => {}
+            Err(error) => {
+                return Err(blocker("journal", crate::chain(&error), "mend the journal on the destination"));
+            }
+        }
+        if !check_only && let Err(problem) = self.not_in_migration(&id.vm) {
+            return Err(blocker("in-migration", problem.error, &problem.advice));
+        }
+        Ok(())
+    }
+
+    fn receive(
+        self: &Arc<Self>,
+        mut connection: Connection,
+        id: &MigrationId,
+        considered: preflight::Considered,
+    ) {
+        let preflight::Considered { terms, proposal, launch, traces, compared, promised, ram_kind, .. } =
+            considered;
+        let proposed = proposal.ram.clone();
+        let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal);
+        // Pre-flight takes its time; the name may be another's by now.
+        let alone = self.alone();
+        let free = self.nobody_has(id, false);
+        let place = free.and_then(|()| {
+            let place = self.place(id, driven);
+            place.map_err(|problem| blocker("in-migration", problem.error, &problem.advice))
+        });
+        let place = match place {
+            Ok(place) => place,
+            Err(findings) => {
+                warn!(migration = %id, ?findings, "nobody receives it");
+                drop(connection.send(&Message::Reject { findings, largest_epoch: None }));
+                return;
+            }
+        };
+        if let Err(error) = driver.meet(connection) {
+            warn!(migration = %id, %error, "no thread for the control stream");
+            return;
+        }
+        let prepared = driver.prepare();
+        drop(alone);
+        let context = Arc::clone(&self.context);
+        let migration = id.clone();
+        let work = move || {
+            if let Err(error) = prepared {
+                let (code, advice) = match error.largest_epoch() {
+                    Some(_) => {
+                        ("epoch", "try again: the source has learnt of that epoch, and takes a larger one")
+                    }
+                    None => ("journal", SEE_DISK),
+                };
+                driver.reject(blocker(code, crate::chain(&error), advice), error.largest_epoch());
+                return;
+            }
+            let began = Instant::now();
+            // Held until the VM is there or will not come.
+            let promised = promised;
+            let started = traces.make_directory().and_then(|()| {
+                keep_traces(&context, &migration, &traces)?;
+                let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
+                let look = |qmp: &mut Qmp, blocks: &[qemu::ram::RamBlock]| compared.with_started(qmp, blocks);
+                let (vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
+                keep_traces(&context, &migration, &vm.traces)?;
+                if let Some(promised) = &promised {
+                    promised.taken_by(vm.process.pid());
+                }
+                Ok((vm, findings))
+            });
+            let started = started.and_then(|(mut vm, findings)| {
+                let version = vm.qmp().ok().map(|qmp| qmp.version().to_string());
+                driver.started(vm).map(|()| (version, findings))
+            });
+            match started {
+                Ok((qemu_version, findings)) => {
+                    driver.accept(Acceptance {
+                        findings,
+                        qemu_start_us: began.elapsed().as_micros() as u64,
+                        ram_kind,
+                        qemu_version,
+                    });
+                    driver.run();
+                }
+                Err(ArriveError::Refused(findings)) => driver.reject(findings, None),
+                Err(error) => {
+                    let advice = match error {
+                        ArriveError::Journal(_) | ArriveError::Directory { .. } => SEE_DISK,
+                        _ => "see the log of the destination's QEMU in the message",
+                    };
+                    driver.reject(blocker("start", crate::chain(&error), advice), None);
+                }
+            }
+        };
+        place.work(work);
+    }
+
+    /// A driver for a destination, and how it is reached.
+    pub(super) fn destination_driver(
+        &self,
+        terms: Terms,
+        state: DestinationState,
+        proposal: Proposal,
+    ) -> (destination::Driver, Driven) {
+        let inbox = destination::Inbox::new();
+        let publisher = Publisher::new();
+        let mailbox = Mail::Destination(inbox.mailbox());
+        let driven = Driven { mailbox, publisher: publisher.clone(), controls: None };
+        let context = Arc::clone(&self.context);
+        let driver = destination::Driver::new(context, terms, state, proposal, None, inbox, publisher);
+        (driver, driven)
+    }
+}
+
+/// The one thing that stands in the way.
+fn blocker(code: &str, what: String, advice: &str) -> Vec<Finding> {
+    vec![Finding { severity: Severity::Blocker, code: code.to_owned(), what, advice: advice.to_owned() }]
+}
+
+fn keep_traces(context: &Context, id: &MigrationId, traces: &Traces) -> Result<(), ArriveError> {
+    let details = DestinationDetails { boot_id: context.boot_id.clone(), traces: traces.clone() };
+    Ok(context.journal.set_details(id, &details, Durability::Synced)?)
+}

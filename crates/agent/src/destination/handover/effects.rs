@@ -1,0 +1,214 @@
+//! What the engine wants done on the destination: each effect, and what it needs of the journal, of QEMU and of the
+//! register.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::Instant;
+
+use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
+use engine::handover::register::RegisterAnswer;
+use engine::handover::{Found, Illegal, Role, Step};
+use proto::Epoch;
+use proto::message::{Message, RegisterRequest};
+use tracing::{error, warn};
+
+use crate::cpu::CpuTime;
+use crate::destination::inbox::Notice;
+use crate::destination::{Driver, Traces};
+use crate::fault::Faults;
+use crate::journal::{Durability, JournalError, NewMigration, State};
+use crate::machine::Machine;
+use crate::owners;
+
+/// Why an effect could not be done.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EffectError {
+    /// The journal did not take the new state.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The state does not know the event.
+    #[error(transparent)]
+    Illegal(#[from] Illegal),
+}
+
+impl EffectError {
+    /// The largest epoch that this journal has seen, where it is the epoch that was not taken.
+    pub(crate) fn largest_epoch(&self) -> Option<Epoch> {
+        match self {
+            Self::Journal(JournalError::OldEpoch { largest, .. }) => Some(*largest),
+            _ => None,
+        }
+    }
+}
+
+impl Machine for Driver {
+    type State = DestinationState;
+    type Event = DestinationEvent;
+    type Effect = DestinationEffect;
+    type Error = EffectError;
+
+    const ROLE: Role = Role::Destination;
+
+    fn names(state: &DestinationState, event: &DestinationEvent) -> (&'static str, &'static str) {
+        (state.name(), event.name())
+    }
+
+    fn decide(&self, event: &DestinationEvent) -> Result<Step<DestinationState, DestinationEffect>, Illegal> {
+        destination(&self.terms, &self.state, event)
+    }
+
+    fn effect_name(effect: &DestinationEffect) -> &'static str {
+        effect.name()
+    }
+
+    fn is_journal(effect: &DestinationEffect) -> bool {
+        matches!(effect, DestinationEffect::Journal { .. })
+    }
+
+    fn state(&self) -> &DestinationState {
+        &self.state
+    }
+
+    fn enter(&mut self, state: DestinationState) {
+        self.state = state;
+    }
+
+    fn faults(&self) -> &Faults {
+        &self.context.faults
+    }
+
+    fn perform(&mut self, effect: &DestinationEffect) -> Result<(), EffectError> {
+        let epoch = self.terms.epoch();
+        match effect {
+            DestinationEffect::Journal { state, durable } => self.journal(state, *durable)?,
+            DestinationEffect::SendReady { incarnation } => {
+                let (digest, load_us) = self.loaded.clone().unwrap_or_default();
+                self.say(&Message::Ready { epoch, incarnation: incarnation.clone(), digest, load_us });
+            }
+            DestinationEffect::AskSource => self.ask_source(),
+            DestinationEffect::Register { request, .. } => self.ask_register(request.clone()),
+            DestinationEffect::Cont => self.cont(),
+            DestinationEffect::Announce => {
+                self.let_go();
+                if let Some(vm) = &mut self.vm
+                    && let Err(error) = vm.qmp().and_then(qemu::control::announce_self)
+                {
+                    warn!(
+                        error = crate::chain(&error),
+                        "QEMU does not announce the guest; switches learn by themselves"
+                    );
+                }
+            }
+            DestinationEffect::SendRunning => {
+                let agent_cpu_us = self.cpu.map(CpuTime::used_us);
+                let (since, took) = self.continued.map(|(at, took)| (at.elapsed(), took)).unwrap_or_default();
+                let (since_us, continue_us) = (since.as_micros() as u64, took.as_micros() as u64);
+                self.say(&Message::Running { epoch, continue_us, since_us, agent_cpu_us });
+            }
+            DestinationEffect::SendRefused => {
+                let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());
+                self.say(&Message::Refused { epoch, reason });
+            }
+            DestinationEffect::SendCrashed => {
+                let reason = "its QEMU is gone, and may have run the guest".to_owned();
+                self.say(&Message::Crashed { epoch, reason });
+            }
+            DestinationEffect::Discard => self.discard(),
+            DestinationEffect::Report(report) => self.tell_user(*report),
+        }
+        Ok(())
+    }
+}
+
+impl Driver {
+    fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), EffectError> {
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
+        if self.state == DestinationState::Idle {
+            let state = State::Destination(state.clone());
+            let new = NewMigration { terms: &self.terms, state, proposal: &self.proposal };
+            return Ok(journal.begin(&new)?);
+        }
+        let durability = if durable { Durability::Synced } else { Durability::Process };
+        match journal.record_destination(id, state, durability) {
+            // An agent that is started anew discards what was only PREPARED.
+            Err(error) if matches!(state, DestinationState::Discarded) => {
+                error!(migration = %id, error = crate::chain(&error), "DISCARDED is not in the journal");
+                Ok(())
+            }
+            recorded => Ok(recorded?),
+        }
+    }
+
+    fn ask_register(&mut self, request: RegisterRequest) {
+        if let Some(request) = self.register.question(request) {
+            self.send_to_register(request);
+        }
+    }
+
+    pub(super) fn send_to_register(&mut self, request: RegisterRequest) {
+        let mailbox = self.inbox.mailbox();
+        let context = Arc::clone(&self.context);
+        let terms = self.terms.clone();
+        let ask = move || {
+            let answer = owners::ask(&context, &terms, &request);
+            mailbox.put(Notice::Event(DestinationEvent::RegisterSays(answer)));
+        };
+        if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
+            warn!(%error, "cannot ask the register");
+            self.follow_ups.push_back(DestinationEvent::RegisterSays(RegisterAnswer::Unreachable));
+            // The state machine asks again; what waited is asked then.
+            drop(self.register.answered());
+        }
+    }
+
+    fn cont(&mut self) {
+        let began = self.go_heard.unwrap_or_else(Instant::now);
+        let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
+        // Gone before it was told anything: no vCPU has run.
+        if !vm.process.is_alive() && matches!(self.state, DestinationState::Starting { again: false, .. }) {
+            return self.follow_ups.push_back(DestinationEvent::ContFailed);
+        }
+        if let Err(error) = vm.release() {
+            error!(error = crate::chain(&error), "QEMU is not let go");
+        }
+        let event = match vm.qmp().and_then(qemu::control::cont) {
+            Ok(()) => {
+                self.continued = Some((Instant::now(), began.elapsed()));
+                DestinationEvent::Contd
+            }
+            // QEMU itself said no before any vCPU ran: `cont` takes the disks first.
+            Err(error) if error.is_refusal() && vm.found() == Found::Paused => {
+                self.reason = Some(format!("QEMU does not continue: {error}"));
+                DestinationEvent::ContFailed
+            }
+            Err(_) if !vm.process.is_alive() => DestinationEvent::QemuDied,
+            // Whether it ran is not known: after a while this looks again as a restarted agent would.
+            Err(error) => {
+                error!(error = crate::chain(&error), "`cont` was not answered");
+                self.look_again = true;
+                return;
+            }
+        };
+        self.follow_ups.push_back(event);
+    }
+
+    /// Whoever has a VM that is this host's may do with it as he likes.
+    pub(crate) fn let_go(&self) {
+        if let Some(vm) = &self.vm
+            && let Err(error) = vm.release()
+        {
+            warn!(migration = %self.terms.migration, error = crate::chain(&error), "QEMU is not let go");
+        }
+    }
+
+    pub(crate) fn discard(&mut self) {
+        if let Some(receiving) = self.receiving.take() {
+            receiving.end();
+        }
+        match self.vm.take() {
+            Some(vm) => vm.discard(),
+            None => Traces::of(&self.context, &self.terms.migration).remove(),
+        }
+    }
+}

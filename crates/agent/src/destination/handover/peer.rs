@@ -1,0 +1,144 @@
+//! Talking to the source: what it says becomes an event, what it is told, and what it is asked.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use engine::handover::destination::{DestinationEvent, DestinationState};
+use link::Incoming;
+use proto::message::{Acceptance, Finding, Message, Severity, Verdict};
+use proto::{Epoch, Purpose};
+use tracing::warn;
+
+use super::effects::EffectError;
+use crate::destination::Driver;
+use crate::destination::inbox::Notice;
+use crate::machine::Machine;
+use crate::peers;
+
+impl Driver {
+    /// Tells the source that its VM may come.
+    pub(crate) fn accept(&mut self, acceptance: Acceptance) {
+        self.say(&Message::Accept(acceptance));
+    }
+
+    /// Nothing came of it: tells the source why, and undoes PREPARED.
+    pub(crate) fn reject(mut self, findings: Vec<Finding>, largest_epoch: Option<Epoch>) {
+        let blockers = findings.iter().filter(|finding| finding.severity == Severity::Blocker);
+        let what = blockers.map(|finding| finding.what.as_str()).collect::<Vec<_>>().join("; ");
+        warn!(migration = %self.terms.migration, what, "the VM cannot come");
+        self.say(&Message::Reject { findings, largest_epoch });
+        if self.state != DestinationState::Idle {
+            self.reason = Some(what);
+            self.take(&DestinationEvent::Failed);
+            self.settle();
+        }
+    }
+
+    /// What concerns the handover names its epoch and holds on whatever connection it comes; the rest belongs to the
+    /// control stream.
+    pub(super) fn message(&mut self, link: u64, message: Message) {
+        let control = self.control == Some(link);
+        let event = match message {
+            Message::Go { epoch, incarnation, run } => {
+                self.go_heard.get_or_insert_with(Instant::now);
+                DestinationEvent::Go { epoch, incarnation, run }
+            }
+            Message::Abort { epoch, reason } => {
+                self.reason.get_or_insert(reason);
+                DestinationEvent::AbortReceived { epoch }
+            }
+            Message::Inquire { epoch } => DestinationEvent::Asked { epoch },
+            Message::Verdict { epoch, verdict } => DestinationEvent::SourceSays { epoch, verdict },
+            Message::Ping => return self.say(&Message::Pong),
+            Message::Pong => return,
+            Message::Resume if control => return self.resume(),
+            Message::Verify { block, first_chunk, hashes } if control => {
+                return self.verify(block, first_chunk, &hashes);
+            }
+            Message::DeviceState { bytes, digest } if control => return self.expect_state(bytes, digest),
+            Message::Held { epoch } if control && epoch == self.terms.epoch() => return self.held(),
+            other => return self.does_not_belong(link, &kind(&other)),
+        };
+        match self.feed(&event) {
+            Err(EffectError::Illegal(illegal)) => self.broken_protocol(link, &illegal.to_string()),
+            done => self.done(&event, done),
+        }
+    }
+
+    /// Something came where it has no place. From a connection that has been replaced it comes late, and means nothing.
+    pub(super) fn does_not_belong(&mut self, link: u64, what: &str) {
+        if self.links.contains_key(&link) {
+            self.broken_protocol(link, &format!("the source sent `{what}` where it does not belong"));
+        }
+    }
+
+    /// The source does not keep to the protocol: it is not listened to any more on that connection, and what nobody
+    /// counts on yet ends.
+    fn broken_protocol(&mut self, link: u64, what: &str) {
+        warn!(migration = %self.terms.migration, what, "the source does not keep to the protocol");
+        if let Some((_, handle)) = self.links.remove(&link) {
+            handle.shutdown();
+        }
+        if self.state == DestinationState::Prepared {
+            self.fail(what);
+        }
+    }
+    /// Says something on all connections of the source: which of them it still reads is not known.
+    pub(crate) fn say(&mut self, message: &Message) {
+        self.links.retain(|_, (writer, _)| writer.send(message).is_ok());
+    }
+
+    pub(super) fn ask_source(&mut self) {
+        if self.asking.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let asking = Arc::clone(&self.asking);
+        let (context, terms) = (Arc::clone(&self.context), self.terms.clone());
+        let (mailbox, address) = (self.inbox.mailbox(), self.proposal.reply_to.clone());
+        let ask = move || {
+            let event = match question(&context, &terms, &address) {
+                Ok(verdict) => DestinationEvent::SourceSays { epoch: terms.epoch(), verdict },
+                Err(error) => {
+                    warn!(source = %terms.source, error, "the source does not answer");
+                    DestinationEvent::PeerLost
+                }
+            };
+            asking.store(false, Ordering::Release);
+            mailbox.put(Notice::Event(event));
+        };
+        if thread::Builder::new().name("ask-source".to_owned()).spawn(ask).is_err() {
+            self.asking.store(false, Ordering::Release);
+        }
+    }
+}
+
+/// A message's name in the protocol.
+fn kind(message: &Message) -> String {
+    let value = serde_json::to_value(message).unwrap_or_default();
+    value["type"].as_str().unwrap_or_default().to_owned()
+}
+
+/// Asks the source's journal.
+fn question(
+    context: &crate::context::Context,
+    terms: &engine::handover::Terms,
+    address: &str,
+) -> Result<Verdict, String> {
+    let purpose = Purpose::Handover { migration: terms.migration.clone() };
+    let patience = Duration::from_millis(context.config.timeouts.peer_silence_ms);
+    let mut connection = peers::connect(context, &terms.source, Some(address), purpose)
+        .map_err(|error| crate::chain(&error))?;
+    connection.send(&Message::Ask { epoch: terms.epoch() }).map_err(|error| crate::chain(&error))?;
+    let deadline = Instant::now() + patience;
+    loop {
+        match connection.recv(Some(deadline)).map_err(|error| crate::chain(&error))? {
+            Incoming::Message(Message::Verdict { epoch, verdict }) if epoch == terms.epoch() => {
+                return Ok(verdict);
+            }
+            Incoming::Message(_) => {}
+            Incoming::Blob(_) => return Err("the source sent device state".to_owned()),
+        }
+    }
+}

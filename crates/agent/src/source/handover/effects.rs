@@ -1,0 +1,198 @@
+//! What the engine wants done on the source: each effect, and what it needs of the journal, of QEMU and of the register.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread;
+
+use engine::handover::register::{RegisterAnswer, Use};
+use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
+use engine::handover::{Illegal, Role, Step};
+use proto::message::{Message, RegisterRequest};
+use tracing::{error, warn};
+
+use crate::fault::Faults;
+use crate::journal::{Durability, JournalError, NewMigration, State};
+use crate::machine::Machine;
+use crate::source::Driver;
+use crate::source::inbox::Notice;
+use crate::source::vm::{SourceVm, VmError};
+use crate::{owners, vms};
+
+/// Why an effect could not be done.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum EffectError {
+    /// The journal did not take the new state.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// QEMU did not do what it was told.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// The state does not know the event.
+    #[error(transparent)]
+    Illegal(#[from] Illegal),
+    /// A migration without its proposal cannot begin.
+    #[error("the migration has no proposal")]
+    NoProposal,
+}
+
+impl Machine for Driver {
+    type State = SourceState;
+    type Event = SourceEvent;
+    type Effect = SourceEffect;
+    type Error = EffectError;
+
+    const ROLE: Role = Role::Source;
+
+    fn names(state: &SourceState, event: &SourceEvent) -> (&'static str, &'static str) {
+        (state.name(), event.name())
+    }
+
+    fn decide(&self, event: &SourceEvent) -> Result<Step<SourceState, SourceEffect>, Illegal> {
+        source(&self.terms, &self.state, event)
+    }
+
+    fn effect_name(effect: &SourceEffect) -> &'static str {
+        effect.name()
+    }
+
+    fn is_journal(effect: &SourceEffect) -> bool {
+        matches!(effect, SourceEffect::Journal { .. })
+    }
+
+    fn state(&self) -> &SourceState {
+        &self.state
+    }
+
+    fn enter(&mut self, state: SourceState) {
+        self.state = state;
+    }
+
+    fn faults(&self) -> &Faults {
+        &self.context.faults
+    }
+
+    fn perform(&mut self, effect: &SourceEffect) -> Result<(), EffectError> {
+        match effect {
+            SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
+            SourceEffect::StopVm => self.with_vm(SourceVm::stop)?,
+            SourceEffect::PauseQemu => self.with_vm(SourceVm::hold)?,
+            SourceEffect::ResumeQemu => self.with_vm(SourceVm::release)?,
+            SourceEffect::ContinueVm => {
+                let event = match self.with_vm(SourceVm::cont) {
+                    Ok(()) => SourceEvent::Continued,
+                    Err(_) if !self.vm.as_ref().is_some_and(SourceVm::is_alive) => SourceEvent::QemuDied,
+                    Err(error) => {
+                        error!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU does not continue");
+                        SourceEvent::ContinueFailed
+                    }
+                };
+                self.follow_ups.push_back(event);
+            }
+            SourceEffect::QuitQemu => match self.vm.take() {
+                Some(vm) => vm.quit(),
+                // An agent before this one may have died between ending QEMU and tidying up after it.
+                None => vms::remove_leavings(&self.context, &self.terms.migration.vm),
+            },
+            SourceEffect::UndoAll => {
+                self.tracked = None;
+                self.inbox.interrupts(None);
+                // Held for a handover that did not come about; a guest that is to run was let go by its `cont`.
+                if let Err(error) = self.with_vm(SourceVm::release) {
+                    warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU is not let go");
+                }
+            }
+            SourceEffect::SendGo { incarnation, run } => {
+                let (epoch, incarnation) = (self.terms.epoch(), incarnation.clone());
+                self.tell(&Message::Go { epoch, incarnation, run: *run });
+            }
+            SourceEffect::SendAbort => self.send_abort(),
+            SourceEffect::Answer(verdict) => {
+                let message = Message::Verdict { epoch: self.terms.epoch(), verdict: verdict.clone() };
+                match self.asker.take() {
+                    // Whoever asked may be gone; it will ask again.
+                    Some(asker) => drop(asker.try_send(message)),
+                    None => self.tell(&message),
+                }
+            }
+            SourceEffect::AskDestination => self.tell(&Message::Inquire { epoch: self.terms.epoch() }),
+            SourceEffect::Register { why, request } => self.ask_register(*why, request.clone()),
+            SourceEffect::Report(report) => self.tell_user(*report),
+        }
+        Ok(())
+    }
+}
+
+impl Driver {
+    fn with_vm(&mut self, act: impl FnOnce(&mut SourceVm) -> Result<(), VmError>) -> Result<(), VmError> {
+        self.vm.as_mut().map_or(Err(VmError::Gone), act)
+    }
+
+    fn journal(&mut self, state: &SourceState, durable: bool) -> Result<(), EffectError> {
+        let id = &self.terms.migration;
+        let journal = &self.context.journal;
+        if self.state == SourceState::Idle {
+            let proposal = self.proposal.as_ref().ok_or(EffectError::NoProposal)?;
+            let state = State::Source(state.clone());
+            return Ok(journal.begin(&NewMigration { terms: &self.terms, state, proposal })?);
+        }
+        let durability = if durable { Durability::Synced } else { Durability::Process };
+        match journal.record_source(id, state, durability) {
+            // Room for it was kept, so that it is not a full disk but a broken one. The journal has no COMMITTED, so that
+            // a restart aborts too: going on without the entry risks nothing but a host that fails before the entry can
+            // be made. A guest that stands still for ever is worse. The destination is told all the same: a copy that
+            // is thrown away is one that nobody can start.
+            Err(error) if matches!(state, SourceState::Aborting | SourceState::Aborted) => {
+                error!(migration = %id, error = crate::chain(&error), "ABORTED is not in the journal yet");
+                self.unjournalled = Some(state.clone());
+                Ok(())
+            }
+            Err(error) => Err(error.into()),
+            // It stands above what was to be entered before it.
+            Ok(()) => {
+                self.unjournalled = None;
+                Ok(())
+            }
+        }
+    }
+
+    fn ask_register(&mut self, why: Use, request: RegisterRequest) {
+        if why == Use::Offer {
+            self.offer(request);
+        } else if let Some(request) = self.register.question(request) {
+            self.send_to_register(request);
+        }
+    }
+
+    /// Nobody waits for what becomes of an offer; one is on its way at a time, and the state repeats it.
+    fn offer(&mut self, request: RegisterRequest) {
+        if self.offering.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (offering, terms) = (Arc::clone(&self.offering), self.terms.clone());
+        let context = Arc::clone(&self.context);
+        let offer = move || {
+            owners::ask(&context, &terms, &request);
+            offering.store(false, Ordering::Release);
+        };
+        if let Err(error) = thread::Builder::new().name("offer".to_owned()).spawn(offer) {
+            warn!(%error, "cannot offer in the register");
+            self.offering.store(false, Ordering::Release);
+        }
+    }
+
+    pub(super) fn send_to_register(&mut self, request: RegisterRequest) {
+        let mailbox = self.inbox.mailbox();
+        let context = Arc::clone(&self.context);
+        let terms = self.terms.clone();
+        let ask = move || {
+            let answer = owners::ask(&context, &terms, &request);
+            mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
+        };
+        if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
+            warn!(%error, "cannot ask the register");
+            self.follow_ups.push_back(SourceEvent::RegisterSays(RegisterAnswer::Unreachable));
+            // The state machine asks again; what waited is asked then.
+            drop(self.register.answered());
+        }
+    }
+}

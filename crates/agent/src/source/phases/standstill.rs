@@ -1,0 +1,192 @@
+//! The phases in which the guest stands still: each ends by itself, however the other side behaves.
+
+use std::time::{Duration, Instant};
+
+use ::memory::{Owed, Sender, Sent};
+use engine::handover::source::SourceEvent;
+use proto::message::Message;
+
+use super::{Failure, Ready, unexpected};
+use crate::machine::Machine;
+use crate::progress::Phase;
+use crate::report::Round;
+use crate::source::{Driver, VmError, memory};
+
+impl Driver {
+    pub(super) fn stop(&mut self) -> Result<(), Failure> {
+        self.phase(Phase::LastRound);
+        let cannot = |error: VmError| Failure::local("the guest is not moved", &error);
+        let run = self.vm()?.runs_or_is_paused().map_err(cannot)?;
+        self.clock.stopped_at = Some(Instant::now());
+        self.feed(&SourceEvent::Stop { run })
+            .map_err(|error| Failure::local("cannot stop the guest", &error))?;
+        // Its state may have changed in between.
+        self.vm()?.runs_or_is_paused().map_err(cannot)?;
+        self.clock.measured.stop_us = self.since_stop_us();
+        self.note("stopped", "");
+        Ok(())
+    }
+
+    /// Sends what is left. Meanwhile QEMU saves its device state; because saving may write guest memory, one scan more
+    /// comes after it.
+    pub(super) fn last_pages(
+        &mut self,
+        sender: Sender,
+        owed: Owed,
+        tracked: &mut memory::Tracked,
+    ) -> Result<Vec<u8>, Failure> {
+        let began = Instant::now();
+        let acknowledged_by = self.standstill_ends();
+        // Nothing gives memory back any more. Without a comparison the guest does not stand still for it.
+        if self.controls.aims().verify {
+            tracked.will_be_compared();
+        }
+        let vm = self.vm()?;
+        let cleared = owed
+            .clear_marks(tracked.log())
+            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
+        let (pages, scan) = (cleared.pages(), cleared.scan());
+        let readable = cleared.stopped_before();
+        let (sent, saved) = std::thread::scope(|scope| {
+            let saving = scope.spawn(|| vm.save_devices());
+            (sender.send_round_by(readable, acknowledged_by), saving.join())
+        });
+        let sent = sent.map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
+        let state = saved
+            .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
+            .map_err(|error| Failure::local("cannot save the device state", &error))?;
+        self.last_round(&sent, pages, scan.duration_us);
+
+        let cleared = sent
+            .owed
+            .clear_marks(tracked.log())
+            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
+        let (pages, scan) = (cleared.pages(), cleared.scan());
+        let sent = sent
+            .sender
+            .send_round_by(cleared.stopped_before(), self.standstill_ends())
+            .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
+        self.last_round(&sent, pages, scan.duration_us);
+        self.inbox.interrupts(None);
+        self.telemetry.follow(None);
+        self.take_notices()?;
+        self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
+        Ok(state)
+    }
+
+    /// Until when the stopped guest waits for the destination's next answer: longer than all should take, but not for
+    /// ever. An agent that hangs is no reason to stand still, however well its host is.
+    fn standstill_ends(&self) -> Instant {
+        let patience = Duration::from_millis(self.context.config.timeouts.standstill_ms);
+        Instant::now() + 4 * self.clock.expected_downtime + patience
+    }
+
+    fn last_round(&self, sent: &Sent, pages: u64, scan_us: u64) {
+        self.controls.report(|report| {
+            report.rounds.push(Round {
+                stopped: true,
+                dirty_pages: pages,
+                scan_us,
+                ..memory::round_report(&sent.stats)
+            });
+        });
+    }
+
+    /// The guest stands still: waiting for the link would make it wait too, so the migration ends.
+    fn lost_while_stopped(&mut self, cause: &::memory::SendError) -> Failure {
+        self.inbox.interrupts(None);
+        match self.take_notices_or(cause) {
+            Err(failure) => failure,
+            Ok(()) => Failure::new(
+                SourceEvent::PeerLost,
+                format!("the link was lost while the guest was stopped: {}", crate::chain(cause)),
+            ),
+        }
+    }
+
+    pub(super) fn verify(&mut self) -> Result<(), Failure> {
+        self.phase(Phase::Verifying);
+        let began = Instant::now();
+        // Otherwise memory that was plugged meanwhile would be taken for memory that was lost.
+        self.check_unchanged()?;
+        let vm = self.vm()?;
+        let hashes = vm.hashes().map_err(|error| Failure::local("cannot read the guest's memory", &error))?;
+        let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
+        let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
+        let mut different = 0;
+        for message in &hashes.messages {
+            self.say(message)?;
+            match self.hear(Instant::now() + patience)? {
+                Message::Verified { different_chunks } => different += different_chunks.len() as u64,
+                other => return Err(unexpected(&other)),
+            }
+        }
+        let duration_us = began.elapsed().as_micros() as u64;
+        self.clock.measured.verify_us = duration_us;
+        self.controls.report(|report| {
+            report.verification = Some(crate::report::Verification {
+                compared_bytes,
+                chunks,
+                different_chunks: different,
+                duration_us,
+            });
+        });
+        if different > 0 {
+            let reason = format!(
+                "{different} of {chunks} chunks of memory differ between the two sides; this is an error of Whimbrel, \
+                 please report it. The VM goes on here"
+            );
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        Ok(())
+    }
+
+    pub(super) fn load(&mut self, state: &[u8]) -> Result<Ready, Failure> {
+        self.phase(Phase::DeviceState);
+        let began = Instant::now();
+        let digest = blake3::hash(state).to_hex().to_string();
+        self.say(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
+        for piece in state.chunks(proto::limits::BLOB_BYTES) {
+            self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
+        }
+        // While the destination loads. That it is ready then implies that this side is held.
+        self.check_unchanged()?;
+        self.hold()?;
+        self.say(&Message::Held { epoch: self.terms.epoch() })?;
+        match self.hear(self.standstill_ends())? {
+            Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
+                if epoch != self.terms.epoch() || loaded != digest {
+                    return Err(Failure::new(
+                        SourceEvent::Failed,
+                        "the destination has loaded another device state than the one that was sent",
+                    ));
+                }
+                self.clock.measured.load_us = load_us;
+                self.clock.measured.save_to_ready_us = began.elapsed().as_micros() as u64;
+                self.note("ready", "");
+                Ok(Ready { incarnation })
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    fn check_unchanged(&mut self) -> Result<(), Failure> {
+        let unchanged = self.vm()?.check_unchanged();
+        unchanged.map_err(|error| Failure::local("the guest is not as it was", &error))
+    }
+
+    /// Before READY nobody's `cont` has reached the guest, and from here on nobody's can: QEMU is held first, and then
+    /// looked at. If nothing comes of the handover, the guest's `cont` lets QEMU go, or undoing does.
+    pub(crate) fn hold(&mut self) -> Result<(), Failure> {
+        self.vm()?.hold().map_err(|error| Failure::local("QEMU cannot be held", &error))?;
+        if self.vm()?.was_resumed().map_err(|error| Failure::local("QEMU's monitor failed", &error))? {
+            let reason = "somebody else continued the guest while it was stopped for the handover";
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn since_stop_us(&self) -> u64 {
+        self.clock.stopped_at.map_or(0, |at| at.elapsed().as_micros() as u64)
+    }
+}

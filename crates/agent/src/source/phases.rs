@@ -172,8 +172,12 @@ impl Driver {
     }
 
     fn vm(&mut self) -> Result<&mut SourceVm, Failure> {
-        self.vm.as_mut().ok_or_else(|| Failure::new(SourceEvent::QemuDied, "QEMU is gone"))
+        self.vm.as_mut().ok_or_else(gone)
     }
+}
+
+fn gone() -> Failure {
+    Failure::new(SourceEvent::QemuDied, "QEMU is gone")
 }
 
 pub(super) fn no_control() -> Failure {

@@ -2,15 +2,41 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{Owed, Sender, Sent};
+use ::memory::{DirtyLog, Interrupted, Owed, ScanFailed, Sender, Sent};
 use engine::handover::source::SourceEvent;
 use proto::message::Message;
 
-use super::{Failure, Ready, unexpected};
+use super::{Failure, Ready, gone, unexpected};
 use crate::machine::Machine;
 use crate::progress::Phase;
 use crate::report::Round;
 use crate::source::{Driver, VmError, memory};
+
+/// A round of a guest that stands still.
+struct StoppedRound {
+    sent: Sent,
+    dirty_pages: u64,
+    scan_us: u64,
+}
+
+/// Why there was none.
+enum RoundFailed {
+    Scan(ScanFailed),
+    Link(Box<Interrupted>),
+}
+
+/// Sends what is owed and what the log has. No drain: QEMU's `stop` has drained.
+fn stopped_round(
+    sender: Sender,
+    owed: Owed,
+    log: &mut dyn DirtyLog,
+    acknowledged_by: Instant,
+) -> Result<StoppedRound, RoundFailed> {
+    let cleared = owed.clear_marks(log).map_err(RoundFailed::Scan)?;
+    let (dirty_pages, scan_us) = (cleared.pages(), cleared.scan().duration_us);
+    let sent = sender.send_round_by(cleared.stopped_before(), acknowledged_by).map_err(RoundFailed::Link)?;
+    Ok(StoppedRound { sent, dirty_pages, scan_us })
+}
 
 impl Driver {
     pub(super) fn stop(&mut self) -> Result<(), Failure> {
@@ -27,8 +53,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Sends what is left. Meanwhile QEMU saves its device state; because saving may write guest memory, one scan more
-    /// comes after it.
+    /// Finds and sends what is left. Meanwhile QEMU saves its device state; because saving may write guest memory, one
+    /// round more comes after it.
     pub(super) fn last_pages(
         &mut self,
         sender: Sender,
@@ -41,32 +67,17 @@ impl Driver {
         if self.controls.aims().verify {
             tracked.will_be_compared();
         }
-        let vm = self.vm()?;
-        let cleared = owed
-            .clear_marks(tracked.log())
-            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
-        let (pages, scan) = (cleared.pages(), cleared.scan());
-        let readable = cleared.stopped_before();
-        let (sent, saved) = std::thread::scope(|scope| {
+        let vm = self.vm.as_mut().ok_or_else(gone)?;
+        let (round, saved) = std::thread::scope(|scope| {
             let saving = scope.spawn(|| vm.save_devices());
-            (sender.send_round_by(readable, acknowledged_by), saving.join())
+            (stopped_round(sender, owed, tracked.log(), acknowledged_by), saving.join())
         });
-        let sent = sent.map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
+        let sent = self.last_round(round)?;
         let state = saved
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
             .map_err(|error| Failure::local("cannot save the device state", &error))?;
-        self.last_round(&sent, pages, scan.duration_us);
-
-        let cleared = sent
-            .owed
-            .clear_marks(tracked.log())
-            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
-        let (pages, scan) = (cleared.pages(), cleared.scan());
-        let sent = sent
-            .sender
-            .send_round_by(cleared.stopped_before(), self.standstill_ends())
-            .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
-        self.last_round(&sent, pages, scan.duration_us);
+        let round = stopped_round(sent.sender, sent.owed, tracked.log(), self.standstill_ends());
+        self.last_round(round)?;
         self.inbox.interrupts(None);
         self.telemetry.follow(None);
         self.take_notices()?;
@@ -81,15 +92,21 @@ impl Driver {
         Instant::now() + 4 * self.clock.expected_downtime + patience
     }
 
-    fn last_round(&self, sent: &Sent, pages: u64, scan_us: u64) {
+    /// What became of a round of the stopped guest, for the report.
+    fn last_round(&mut self, round: Result<StoppedRound, RoundFailed>) -> Result<Sent, Failure> {
+        let round = match round {
+            Ok(round) => round,
+            Err(RoundFailed::Scan(failed)) => {
+                return Err(Failure::local("cannot scan for dirty pages", &failed));
+            }
+            Err(RoundFailed::Link(interrupted)) => return Err(self.lost_while_stopped(&interrupted.cause)),
+        };
+        let StoppedRound { sent, dirty_pages, scan_us } = round;
         self.controls.report(|report| {
-            report.rounds.push(Round {
-                stopped: true,
-                dirty_pages: pages,
-                scan_us,
-                ..memory::round_report(&sent.stats)
-            });
+            let round = memory::round_report(&sent.stats);
+            report.rounds.push(Round { stopped: true, dirty_pages, scan_us, ..round });
         });
+        Ok(sent)
     }
 
     /// The guest stands still: waiting for the link would make it wait too, so the migration ends.

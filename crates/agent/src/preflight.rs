@@ -210,6 +210,7 @@ pub(crate) fn destination(
     let owed_bytes = arrivals.owed_bytes(hugepage_bytes);
     ours.look_at_memory(owed_bytes);
     let mut findings: Vec<_> = rules::check(&theirs, &ours).into_iter().map(finding).collect();
+    findings.extend(left_out(built.as_ref().map_or(&[], |built| &built.warnings)));
     findings.extend(register_finding(context.config.register.as_ref(), from, &proposal));
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
     let (Ok(built), false) = (built, blocked) else { return Err(findings) };
@@ -345,6 +346,16 @@ pub(crate) fn ask(
         Incoming::Message(Message::Reject { findings, .. }) => Ok((findings, None)),
         _ => Err(PeerError::NoSense(to.clone())),
     }
+}
+
+/// What the command line here is without.
+fn left_out(warnings: &[qemu::describe::Problem]) -> impl Iterator<Item = Finding> {
+    warnings.iter().map(|left_out| Finding {
+        severity: Severity::Warning,
+        code: left_out.code.clone(),
+        what: left_out.what.clone(),
+        advice: left_out.what_to_do.clone(),
+    })
 }
 
 fn finding(found: rules::Finding) -> Finding {

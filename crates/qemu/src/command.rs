@@ -121,6 +121,8 @@ pub struct BuiltCommand {
     pub state_socket: PathBuf,
     /// What was changed that somebody may miss.
     pub notes: Vec<String>,
+    /// What was left out and may make the guest slower here, with what to do about each.
+    pub warnings: Vec<Problem>,
 }
 
 /// The guest cannot be built here.
@@ -155,6 +157,7 @@ struct Build<'a> {
     out: Vec<Given>,
     problems: Vec<Problem>,
     notes: Vec<String>,
+    warnings: Vec<Problem>,
     /// Names in the run directory that are taken.
     names: BTreeSet<String>,
 }
@@ -167,6 +170,7 @@ impl<'a> Build<'a> {
             out: Vec::new(),
             problems: vm.problems.clone(),
             notes: Vec::new(),
+            warnings: Vec::new(),
             names: BTreeSet::new(),
         }
     }
@@ -351,7 +355,7 @@ impl<'a> Build<'a> {
         argv.extend(cmdline::arguments(&self.out).into_iter().map(OsString::from));
         argv.extend(monitor(&qmp).map(OsString::from));
         argv.extend(["-S", "-incoming", "defer"].map(OsString::from));
-        Ok(BuiltCommand { argv, qmp, log, state_socket, notes: self.notes })
+        Ok(BuiltCommand { argv, qmp, log, state_socket, notes: self.notes, warnings: self.warnings })
     }
 }
 

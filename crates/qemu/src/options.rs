@@ -77,6 +77,16 @@ impl Value {
         }
     }
 
+    /// Whether a key is there, or (`host-nodes.0`) anything below it.
+    pub fn has(&self, key: &str) -> bool {
+        match self {
+            Self::Items(items) => items.iter().any(|item| {
+                item.key == key || item.key.strip_prefix(key).is_some_and(|rest| rest.starts_with('.'))
+            }),
+            Self::Json(map) => map.contains_key(key),
+        }
+    }
+
     /// Sets a key, in place where it is there already, at the end otherwise.
     pub fn set(&mut self, key: &str, value: &str) {
         self.set_json(key, serde_json::Value::String(value.to_owned()));

@@ -6,6 +6,7 @@
 
 use super::{Build, RamPlan};
 use crate::cmdline::Given;
+use crate::describe::Problem;
 use crate::options::Value;
 
 /// Size of usual pages, in bytes.
@@ -82,6 +83,7 @@ impl Build<'_> {
             RamPlan::Memfd { .. } => "memory-backend-memfd",
             RamPlan::Anonymous => "memory-backend-ram",
         };
+        self.unbound(id, value);
         // Size and what the guest can notice stay; where it comes from does not.
         for key in [
             "mem-path",
@@ -103,6 +105,22 @@ impl Build<'_> {
         }
         value.set("qom-type", target);
         self.fill(id, value);
+    }
+
+    /// The host's NUMA nodes are not the other host's: what binds memory to them is left out, and somebody may miss it.
+    fn unbound(&mut self, id: &str, value: &Value) {
+        let is_default = |key: &&str| *key == "policy" && value.get(key).as_deref() == Some("default");
+        let left_out: Vec<_> = ["host-nodes", "policy", "prealloc-context"]
+            .into_iter()
+            .filter(|key| value.has(key) && !is_default(key))
+            .collect();
+        if !left_out.is_empty() {
+            self.warnings.push(Problem::new(
+                "memory-unbound",
+                format!("memory {id} is bound to NUMA nodes of the source's host ({}), and to none on the destination", left_out.join(", ")),
+                "where it matters which nodes hold it, move its pages there when the guest has arrived (migratepages), or start the destination's agent under numactl",
+            ));
+        }
     }
 
     /// Huge pages are for the blocks that had them (one NUMA node may, and another not), of the size that they had.

@@ -209,6 +209,37 @@ fn memory_keeps_its_names() {
 }
 
 #[test]
+fn memory_that_was_bound_to_nodes_of_its_host_is_warned_of() {
+    let warnings = |more: &str, ram| {
+        let object =
+            format!("-object memory-backend-ram,id=r0,size=1G{more} -numa node,memdev=r0 -display none");
+        let built = build(&vm(&object), &HostRules { ram, ..rules() }).unwrap();
+        let text: Vec<_> = built.argv.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+        assert!(!text.join(" ").contains("host-nodes"), "{text:?}");
+        built.warnings.into_iter().map(|warning| (warning.code, warning.what)).collect::<Vec<_>>()
+    };
+    for ram in [RamPlan::Anonymous, RamPlan::Memfd { hugepage_bytes: None }] {
+        for none in ["", ",policy=default", ",prealloc=on"] {
+            assert_eq!(warnings(none, ram), []);
+        }
+        for (more, named) in [
+            (",host-nodes=0-1,policy=bind", "(host-nodes, policy)"),
+            (",host-nodes.0=1,policy=interleave", "(host-nodes, policy)"),
+            (",prealloc=on,prealloc-context=t0", "(prealloc-context)"),
+        ] {
+            let found = warnings(more, ram);
+            let [(code, what)] = &found[..] else { panic!("{more}: {found:?}") };
+            assert_eq!(code, "memory-unbound");
+            assert!(what.contains("memory r0 ") && what.contains(named), "{what}");
+        }
+    }
+    let json = r#"{"qom-type":"memory-backend-ram","id":"r1","size":4096,"host-nodes":[0],"policy":"bind"}"#;
+    let built =
+        build(&vm(&format!("-object {json} -display none")), &HostRules::new("/usr/bin/qemu", "/run/vm"));
+    assert_eq!(built.unwrap().warnings.len(), 1);
+}
+
+#[test]
 fn what_is_not_known_is_refused_unless_allowed() {
     assert_eq!(codes("-frobnicate 3", &rules()), ["option-unknown"]);
     assert_eq!(

@@ -63,7 +63,7 @@ fn selector(request: &AdoptRequest) -> Result<Selector, Problem> {
 /// The socket that was asked for, or the first that is free.
 fn connect(process: &QemuProcess, selector: &Selector) -> Result<Qmp, Problem> {
     if let Selector::Socket(path) = selector {
-        return Qmp::connect(path, GLANCE)
+        return find::connect_at(process.pid, path, GLANCE)
             .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, "close what holds the socket"));
     }
     find::connect(process, GLANCE).map_err(|error| Problem::caused_by(Kind::Unavailable, &error, ""))
@@ -275,7 +275,7 @@ pub(crate) fn summary(context: &Context, record: &VmRecord, open: Option<&Migrat
         moving(open).clone_into(&mut summary.state);
     } else if alive {
         let patience = GLANCE.min(Duration::from_millis(context.config.timeouts.qmp_ms));
-        let state = Qmp::connect(&record.qmp, patience).and_then(|mut qmp| {
+        let state = find::connect_at(record.pid, &record.qmp, patience).and_then(|mut qmp| {
             let version = qmp.version();
             summary.qemu_version = format!("{}.{}.{}", version.major, version.minor, version.micro);
             qemu::control::status(&mut qmp)
@@ -316,7 +316,7 @@ pub(crate) fn detail(
     }
     let described = (|| {
         let process = find::find(&Selector::Pid(record.pid)).ok()?;
-        let mut qmp = Qmp::connect(&record.qmp, GLANCE).ok()?;
+        let mut qmp = find::connect_at(record.pid, &record.qmp, GLANCE).ok()?;
         let described = qemu::describe::describe(&mut qmp, &process.origin()).ok()?;
         let blocks = qemu::ram::ram_blocks(&mut qmp, record.pid).ok()?;
         Some((process, described, blocks))

@@ -206,7 +206,7 @@ pub fn connect(process: &QemuProcess, timeout: Duration) -> Result<Qmp, FindErro
         // A held monitor greets nobody else: no need to wait for it for long.
         let patience = if monitor.held { timeout.min(Duration::from_millis(200)) } else { timeout };
         let path = reachable(process.pid, &monitor.path);
-        match Qmp::connect(&path, patience) {
+        match connect_at(process.pid, &path, patience) {
             Ok(qmp) => return Ok(qmp),
             Err(error) => last = Some(error),
         }
@@ -243,13 +243,29 @@ pub fn restart_warning(process: &QemuProcess) -> Option<String> {
     })
 }
 
-/// The path as this process can open it: QEMU may live in another mount namespace.
+/// Connects to the monitor at `path`, if it is that of process `pid`.
+///
+/// The kernel tells who listens. Where that is another QEMU (whose socket took the place of this one's, or has the same
+/// name in another mount namespace), nothing is said to it. A socket that was passed to QEMU is its starter's, who is
+/// taken at its word.
+pub fn connect_at(pid: u32, path: &Path, timeout: Duration) -> Result<Qmp, QmpError> {
+    Qmp::connect_if(path, timeout, |listener| listener == pid || inspect(listener).is_none())
+}
+
+/// The path as this process can open it: QEMU may live in another mount namespace, where the same path is another file.
 fn reachable(pid: u32, path: &Path) -> PathBuf {
-    if path.exists() {
-        return path.to_owned();
-    }
     let through = PathBuf::from(format!("/proc/{pid}/root{}", path.display()));
-    if through.exists() { through } else { path.to_owned() }
+    if sees_the_same_files(pid) || !through.exists() { path.to_owned() } else { through }
+}
+
+/// Whether a process has this one's mount namespace and root directory.
+fn sees_the_same_files(pid: u32) -> bool {
+    let same = |what: &str| {
+        let of = |process: &str| std::fs::metadata(format!("/proc/{process}/{what}")).ok();
+        let id = |found: std::fs::Metadata| (found.dev(), found.ino());
+        of("self").map(id) == of(&pid.to_string()).map(id)
+    };
+    same("ns/mnt") && same("root")
 }
 
 /// The process that was started with our own monitor at `path` ([`crate::command::monitor`]), whether it came to listen

@@ -25,6 +25,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use nix::sys::socket::getsockopt;
+use nix::sys::socket::sockopt::PeerCredentials;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
@@ -63,8 +65,27 @@ impl Qmp {
     /// [`QmpError::Connect`] when there is no such socket, [`QmpError::Busy`] when QEMU does not
     /// greet in time.
     pub fn connect(path: &Path, timeout: Duration) -> Result<Self, QmpError> {
+        Self::connect_if(path, timeout, |_| true)
+    }
+
+    /// As [`Qmp::connect`], but says nothing to a process that is not `wanted`: the one that made the socket listen.
+    ///
+    /// # Errors
+    /// [`QmpError::Another`] for such a process.
+    pub fn connect_if(
+        path: &Path,
+        timeout: Duration,
+        wanted: impl FnOnce(u32) -> bool,
+    ) -> Result<Self, QmpError> {
         let deadline = Instant::now() + timeout;
         let stream = connect_by(path, deadline)?;
+        let listener = getsockopt(&stream, PeerCredentials)
+            .map_err(|errno| QmpError::Connect { path: path.to_owned(), source: errno.into() })?;
+        // 0 for one of another PID namespace, which is nobody's number here.
+        let pid = listener.pid().unsigned_abs();
+        if !wanted(pid) {
+            return Err(QmpError::Another { path: path.to_owned(), pid });
+        }
         let mut qmp = Self {
             stream,
             path: path.to_owned(),

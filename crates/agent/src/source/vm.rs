@@ -8,6 +8,7 @@ use engine::handover::Found;
 use engine::handover::source::SourceEvent;
 use proto::message::RamBlock as ProposedBlock;
 use qemu::device_state::{self, Disks, StateError};
+use qemu::find;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::ram::{RamBlock, RamError};
 use qemu::tree::DeviceTree;
@@ -123,8 +124,8 @@ impl SourceVm {
     /// The monitor, connected when it is first needed.
     pub(crate) fn monitor(&mut self) -> Result<&mut Qmp, VmError> {
         if self.qmp.is_none() {
-            let mut qmp =
-                Qmp::connect(&self.qmp_path, self.qmp_patience).map_err(|source| self.failed(source))?;
+            let mut qmp = find::connect_at(self.process.pid(), &self.qmp_path, self.qmp_patience)
+                .map_err(|source| self.failed(source))?;
             qmp.set_timeout(self.qmp_patience);
             self.qmp = Some(qmp);
         }

@@ -36,6 +36,16 @@ pub enum QmpError {
         /// QEMU's own words.
         desc: String,
     },
+    /// Another process listens there.
+    #[error(
+        "the socket {path} belongs to process {pid} and not to the guest's QEMU: start the guest with a path of its own"
+    )]
+    Another {
+        /// The socket.
+        path: PathBuf,
+        /// Whose it is.
+        pid: u32,
+    },
     /// QEMU closed the connection, usually because it ended.
     #[error("QEMU closed the monitor during {during}; it has probably ended, see its log")]
     Closed {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use whimbrel_qemu::cmdline;
 use whimbrel_qemu::command::{HostRules, build, monitor};
-use whimbrel_qemu::find::{FindError, Selector, connect, find, list};
+use whimbrel_qemu::find::{FindError, Selector, connect, connect_at, find, list};
 use whimbrel_qemu::preflight::{Severity, check, check_source, files, gather, is_possible};
 use whimbrel_qemu::process::{Launch, StartError, start};
 use whimbrel_qemu::qmp::{Qmp, QmpError};
@@ -17,6 +17,66 @@ use whimbrel_qemu::tree::compare;
 use whimbrel_qemu::vmfile::VmFile;
 
 use crate::support::{Vm, args, deadline, launch, qcow2, ticker_disk, until, versions};
+
+/// A process that ends with its test.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Two QEMUs, each with a monitor of the same path.
+#[test]
+fn a_monitor_of_another_qemu_is_not_taken_for_the_guests() {
+    let Some(version) = versions().into_iter().next() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("same.qmp");
+    let monitor = format!("unix:{},server=on,wait=off", path.display());
+    let of = |name: &str| args(&format!("-machine none -name {name} -qmp {monitor}"));
+    let first = version.start(dir.path(), "first", &of("first"));
+    let name = |qmp: &mut Qmp| qmp.execute::<Value>("query-name", Value::Null).unwrap()["name"].clone();
+
+    // In a mount namespace of its own the path is another file.
+    let mut argv = vec!["-m".to_owned(), "sh".to_owned(), "-c".to_owned()];
+    argv.push(format!("mount -t tmpfs none {} && exec \"$@\"", dir.path().display()));
+    argv.push("sh".to_owned());
+    argv.extend(version.argv().into_iter().map(|word| word.into_string().unwrap()));
+    argv.extend(args(&format!("-accel tcg -display none -machine none -name elsewhere -qmp {monitor}")));
+    let mut child = Killed(Command::new("unshare").args(argv).spawn().unwrap());
+    let pid = child.0.id();
+    let listening = || {
+        let found = find(&Selector::Pid(pid)).ok()?;
+        found.monitors.iter().any(|monitor| monitor.listening).then_some(found)
+    };
+    let elsewhere = loop {
+        assert!(child.0.try_wait().unwrap().is_none(), "QEMU has ended");
+        if let Some(found) = listening() {
+            break found;
+        }
+        std::thread::yield_now();
+    };
+    let mut qmp = connect(&elsewhere, Duration::from_secs(20)).unwrap();
+    assert_eq!(name(&mut qmp), "elsewhere");
+    let error = connect_at(pid, &path, Duration::from_secs(20)).unwrap_err();
+    assert!(matches!(error, QmpError::Another { pid, .. } if pid == first.pid()), "{error}");
+    drop(child);
+
+    // A socket that took the place of the first one's. (The first one's other monitor is held by this test.)
+    std::fs::remove_file(&path).unwrap();
+    let second = version.start(dir.path(), "second", &of("second"));
+    let process = find(&Selector::Pid(first.pid())).unwrap();
+    let error = connect(&process, Duration::from_millis(50)).unwrap_err();
+    let FindError::Held { source, .. } = error else { panic!("{error}") };
+    let theirs = matches!(source, QmpError::Another { pid, .. } if pid == second.pid());
+    assert!(theirs || matches!(source, QmpError::Busy { .. }), "{source}");
+    let error = connect_at(first.pid(), &path, Duration::from_secs(20)).unwrap_err();
+    assert!(matches!(error, QmpError::Another { pid, .. } if pid == second.pid()), "{error}");
+    let mut qmp = connect_at(second.pid(), &path, Duration::from_secs(20)).unwrap();
+    assert_eq!(name(&mut qmp), "second");
+}
 
 #[test]
 fn a_guest_is_found_by_process_socket_and_name() {

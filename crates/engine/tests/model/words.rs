@@ -66,7 +66,8 @@ pub(crate) fn say(rules: &Rules, world: &mut World, side: Side, decision: Decisi
     world.ghost.still_waits |= waits && matches!(decision, Decision::WithoutRegister { .. });
 }
 
-const WORDS: Budget = Budget { words: 1, registers_lost: 1, hosts_gone: 1, in_flight: 2, ..NONE };
+/// One word, where the register may be lost and a host gone.
+pub(crate) const WORDS: Budget = Budget { words: 1, registers_lost: 1, hosts_gone: 1, in_flight: 2, ..NONE };
 
 #[test]
 fn a_word_that_is_right_harms_nothing() {

@@ -121,11 +121,14 @@ impl Driver {
     /// Waits for the destination's next message.
     pub(super) fn hear(&mut self, deadline: Instant) -> Result<Message, Failure> {
         loop {
-            let Some(notice) = self.inbox.wait(deadline) else {
-                return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
-            };
-            if let Some(message) = self.noticed(notice)? {
+            if let Some(notice) = self.inbox.wait(deadline)
+                && let Some(message) = self.noticed(notice)?
+            {
                 return Ok(message);
+            }
+            // However much else it says.
+            if Instant::now() >= deadline {
+                return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
             }
         }
     }

@@ -15,7 +15,7 @@ use crate::journal::State;
 use crate::progress::Publisher;
 use crate::report::Report;
 use crate::source::{Aims, Controls, Inbox, Mailbox};
-use crate::testing::{Qemu, SlowRegister, World, host, id, terms};
+use crate::testing::{Peer, Qemu, SlowRegister, World, host, id, terms};
 
 fn aims() -> Aims {
     Aims {
@@ -95,6 +95,39 @@ fn an_older_connection_answers_no_question_of_the_present_one() {
     let answer = Message::Verified { different_chunks: vec![] };
     peer.say(&answer);
     assert_eq!(driver.hear(Instant::now() + crate::testing::PATIENCE).unwrap(), answer);
+}
+
+/// The guest stands still meanwhile.
+#[test]
+fn a_comparison_ends_however_fast_the_destination_answers() {
+    let world = World::new();
+    let (mut driver, ..) = driver(&world, STOPPED, None);
+    driver.control = Some(driver.connect_control().unwrap());
+    let Peer(mut peer) = world.accept();
+    let answers = thread::spawn(move || {
+        while peer.recv(None).is_ok() && peer.send(&Message::Verified { different_chunks: vec![] }).is_ok() {}
+    });
+    let piece = Message::Verify { block: 0, first_chunk: 0, hashes: vec![] };
+    let compared_by = Instant::now() + Duration::from_millis(100);
+    let failure = driver.compare(std::iter::repeat_n(piece, 1 << 20), compared_by).unwrap_err();
+    assert_eq!(failure.event, SourceEvent::PeerSilent, "{}", failure.reason);
+    drop(driver);
+    answers.join().unwrap();
+}
+
+#[test]
+fn whoever_only_pings_has_not_answered() {
+    let world = World::new();
+    let (mut driver, mailbox, _) = driver(&world, STOPPED, None);
+    driver.control = Some(driver.connect_control().unwrap());
+    let _peer = world.accept();
+    let link = driver.control.as_ref().map(|control| control.link);
+    for _ in 0..1 << 10 {
+        mailbox.put(Notice::Message { link, message: Message::Pong });
+    }
+    let failure = driver.hear(Instant::now()).unwrap_err();
+    assert_eq!(failure.event, SourceEvent::PeerSilent, "{}", failure.reason);
+    assert!(driver.inbox.waiting().is_some(), "all of it was looked at");
 }
 
 #[test]

@@ -128,16 +128,10 @@ impl Driver {
         self.check_unchanged()?;
         let vm = self.vm()?;
         let hashes = vm.hashes().map_err(|error| Failure::local("cannot read the guest's memory", &error))?;
-        let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
         let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
-        let mut different = 0;
-        for message in &hashes.messages {
-            self.say(message)?;
-            match self.hear(Instant::now() + patience)? {
-                Message::Verified { different_chunks } => different += different_chunks.len() as u64,
-                other => return Err(unexpected(&other)),
-            }
-        }
+        // It has as much to do as this side had.
+        let compared_by = self.standstill_ends() + 4 * began.elapsed();
+        let different = self.compare(hashes.messages, compared_by)?;
         let duration_us = began.elapsed().as_micros() as u64;
         self.clock.measured.verify_us = duration_us;
         self.controls.report(|report| {
@@ -156,6 +150,24 @@ impl Driver {
             return Err(Failure::new(SourceEvent::Failed, reason));
         }
         Ok(())
+    }
+
+    /// How many chunks the destination finds different. All of its answers have to come by then: however many there are,
+    /// the guest stands still for them.
+    pub(crate) fn compare(
+        &mut self,
+        hashes: impl IntoIterator<Item = Message>,
+        compared_by: Instant,
+    ) -> Result<u64, Failure> {
+        let mut different = 0;
+        for message in hashes {
+            self.say(&message)?;
+            match self.hear(compared_by)? {
+                Message::Verified { different_chunks } => different += different_chunks.len() as u64,
+                other => return Err(unexpected(&other)),
+            }
+        }
+        Ok(different)
     }
 
     pub(super) fn load(&mut self, state: &[u8]) -> Result<Ready, Failure> {

@@ -10,6 +10,7 @@ use crate::arrivals::Arrivals;
 use crate::config::Config;
 use crate::fault::Faults;
 use crate::journal::Journal;
+use crate::names::Names;
 use crate::register::Register;
 
 /// What all parts of an agent share.
@@ -32,6 +33,8 @@ pub(crate) struct Context {
     pub(crate) boot_id: String,
     /// Memory promised to VMs on their way in.
     pub(crate) arrivals: Arc<Arrivals>,
+    /// Names of VMs that somebody has to himself.
+    pub(crate) names: Names,
     /// Parts of the downtime that do not depend on memory, as measured here.
     pub(crate) fixed_costs: Mutex<CostHistory>,
 }

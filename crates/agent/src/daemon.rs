@@ -25,6 +25,7 @@ use crate::config::{AgentRole, Config, Security};
 use crate::context::Context;
 use crate::fault::Faults;
 use crate::journal::{Journal, JournalError};
+use crate::names::Names;
 use crate::progress::Publisher;
 use crate::register::{Register, RegisterError, SqliteRegister, WitnessClient, WitnessServer};
 use crate::{destination, source};
@@ -90,6 +91,7 @@ impl Agent {
             injector: Arc::new(Injector::new(injector.program, injector.arguments)),
             router: Router::default(),
             arrivals: Arc::default(),
+            names: Names::default(),
             fixed_costs: Mutex::default(),
             boot_id: boot_id.trim().to_owned(),
             journal,
@@ -97,12 +99,7 @@ impl Agent {
             register,
             config,
         };
-        let daemon = Arc::new(Daemon {
-            context: Arc::new(context),
-            drivers: Mutex::default(),
-            beginning: Mutex::default(),
-            witness,
-        });
+        let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), witness });
         crate::preflight::end_probes(&daemon.context);
         daemon.take_up()?;
         let peers = Arc::clone(&daemon);
@@ -149,8 +146,6 @@ fn register(config: &Config, witness: &proto::HostId, endpoint: &Endpoint) -> Op
 pub(crate) struct Daemon {
     context: Arc<Context>,
     drivers: Mutex<BTreeMap<MigrationId, Driven>>,
-    /// Held while a migration is begun and while a VM is entered or forgotten: what was looked at is then still so.
-    beginning: Mutex<()>,
     /// Present if this agent keeps the register.
     witness: Option<WitnessServer>,
 }
@@ -173,11 +168,6 @@ pub(crate) enum Mail {
 impl Daemon {
     fn drivers(&self) -> MutexGuard<'_, BTreeMap<MigrationId, Driven>> {
         self.drivers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Nobody else begins a migration, or enters or forgets a VM, as long as this is held.
-    fn alone(&self) -> MutexGuard<'_, ()> {
-        self.beginning.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn mailbox(&self, id: &MigrationId) -> Option<Mail> {

@@ -22,6 +22,7 @@ pub mod fault;
 mod hold;
 pub mod journal;
 mod machine;
+mod names;
 mod owners;
 mod peers;
 mod preflight;

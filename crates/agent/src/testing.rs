@@ -24,6 +24,7 @@ use crate::config::Config;
 use crate::context::Context;
 use crate::fault::Faults;
 use crate::journal::{Journal, NewMigration, State, VmRecord};
+use crate::names::Names;
 use crate::register::Register;
 
 /// How long a test waits for what has to happen.
@@ -112,6 +113,7 @@ impl World {
             faults: Faults::default(),
             boot_id: "this boot".to_owned(),
             arrivals: Arc::default(),
+            names: Names::default(),
             fixed_costs: Mutex::default(),
             config,
         };

@@ -40,7 +40,22 @@ pub(crate) fn adopt(context: &Context, request: &AdoptRequest) -> Result<(VmReco
         )
     })?;
     let mut qmp = connect(&process, &selector)?;
-    take(context, request.name.clone(), &process, &mut qmp, &request.allow_options)
+    let name = match &request.name {
+        Some(name) => name.clone(),
+        None => own_name(&process)?,
+    };
+    let _alone = context.names.alone(&name);
+    enter(context, name, &process, &mut qmp, &request.allow_options)
+}
+
+/// What a QEMU calls itself.
+fn own_name(process: &QemuProcess) -> Result<VmName, Problem> {
+    let name = process.name.clone().ok_or_else(|| {
+        let error = format!("the QEMU of process {} has no name", process.pid);
+        Problem::new(Kind::BadRequest, error, "give it one with --as")
+    })?;
+    VmName::new(name)
+        .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "give it another name here with --as"))
 }
 
 fn selector(request: &AdoptRequest) -> Result<Selector, Problem> {
@@ -69,23 +84,15 @@ fn connect(process: &QemuProcess, selector: &Selector) -> Result<Qmp, Problem> {
     find::connect(process, GLANCE).map_err(|error| Problem::caused_by(Kind::Unavailable, &error, ""))
 }
 
-fn take(
+/// Enters a QEMU under a name, which the caller has to himself.
+fn enter(
     context: &Context,
-    name: Option<VmName>,
+    name: VmName,
     process: &QemuProcess,
     qmp: &mut Qmp,
     allowed: &[String],
 ) -> Result<(VmRecord, Vec<Finding>), Problem> {
-    let name = match (name, &process.name) {
-        (Some(name), _) => name,
-        (None, Some(name)) => VmName::new(name.clone()).map_err(|error| {
-            Problem::caused_by(Kind::BadRequest, &error, "give it another name here with --as")
-        })?,
-        (None, None) => {
-            let error = format!("the QEMU of process {} has no name", process.pid);
-            return Err(Problem::new(Kind::BadRequest, error, "give it one with --as"));
-        }
-    };
+    let _entering = context.names.entering();
     let journal = &context.journal;
     let known =
         journal.vms().map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
@@ -160,6 +167,7 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
     })?;
     let name = VmName::new(file.name.clone())
         .map_err(|error| Problem::caused_by(Kind::BadRequest, &error, "change `name` in the file"))?;
+    let _alone = context.names.alone(&name);
     let known = context.journal.vm(&name);
     let known = known.map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
     if known.is_some_and(|known| known.process(&context.boot_id).is_ok()) {
@@ -191,9 +199,7 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
     })?;
     let taken = find::find(&Selector::Pid(started.pid))
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))
-        .and_then(|process| {
-            take(context, Some(name), &process, &mut qmp, &context.config.qemu.allow_options)
-        });
+        .and_then(|process| enter(context, name, &process, &mut qmp, &context.config.qemu.allow_options));
     if taken.is_err() {
         if let Ok(process) = Process::open_exact(started.pid, started.start_time_ticks)
             && let Err(error) = process.signal(tracee::Signal::KILL)

@@ -85,19 +85,17 @@ impl Control for Users {
     }
 
     fn adopt(&self, request: AdoptRequest) -> Result<Adopted, Problem> {
-        let _alone = self.alone();
         let (record, findings) = vms::adopt(&self.context, &request)?;
         Ok(Adopted { vm: self.summary(&record), findings })
     }
 
     fn run(&self, request: RunRequest) -> Result<Adopted, Problem> {
-        let _alone = self.alone();
         let (record, findings) = vms::run(&self.context, &request)?;
         Ok(Adopted { vm: self.summary(&record), findings })
     }
 
     fn forget(&self, vm: &VmName) -> Result<(), Problem> {
-        let _alone = self.alone();
+        let _alone = self.context.names.alone(vm);
         self.not_in_migration(vm)?;
         vms::forget(&self.context, &self.known(vm)?)
     }

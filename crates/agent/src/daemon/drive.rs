@@ -67,7 +67,7 @@ impl Daemon {
     pub(super) fn begin(self: &Arc<Self>, request: &MigrateRequest) -> Result<MigrationStatus, Problem> {
         self.reachable(request)?;
         self.let_the_last_one_end(&request.vm)?;
-        let _alone = self.alone();
+        let _alone = self.context.names.alone(&request.vm);
         let record = self.known(&request.vm)?;
         self.not_in_migration(&request.vm)?;
         let offer = self.offer(&record, request, false)?;

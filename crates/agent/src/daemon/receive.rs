@@ -101,7 +101,7 @@ impl Daemon {
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal);
         // Pre-flight takes its time; the name may be another's by now.
-        let alone = self.alone();
+        let alone = self.context.names.alone(&id.vm);
         let free = self.nobody_has(id, false);
         let place = free.and_then(|()| {
             let place = self.place(id, driven);

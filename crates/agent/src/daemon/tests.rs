@@ -16,12 +16,7 @@ use crate::source::{Aims, Controls};
 use crate::testing::{Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms};
 
 fn daemon(world: &World) -> Arc<Daemon> {
-    Arc::new(Daemon {
-        context: Arc::clone(&world.context),
-        drivers: Mutex::default(),
-        beginning: Mutex::default(),
-        witness: None,
-    })
+    Arc::new(Daemon { context: Arc::clone(&world.context), drivers: Mutex::default(), witness: None })
 }
 
 /// Lets peers come.
@@ -216,7 +211,7 @@ fn a_vm_that_begins_to_move_is_not_forgotten() {
     let daemon = daemon(&world);
     let qemu = Qemu::start(world.folder.path());
     world.context.journal.put_vm(&qemu.record()).unwrap();
-    let alone = daemon.alone();
+    let alone = world.context.names.alone(&crate::testing::vm());
     let (begun, begins) = std::sync::mpsc::channel();
     let forget = std::thread::spawn({
         let users = control::Users(Arc::clone(&daemon));
@@ -232,6 +227,36 @@ fn a_vm_that_begins_to_move_is_not_forgotten() {
     drop(alone);
     assert_eq!(forget.join().unwrap().unwrap_err().kind, Kind::Conflict);
     assert!(world.context.journal.vm(&crate::testing::vm()).unwrap().is_some());
+}
+
+/// While one VM's beginning hangs (at its QEMU, or at the register), others begin; a second one of the same VM waits.
+#[test]
+fn a_vm_that_hangs_as_it_begins_to_move_holds_up_no_other() {
+    let world = World::new();
+    let daemon = daemon(&world);
+    let start = |name: &str| Qemu::start(&world.folder.path().join(name));
+    let (web, db) = (start("web"), start("db"));
+    let other = proto::VmName::new("db").unwrap();
+    let db_record = crate::journal::VmRecord { vm: other.clone(), ..db.record() };
+    for record in [&web.record(), &db_record] {
+        world.context.journal.put_vm(record).unwrap();
+    }
+    let begin = |vm: proto::VmName| {
+        let daemon = Arc::clone(&daemon);
+        let request = serde_json::from_value(serde_json::json!({ "vm": vm, "to": "b" })).unwrap();
+        std::thread::spawn(move || daemon.begin(&request))
+    };
+    let hangs = world.context.names.alone(&crate::testing::vm());
+    let again = begin(crate::testing::vm());
+    let at_once = begin(other);
+    // A process that sleeps is no QEMU that could move, and says so after it was asked.
+    eventually("the other one begins", || at_once.is_finished());
+    at_once.join().unwrap().unwrap_err();
+    assert!(db.monitor().connections > 0);
+    assert!(web.monitor().connections == 0 && !again.is_finished());
+    drop(hangs);
+    again.join().unwrap().unwrap_err();
+    assert!(web.monitor().connections > 0);
 }
 
 /// What the agent keeps of the VM itself may be forgotten, or be another's by now.

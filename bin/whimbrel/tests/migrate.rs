@@ -303,6 +303,31 @@ fn a_balloon_that_moves_during_the_rounds() {
     cluster.guest_is_whole("b", "vm1");
 }
 
+/// A guest that tells what it does not use: QEMU punches that out of the RAM by itself, all the time (traps 3 and 20).
+#[test]
+fn a_guest_that_reports_its_free_pages_there_and_back() {
+    let cluster = Cluster::new();
+    let mut spec = GuestSpec {
+        second_monitor: true,
+        ram: Ram::Memfd,
+        memory_mib: 320,
+        ..GuestSpec::tiny("vm1", busy())
+    };
+    spec.extra =
+        ["-device", "virtio-balloon-pci,id=reporter,free-page-reporting=on"].map(str::to_owned).to_vec();
+    let guest = cluster.guest(&spec);
+    let mut monitor = guest.monitor().unwrap();
+    let path = serde_json::json!({ "path": "/machine/peripheral/reporter/virtio-backend" });
+    let status = monitor.command("x-query-virtio-status", &path).unwrap();
+    let agreed = status["guest-features"].to_string();
+    assert!(agreed.contains("VIRTIO_BALLOON_F_REPORTING"), "the guest reports nothing: {status:#}");
+    for (from, to) in [("a", "b"), ("b", "a")] {
+        let report = cluster.migrate("vm1", from, to, &["--ram", "memfd"]);
+        assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+        cluster.guest_is_whole(to, "vm1");
+    }
+}
+
 /// A cut in the middle of pre-copy: new connections, pages that were not acknowledged once more (trap 7).
 fn cut_and_resumed(plain: bool) {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };

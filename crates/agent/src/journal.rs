@@ -32,6 +32,7 @@ mod vms;
 
 use std::fs::File;
 use std::io::{Read, Seek, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -80,6 +81,8 @@ enum Room {
 pub struct Journal {
     connection: Mutex<Open>,
     path: PathBuf,
+    /// Device and inode of the database.
+    file: (u64, u64),
     // Held for its lock.
     _lock: File,
 }
@@ -129,6 +132,12 @@ pub enum JournalError {
         path: PathBuf,
         /// What SQLite says, or what its check found.
         source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The database is not where it was opened: the state directory was deleted, moved, or put back from a copy.
+    #[error("the journal {path} was deleted or replaced while the agent ran: nothing new is begun, as the next agent would not know of it; put the directory back where it was, or start the agent anew when no VM here is in a migration", path = path.display())]
+    Gone {
+        /// The database.
+        path: PathBuf,
     },
     /// No room for it.
     #[error("no room left for the journal {path}; make some, nothing was lost", path = path.display())]
@@ -189,8 +198,9 @@ impl Journal {
         let path = state_dir.join(FILE_NAME);
         let connection = schema::open(&path)?;
         let reserve = Reserve::open(&path).map_err(directory(&path))?;
+        let file = identity(&path).map_err(directory(&path))?;
         let open = Open { connection, durability: Durability::Synced, reserve };
-        Ok(Self { connection: Mutex::new(open), path, _lock: lock })
+        Ok(Self { connection: Mutex::new(open), path, file, _lock: lock })
     }
 
     /// The database's path.
@@ -216,6 +226,10 @@ impl Journal {
     ) -> Result<T, JournalError> {
         let mut open = self.guard();
         if let Room::Free(bytes) = room {
+            // What ends something is written all the same: this agent goes by it until it ends itself.
+            if identity(&self.path).ok() != Some(self.file) {
+                return Err(JournalError::Gone { path: self.path.clone() });
+            }
             open.keep_room(bytes).map_err(self.failed(doing))?;
         }
         open.set_durability(durability).map_err(self.failed(doing))?;
@@ -295,6 +309,11 @@ impl From<JournalError> for Inner {
     fn from(error: JournalError) -> Self {
         Self::Other(Box::new(error))
     }
+}
+
+/// What a file is, wherever it is moved to.
+fn identity(path: &Path) -> std::io::Result<(u64, u64)> {
+    std::fs::metadata(path).map(|file| (file.dev(), file.ino()))
 }
 
 /// Takes the directory's lock and notes in it who has it.

@@ -195,6 +195,35 @@ fn a_second_agent_is_told_who_the_first_is() {
     Journal::open(folder.path()).unwrap();
 }
 
+/// SQLite would go on in files that nobody finds again.
+#[test]
+fn nothing_is_begun_in_a_journal_that_was_deleted() {
+    let folder = tempfile::tempdir().unwrap();
+    let (state_dir, aside) = (folder.path().join("state"), folder.path().join("aside"));
+    let journal = Journal::open(&state_dir).unwrap();
+    let (first, second) = (id("web", 1), id("db", 1));
+    begin(&journal, &first, prepared()).unwrap();
+    // Moved away, another in its place, and deleted.
+    std::fs::rename(&state_dir, &aside).unwrap();
+    let gone = |journal: &Journal| begin(journal, &second, prepared()).unwrap_err();
+    assert!(matches!(gone(&journal), JournalError::Gone { .. }));
+    drop(Journal::open(&state_dir).unwrap());
+    assert!(matches!(gone(&journal), JournalError::Gone { .. }));
+    std::fs::remove_dir_all(&state_dir).unwrap();
+    let told = gone(&journal).to_string();
+    assert!(told.contains("deleted or replaced") && told.contains("put the directory back"), "{told}");
+    // What is under way is known, and ends.
+    journal.record_source(&first, &SourceState::Aborted, Durability::Synced).unwrap();
+    assert_eq!(journal.migration(&first).unwrap().unwrap().state, State::Source(SourceState::Aborted));
+    // Nothing is lost when it is put back.
+    std::fs::rename(&aside, &state_dir).unwrap();
+    begin(&journal, &second, prepared()).unwrap();
+    drop(journal);
+    let journal = Journal::open(&state_dir).unwrap();
+    assert_eq!(journal.migration(&first).unwrap().unwrap().state, State::Source(SourceState::Aborted));
+    assert!(journal.migration(&second).unwrap().is_some());
+}
+
 #[test]
 fn a_newer_format_is_left_alone() {
     let folder = tempfile::tempdir().unwrap();

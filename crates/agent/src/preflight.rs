@@ -313,7 +313,7 @@ fn ram_plan(wanted: Option<&str>, theirs: &SourceFacts) -> (RamPlan, String) {
     let kind = match plan {
         RamPlan::Memfd { hugepage_bytes: Some(bytes) } => format!("memfd, pages of {} KiB", bytes >> 10),
         RamPlan::Memfd { hugepage_bytes: None } => "memfd".to_owned(),
-        RamPlan::Anonymous | RamPlan::SameAsSource => "anonymous".to_owned(),
+        RamPlan::Anonymous => "anonymous".to_owned(),
     };
     (plan, kind)
 }

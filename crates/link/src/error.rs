@@ -93,8 +93,8 @@ pub enum HandshakeError {
     OwnCertificate(AlertDescription),
     /// The other side is not the host that it says it is, or that was expected.
     #[error(
-        "the other side's certificate is for {}, not for {host:?}: \
-         give it a certificate with the DNS name {host:?}, or correct the host's name",
+        "the other side's certificate is for {}, not for '{host}': \
+         give it a certificate with the DNS name '{host}', or correct the host's name",
         quoted(.presented)
     )]
     WrongName {
@@ -104,7 +104,7 @@ pub enum HandshakeError {
         presented: Vec<String>,
     },
     /// Another host answers at this address.
-    #[error("the agent there is host {found:?}, not {expected:?}: correct the address or the name")]
+    #[error("the agent there is host '{found}', not '{expected}': correct the address or the name")]
     WrongHost {
         /// Who was expected.
         expected: HostId,
@@ -112,7 +112,7 @@ pub enum HandshakeError {
         found: HostId,
     },
     /// A host's name that cannot stand in a certificate.
-    #[error("{0:?} cannot be a DNS name in a certificate: use letters, digits, '-' and '.'")]
+    #[error("'{0}' cannot be a DNS name in a certificate: use letters, digits, '-' and '.'")]
     NameNotDns(HostId),
     /// No version of the protocol is known to both.
     #[error(

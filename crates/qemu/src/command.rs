@@ -6,7 +6,7 @@
 //! | what | becomes |
 //! |---|---|
 //! | unix sockets that QEMU listens on (monitors, serial ports, VNC) | the same name in the run directory |
-//! | files that serial ports write, logs | the same name in the run directory, or the same path where `keep_log_files` is set |
+//! | files that serial ports write, logs | the same name in the run directory |
 //! | terminals (`stdio`, `-nographic`) | a file in the run directory |
 //! | taps, bridges | the interface that `tap` names for them, else the same name |
 //! | disks, kernels, firmware | the same path, or under the directory that `disk_dirs` gives |
@@ -50,8 +50,6 @@ pub enum RamPlan {
     /// Private anonymous memory, which keeps transparent huge pages and KSM where the host has them
     /// off for shared memory.
     Anonymous,
-    /// Whatever the options said.
-    SameAsSource,
 }
 
 /// What this host has in place of the other's.
@@ -69,8 +67,6 @@ pub struct HostRules {
     pub disk_dirs: Vec<(PathBuf, PathBuf)>,
     /// What memory is made of.
     pub ram: RamPlan,
-    /// Whether files that serial ports write may stay at their paths.
-    pub keep_log_files: bool,
     /// Options (`frobnicate`) and objects (`object:TYPE`) to keep although they are not known.
     pub allow_options: Vec<String>,
 }
@@ -85,7 +81,6 @@ impl HostRules {
             tap: BTreeMap::new(),
             disk_dirs: Vec::new(),
             ram: RamPlan::Memfd { hugepage_bytes: None },
-            keep_log_files: false,
             allow_options: Vec::new(),
         }
     }

@@ -33,6 +33,14 @@ pub enum StartError {
         /// What the kernel said.
         source: io::Error,
     },
+    /// It cannot be started in its directory.
+    #[error("cannot start QEMU in the directory {path}: make it, or name another one")]
+    Directory {
+        /// The directory.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
     /// The process could not be made at all.
     #[error("cannot start {program}; are QEMU and setsid (util-linux) installed?")]
     Spawn {
@@ -123,6 +131,8 @@ pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), Start
     command.arg(program).args(arguments).stdin(Stdio::null()).stdout(out).stderr(err);
     command.envs(launch.env.iter().map(|(key, value)| (key, value)));
     if let Some(cwd) = &launch.cwd {
+        // A directory that is not there would be reported as a program that is not.
+        std::fs::read_dir(cwd).map_err(|source| StartError::Directory { path: cwd.clone(), source })?;
         command.current_dir(cwd);
     }
     let mut child = command

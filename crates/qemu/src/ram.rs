@@ -15,9 +15,7 @@
 mod heap;
 mod text;
 
-use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -216,30 +214,6 @@ fn named<'a>(blocks: &'a [RamBlock], region: &str) -> Option<&'a RamBlock> {
     };
     let mut found = blocks.iter().filter(is_it);
     found.next().filter(|_| found.next().is_none())
-}
-
-/// Opens the file behind a shared block of process `pid`, through the descriptor that QEMU keeps of
-/// it, so that it works for a memfd or an unlinked file as well. The block's memory begins at
-/// [`MappedFile::offset_bytes`] in it.
-///
-/// # Errors
-/// When the block is not made of a shared file, or when QEMU has no such descriptor.
-pub fn open_shared(pid: u32, block: &RamBlock, write: bool) -> io::Result<File> {
-    let RamKind::SharedFile(file) = &block.kind else {
-        return Err(io::Error::new(io::ErrorKind::Unsupported, "the RAM block is not a shared file"));
-    };
-    for entry in std::fs::read_dir(format!("/proc/{pid}/fd"))? {
-        let path = entry?.path();
-        let Ok(meta) = std::fs::metadata(&path) else { continue };
-        let device = (rustix::fs::major(meta.dev()), rustix::fs::minor(meta.dev()));
-        // Some file systems (btrfs, overlayfs) show `stat` another device than `maps`.
-        let same_device =
-            device == file.device || std::fs::read_link(&path).is_ok_and(|link| link == file.path);
-        if meta.ino() == file.inode && same_device && meta.is_file() {
-            return OpenOptions::new().read(true).write(write).open(path);
-        }
-    }
-    Err(io::Error::new(io::ErrorKind::NotFound, "QEMU has closed the file of the RAM block"))
 }
 
 fn list(qmp: &mut Qmp) -> Result<Vec<Listed>, RamError> {

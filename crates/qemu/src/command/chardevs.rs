@@ -30,14 +30,14 @@ impl Build<'_> {
         if id == MONITOR_ID {
             return None;
         }
-        if let Some(log) = value.get("logfile").filter(|_| !self.rules.keep_log_files) {
+        if let Some(log) = value.get("logfile") {
             let here = self.in_run_dir(&log);
             value.set("logfile", &here);
         }
         let kind = value.get("backend").unwrap_or_default();
         match kind.as_str() {
             "file" => {
-                if let Some(path) = value.get("path").filter(|path| self.moves(path)) {
+                if let Some(path) = value.get("path").filter(|path| moves(path)) {
                     let here = self.in_run_dir(&path);
                     self.notes.push(format!("file {path} is {here} here"));
                     value.set("path", &here);
@@ -96,10 +96,6 @@ impl Build<'_> {
         None
     }
 
-    fn moves(&self, path: &str) -> bool {
-        !self.rules.keep_log_files && !path.starts_with("/dev/")
-    }
-
     /// `-serial`, `-monitor` and their like, which spell a character device in one word.
     pub(super) fn short_chardev(&mut self, option: &Given) -> Option<Given> {
         let name = option.name.as_str();
@@ -122,7 +118,7 @@ impl Build<'_> {
             }
             "file" => {
                 let path = rest.split(',').next().unwrap_or_default();
-                if self.moves(path) {
+                if moves(path) {
                     let here = self.in_run_dir(path);
                     self.notes.push(format!("file {path} is {here} here"));
                     format!("{mux}file:{here}{}", rest.get(path.len()..).unwrap_or_default())
@@ -159,4 +155,9 @@ impl Build<'_> {
         };
         Some(Given::new(name, new))
     }
+}
+
+/// Whether what is written to this path gets a place of its own here; a device is the host's.
+fn moves(path: &str) -> bool {
+    !path.starts_with("/dev/")
 }

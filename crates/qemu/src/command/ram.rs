@@ -72,14 +72,6 @@ impl Build<'_> {
             return;
         }
         let target = match self.rules.ram {
-            RamPlan::SameAsSource => {
-                if kind == "memory-backend-file" {
-                    let path = value.get("mem-path").unwrap_or_default();
-                    let here = self.path_here(&path);
-                    value.set("mem-path", &here);
-                }
-                return;
-            }
             RamPlan::Memfd { .. } => "memory-backend-memfd",
             RamPlan::Anonymous => "memory-backend-ram",
         };

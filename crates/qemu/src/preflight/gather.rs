@@ -4,7 +4,7 @@ use super::checks::two;
 use super::facts::{self, HostFacts};
 use super::files::{NeededFile, see_files};
 use super::{DestinationFacts, SourceFacts};
-use crate::command::HostRules;
+use crate::command::{HostRules, RamPlan};
 use crate::control;
 use crate::describe::{Problem, VmDescription, describe};
 use crate::find::{QemuProcess, restart_warning};
@@ -72,8 +72,8 @@ pub fn destination(
     problems: Vec<Problem>,
 ) -> Result<DestinationFacts, QmpError> {
     let hugepage_bytes = match rules.ram {
-        crate::command::RamPlan::Memfd { hugepage_bytes } => hugepage_bytes,
-        _ => None,
+        RamPlan::Memfd { hugepage_bytes } => hugepage_bytes,
+        RamPlan::Anonymous => None,
     };
     Ok(DestinationFacts {
         host: HostFacts::gather(),

@@ -1,6 +1,5 @@
 //! Starting and finding QEMUs, and what pre-flight says about real ones.
 
-use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
@@ -12,11 +11,30 @@ use whimbrel_qemu::find::{FindError, Selector, connect, connect_at, find, list};
 use whimbrel_qemu::preflight::{Severity, check, check_source, files, gather, is_possible};
 use whimbrel_qemu::process::{Launch, StartError, start};
 use whimbrel_qemu::qmp::{Qmp, QmpError};
-use whimbrel_qemu::ram::{open_shared, ram_blocks};
+use whimbrel_qemu::ram::ram_blocks;
 use whimbrel_qemu::tree::compare;
 use whimbrel_qemu::vmfile::VmFile;
 
 use crate::support::{Vm, args, deadline, launch, qcow2, ticker_disk, until, versions};
+
+/// The directory is named, and not the programs that are there.
+#[test]
+fn a_directory_that_is_not_there_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let gone = dir.path().join("gone");
+    let launch = Launch {
+        argv: vec!["qemu-system-x86_64".into()],
+        env: Vec::new(),
+        cwd: Some(gone.clone()),
+        log: dir.path().join("log"),
+        qmp: dir.path().join("qmp"),
+        scope: None,
+        oom_score_adj: 0,
+    };
+    let error = start(&launch, deadline()).unwrap_err();
+    assert!(matches!(&error, StartError::Directory { path, .. } if *path == gone), "{error}");
+    assert!(error.to_string().contains(gone.to_str().unwrap()), "{error}");
+}
 
 /// A process that ends with its test.
 struct Killed(std::process::Child);
@@ -298,13 +316,6 @@ fn preflight_of_a_real_guest() {
         there.cpu_unavailable =
             Some(whimbrel_qemu::control::cpu_unavailable_features(&mut destination.qmp).unwrap());
         assert!(is_possible(&check(&facts, &there)));
-
-        // The destination's memory can be opened as a file.
-        let blocks = there.ram_blocks.clone().unwrap();
-        let ram = blocks.iter().find(|block| block.name == "pc.ram").unwrap();
-        let file = open_shared(pid, ram, true).unwrap();
-        file.write_all_at(b"through the file", 0x5000).unwrap();
-        assert_eq!(destination.physical(0x5000, 16), b"through the file");
 
         // What is plugged meanwhile is noticed.
         source

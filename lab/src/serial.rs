@@ -37,6 +37,8 @@ pub struct Tick {
     pub passes: u64,
     /// Reads of the disk so far.
     pub disk_reads: u64,
+    /// Writes to the disk so far, each of which the disk had acknowledged.
+    pub disk_writes: u64,
     /// Wrong pages and blocks found so far.
     pub wrong: u64,
 }
@@ -48,7 +50,7 @@ pub struct Check {
     pub ok: bool,
     /// Pages verified.
     pub pages: u64,
-    /// Blocks of the disk verified in memory.
+    /// Blocks of the disk verified: in memory what was read, on the disk what was written.
     pub disk_blocks: u64,
     /// Wrong ones ever found.
     pub wrong: u64,
@@ -119,7 +121,7 @@ impl Serial {
         Ok(ticks)
     }
 
-    /// Has the tiny guest verify all its memory, and all that it has read from its disk, at once.
+    /// Has the tiny guest verify all its memory, all that it has read from its disk, and all that it may have written there, at once.
     pub fn check(&self) -> Result<Check> {
         static NUMBER: AtomicU64 = AtomicU64::new(1);
         let id = format!("id={} ", NUMBER.fetch_add(1, Relaxed));
@@ -158,6 +160,7 @@ impl Tick {
             verified: value(line, "verified"),
             passes: value(line, "passes"),
             disk_reads: value(line, "disk_reads"),
+            disk_writes: value(line, "disk_writes"),
             wrong: value(line, "wrong"),
         }
     }
@@ -176,9 +179,12 @@ mod tests {
 
     #[test]
     fn a_tick_is_read() {
-        let line = "tick n=3 uptime_ms=3001 longest_stall_ms=3.5 writes=38408 verified=24584 passes=2 disk_reads=7 wrong=1";
+        let line = "tick n=3 uptime_ms=3001 longest_stall_ms=3.5 writes=38408 verified=24584 passes=2 disk_reads=7 disk_writes=5 wrong=1";
         let tick = Tick::parse(line);
-        assert_eq!((tick.n, tick.uptime_ms, tick.passes, tick.disk_reads, tick.wrong), (3, 3001, 2, 7, 1));
+        assert_eq!(
+            (tick.n, tick.uptime_ms, tick.passes, tick.disk_reads, tick.disk_writes, tick.wrong),
+            (3, 3001, 2, 7, 5, 1)
+        );
         assert!((tick.longest_stall_ms - 3.5).abs() < 1e-9);
     }
 }

@@ -144,7 +144,9 @@ pub struct Load {
     pub mode: LoadMode,
     /// Threads that read the first disk past the guest's page cache. The disk must be one of [`crate::disk::known_content`].
     pub disk_threads: u64,
-    /// Memory into which they read, MiB.
+    /// Threads that rewrite its second half past the guest's page cache, and read it back.
+    pub disk_writers: u64,
+    /// Memory into which the readers read, MiB.
     pub disk_mib: u64,
     /// Its address in the VMs' network, for the first network card.
     pub address: Option<Ipv4Addr>,
@@ -174,6 +176,7 @@ impl Default for Load {
             verify_mib_per_s: 32,
             mode: LoadMode::Random,
             disk_threads: 0,
+            disk_writers: 0,
             disk_mib: 16,
             address: None,
             port: 0,
@@ -335,8 +338,8 @@ impl GuestSpec {
             ),
             format!("load.verify={} load.mode={mode} load.seed={}", load.verify_mib_per_s, load.seed),
             format!(
-                "load.disk_threads={} load.disk={} load.port={}",
-                load.disk_threads, load.disk_mib, load.port
+                "load.disk_threads={} load.disk_writers={} load.disk={} load.port={}",
+                load.disk_threads, load.disk_writers, load.disk_mib, load.port
             ),
         ];
         let mut devices = Vec::new();

@@ -160,6 +160,35 @@ fn the_guest_reads_its_disk_and_tells_wrong_blocks() {
 }
 
 #[test]
+fn the_guest_writes_its_disk_and_tells_what_was_lost() {
+    let (lab, environment) = laboratory();
+    let qemu = environment.qemu(QemuVersion::Installed).unwrap();
+    let image = lab.shared_directory().unwrap().join("disk.raw");
+    disk::known_content(&qemu, &image, "raw", 8).unwrap();
+    let load = Load { fill_mib: 4, disk_threads: 1, disk_writers: 2, disk_mib: 1, ..Load::default() };
+    let mut spec = GuestSpec::tiny("vm1", load);
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
+    let guest = Guest::start_and_wait(&lab.a, &environment, &spec).unwrap();
+    let mut output = guest.serial().follow().unwrap();
+    let written = |line: &str| line.starts_with("tick ") && lab::Tick::parse(line).disk_writes > 300;
+    output.wait_for("writes", DEADLINE, written).unwrap();
+    let check = guest.serial().check().unwrap();
+    // All of the second half at the least.
+    assert!(check.ok && check.disk_blocks >= 1024, "{check:?}");
+
+    // Somebody else writes there, too: one block in each place.
+    let file = OpenOptions::new().write(true).open(&image).unwrap();
+    for place in 256..512 {
+        file.write_all_at(b"?", place << 14).unwrap();
+    }
+    file.sync_all().unwrap();
+    let line = output.wait_for_text("WRONG block").unwrap();
+    let block: u64 = line.split(' ').nth(2).unwrap().parse().unwrap();
+    assert!((1024..2048).contains(&block), "{line}");
+    assert!(!guest.serial().check().unwrap().ok);
+}
+
+#[test]
 fn a_client_behind_the_router_reaches_the_guest() {
     let (lab, environment) = laboratory();
     let load = Load { fill_mib: 4, address: Some(vm_address(5)), port: 7777, ..Load::default() };

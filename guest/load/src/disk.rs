@@ -1,7 +1,11 @@
-//! Reads of the first disk past the page cache, straight into memory that is checked later.
+//! Reads and writes of the first disk past the page cache.
 //!
-//! Such a read is DMA: the page is written when the disk answers, not when the program asks. Each slot of the buffer is therefore checked not
-//! after its read but before it is used again, long after a migration may have lost it, and all at once when asked.
+//! A read goes straight into memory that is checked later. It is DMA: the page is written when the disk answers, not when
+//! the program asks. Each slot of the buffer is therefore checked not after its read but before it is used again, long
+//! after a migration may have lost it, and all at once when asked.
+//!
+//! A writer rewrites the part of the disk that is its own and reads each place back before it writes there again: what
+//! the disk has acknowledged must be there, whichever host the guest is on by then.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -9,15 +13,18 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, mpsc};
 use std::thread;
+use std::time::Duration;
 
-use whimbrel_guest_load::{PAGE_BYTES, mix, wrong_disk_block};
+use whimbrel_guest_load::{PAGE_BYTES, fill_disk, mix, wrong_disk_block};
 
-/// Bytes of a read.
+/// Bytes of a read or a write.
 const READ: usize = 16 << 10;
-/// Blocks of a read.
+/// Blocks of a read or a write.
 const BLOCKS: u64 = (READ / PAGE_BYTES) as u64;
 /// `O_DIRECT` on x86-64.
 const O_DIRECT: i32 = 0o40000;
+/// Between two writes of a thread: a disk that is written to, not one that does nothing else.
+const PAUSE: Duration = Duration::from_millis(5);
 const PATH: &str = "/dev/vda";
 
 /// A piece of memory into which the disk may write by itself.
@@ -25,48 +32,93 @@ const PATH: &str = "/dev/vda";
 #[derive(Clone)]
 struct Slot([u8; READ]);
 
-/// Counts that all readers share.
+/// Counts that all threads share.
 #[derive(Debug, Default)]
 pub(crate) struct Counts {
     pub(crate) reads: AtomicU64,
+    pub(crate) writes: AtomicU64,
+    /// Wrong blocks, and requests that failed.
     pub(crate) wrong: AtomicU64,
 }
 
-/// The readers.
+impl Counts {
+    fn is_wrong(&self, what: &str) {
+        if self.wrong.fetch_add(1, Relaxed) < crate::TOLD {
+            println!("WRONG {what}");
+        }
+    }
+
+    /// A disk that fails is as wrong as one that forgets.
+    fn done(&self, result: io::Result<()>, what: &AtomicU64) -> bool {
+        match result {
+            Ok(()) => {
+                what.fetch_add(1, Relaxed);
+                true
+            }
+            Err(error) => {
+                self.is_wrong(&format!("answer of the disk: {error}"));
+                false
+            }
+        }
+    }
+}
+
+/// The readers and writers.
 #[derive(Debug)]
-pub(crate) struct Readers {
+pub(crate) struct DiskLoad {
     pub(crate) counts: Arc<Counts>,
     asks: Vec<mpsc::Sender<mpsc::Sender<u64>>>,
 }
 
-impl Readers {
-    /// Starts `threads` readers that share `mib` of memory.
-    pub(crate) fn start(threads: usize, mib: usize) -> io::Result<Self> {
+impl DiskLoad {
+    /// Starts readers that share `mib` of memory, and writers that share the second half of the disk.
+    pub(crate) fn start(readers: usize, writers: usize, mib: usize) -> io::Result<Self> {
         let counts = Arc::new(Counts::default());
+        let places = disk_blocks()? / BLOCKS;
+        let read_only = if writers > 0 { places / 2 } else { places };
         let mut asks = Vec::new();
-        for n in 0..threads {
-            let file = OpenOptions::new().read(true).custom_flags(O_DIRECT).open(PATH)?;
-            let slots = ((mib << 20) / READ / threads).max(2);
+        let mut asked = || {
             let (ask, asked) = mpsc::channel();
             asks.push(ask);
+            asked
+        };
+        for n in 0..readers {
+            let slots = ((mib << 20) / READ / readers).max(2);
             let reader = Reader {
-                blocks: disk_blocks()?,
-                file,
+                file: open(false)?,
+                places: read_only.max(1),
                 slots: vec![Slot([0; READ]); slots],
                 holds: vec![None; slots],
                 counts: Arc::clone(&counts),
             };
+            let asked = asked();
             thread::spawn(move || reader.run(mix(n as u64 + 1), &asked));
+        }
+        for n in 0..writers as u64 {
+            let share = (places - read_only) / writers as u64;
+            let writer = Writer {
+                file: open(true)?,
+                first: (read_only + n * share) * BLOCKS,
+                versions: vec![0; share as usize],
+                buffer: Box::new(Slot([0; READ])),
+                counts: Arc::clone(&counts),
+            };
+            let asked = asked();
+            thread::spawn(move || writer.run(mix(!n), &asked));
         }
         Ok(Self { counts, asks })
     }
 
-    /// Has every reader check all it has read; answers how many blocks that were.
+    /// Has every reader check all it has read, and every writer all it may have written; answers how many blocks that were.
     pub(crate) fn check(&self) -> u64 {
         let (answer, answers) = mpsc::channel();
         let asked = self.asks.iter().filter(|ask| ask.send(answer.clone()).is_ok()).count();
         answers.iter().take(asked).sum()
     }
+}
+
+fn open(write: bool) -> io::Result<File> {
+    OpenOptions::new().read(true).write(write).custom_flags(O_DIRECT).open(PATH)
 }
 
 fn disk_blocks() -> io::Result<u64> {
@@ -77,7 +129,8 @@ fn disk_blocks() -> io::Result<u64> {
 
 struct Reader {
     file: File,
-    blocks: u64,
+    /// From the disk's beginning, of [`BLOCKS`] each.
+    places: u64,
     slots: Vec<Slot>,
     /// The first block that each slot was read from.
     holds: Vec<Option<u64>>,
@@ -93,29 +146,68 @@ impl Reader {
             }
             random = mix(random);
             let slot = (random >> 32) as usize % self.slots.len();
-            let block = (random & 0xffff_ffff) % (self.blocks / BLOCKS).max(1) * BLOCKS;
+            let block = (random & 0xffff_ffff) % self.places * BLOCKS;
             self.check(slot);
-            self.holds[slot] = None;
-            match self.file.read_exact_at(&mut self.slots[slot].0, block * PAGE_BYTES as u64) {
-                Ok(()) => {
-                    self.holds[slot] = Some(block);
-                    self.counts.reads.fetch_add(1, Relaxed);
-                }
-                Err(error) => {
-                    println!("DISK error {error}");
-                    return;
-                }
-            }
+            let read = self.file.read_exact_at(&mut self.slots[slot].0, block * PAGE_BYTES as u64);
+            self.holds[slot] = self.counts.done(read, &self.counts.reads).then_some(block);
         }
     }
 
     fn check(&self, slot: usize) -> u64 {
         let Some(first) = self.holds[slot] else { return 0 };
-        if let Some(block) = wrong_disk_block(first, &self.slots[slot].0)
-            && self.counts.wrong.fetch_add(1, Relaxed) < crate::TOLD
-        {
-            println!("WRONG block {block} of the disk in memory");
+        if let Some(block) = wrong_disk_block(first, 0, &self.slots[slot].0) {
+            self.counts.is_wrong(&format!("block {block} of the disk in memory"));
         }
         BLOCKS
+    }
+}
+
+struct Writer {
+    file: File,
+    /// The first block of its own.
+    first: u64,
+    /// What each place of its own holds.
+    versions: Vec<u32>,
+    buffer: Box<Slot>,
+    counts: Arc<Counts>,
+}
+
+impl Writer {
+    fn run(mut self, mut random: u64, asked: &mpsc::Receiver<mpsc::Sender<u64>>) {
+        loop {
+            while let Ok(answer) = asked.try_recv() {
+                let blocks = (0..self.versions.len()).map(|place| self.check(place)).sum();
+                let _ = answer.send(blocks);
+            }
+            random = mix(random);
+            let place = (random >> 32) as usize % self.versions.len().max(1);
+            self.check(place);
+            self.write(place);
+            thread::sleep(PAUSE);
+        }
+    }
+
+    fn block(&self, place: usize) -> u64 {
+        self.first + place as u64 * BLOCKS
+    }
+
+    fn check(&mut self, place: usize) -> u64 {
+        let first = self.block(place);
+        let read = self.file.read_exact_at(&mut self.buffer.0, first * PAGE_BYTES as u64);
+        if self.counts.done(read, &self.counts.reads)
+            && let Some(block) = wrong_disk_block(first, self.versions[place], &self.buffer.0)
+        {
+            self.counts.is_wrong(&format!("block {block} of the disk, version {}", self.versions[place]));
+        }
+        BLOCKS
+    }
+
+    fn write(&mut self, place: usize) {
+        let (first, version) = (self.block(place), self.versions[place].wrapping_add(1));
+        fill_disk(first, version, &mut self.buffer.0);
+        let written = self.file.write_all_at(&self.buffer.0, first * PAGE_BYTES as u64);
+        if self.counts.done(written, &self.counts.writes) {
+            self.versions[place] = version;
+        }
     }
 }

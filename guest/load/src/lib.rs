@@ -34,21 +34,22 @@ pub fn words(seed: u64, number: u64, version: u32) -> impl Iterator<Item = u64> 
     .take(WORDS)
 }
 
-/// Fills `block` (a multiple of [`PAGE_BYTES`]) with what a test disk holds from block `first` on.
-pub fn fill_disk(first: u64, block: &mut [u8]) {
+/// Fills `block` (a multiple of [`PAGE_BYTES`]) with what a test disk holds from block `first` on, in a version of it: 0
+/// from the laboratory, the guest's writers count on.
+pub fn fill_disk(first: u64, version: u32, block: &mut [u8]) {
     for (number, page) in (first..).zip(block.chunks_exact_mut(PAGE_BYTES)) {
-        for (bytes, word) in page.chunks_exact_mut(8).zip(words(DISK_SEED, number, 0)) {
+        for (bytes, word) in page.chunks_exact_mut(8).zip(words(DISK_SEED, number, version)) {
             bytes.copy_from_slice(&word.to_le_bytes());
         }
     }
 }
 
-/// The first block, counted from `first`, in which `data` differs from what a test disk holds there.
-pub fn wrong_disk_block(first: u64, data: &[u8]) -> Option<u64> {
+/// The first block, counted from `first`, in which `data` differs from what a test disk holds there in that version.
+pub fn wrong_disk_block(first: u64, version: u32, data: &[u8]) -> Option<u64> {
     (first..).zip(data.chunks_exact(PAGE_BYTES)).find_map(|(number, page)| {
         let wrong = page
             .chunks_exact(8)
-            .zip(words(DISK_SEED, number, 0))
+            .zip(words(DISK_SEED, number, version))
             .any(|(bytes, word)| bytes != word.to_le_bytes());
         wrong.then_some(number)
     })
@@ -61,11 +62,12 @@ mod tests {
     #[test]
     fn one_changed_byte_is_found() {
         let mut data = vec![0; 4 * PAGE_BYTES];
-        fill_disk(7, &mut data);
-        assert_eq!(wrong_disk_block(7, &data), None);
+        fill_disk(7, 3, &mut data);
+        assert_eq!(wrong_disk_block(7, 3, &data), None);
+        assert_eq!(wrong_disk_block(7, 2, &data), Some(7));
         data[2 * PAGE_BYTES + 4095] ^= 1;
-        assert_eq!(wrong_disk_block(7, &data), Some(9));
-        assert_eq!(wrong_disk_block(8, &data), Some(8));
+        assert_eq!(wrong_disk_block(7, 3, &data), Some(9));
+        assert_eq!(wrong_disk_block(8, 3, &data), Some(8));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! It runs as the only program of the tiny guest, on the serial line. What it prints, one line each:
 //!
 //! - `FILLED pages=N` when the memory has been written for the first time;
-//! - `tick n=… uptime_ms=… longest_stall_ms=… writes=… verified=… passes=… disk_reads=… wrong=…` each second; `longest_stall_ms` is the longest time
+//! - `tick n=… uptime_ms=… longest_stall_ms=… writes=… verified=… passes=… disk_reads=… disk_writes=… wrong=…` each second; `longest_stall_ms` is the longest time
 //!   since the last tick in which the program could not run, `writes` and `verified` count pages, `passes` whole verifications;
 //! - `WRONG page N word=… expected=… found=…`, as soon as a page is found that is not what was written last; the run goes on;
 //! - `CHECK ok id=ID pages=… disk_blocks=… n=…` (or `CHECK wrong …`) in answer to `check ID` on its input: everything was verified at once. It is
@@ -22,7 +22,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use disk::Readers;
+use disk::DiskLoad;
 use memory::Memory;
 use options::Options;
 
@@ -48,8 +48,8 @@ fn main() {
     if options.port > 0 {
         thread::spawn(move || echo(options.port));
     }
-    let disk = if options.disk_threads > 0 {
-        Readers::start(options.disk_threads, options.disk_mib)
+    let disk = if options.disk_threads + options.disk_writers > 0 {
+        DiskLoad::start(options.disk_threads, options.disk_writers, options.disk_mib)
             .inspect_err(|error| println!("DISK error {error}"))
             .ok()
     } else {
@@ -137,7 +137,7 @@ impl Pace {
 struct Load {
     options: Options,
     memory: Memory,
-    disk: Option<Readers>,
+    disk: Option<DiskLoad>,
     start: Instant,
     next_write: usize,
     next_verify: usize,
@@ -148,7 +148,7 @@ struct Load {
 }
 
 impl Load {
-    fn new(options: Options, memory: Memory, disk: Option<Readers>) -> Self {
+    fn new(options: Options, memory: Memory, disk: Option<DiskLoad>) -> Self {
         Self {
             options,
             memory,
@@ -230,7 +230,7 @@ impl Load {
     fn tick(&mut self, longest_stall: Duration) {
         self.ticks += 1;
         println!(
-            "tick n={} uptime_ms={} longest_stall_ms={:.1} writes={} verified={} passes={} disk_reads={} wrong={}",
+            "tick n={} uptime_ms={} longest_stall_ms={:.1} writes={} verified={} passes={} disk_reads={} disk_writes={} wrong={}",
             self.ticks,
             self.start.elapsed().as_millis(),
             longest_stall.as_secs_f64() * 1e3,
@@ -238,6 +238,7 @@ impl Load {
             self.verified,
             self.verified / (self.memory.len() as u64).max(1),
             self.disk.as_ref().map_or(0, |disk| disk.counts.reads.load(Relaxed)),
+            self.disk.as_ref().map_or(0, |disk| disk.counts.writes.load(Relaxed)),
             self.all_wrong(),
         );
     }
@@ -247,7 +248,7 @@ impl Load {
         match words.next() {
             Some("check") => {
                 self.verify(self.memory.len());
-                let blocks = self.disk.as_ref().map_or(0, Readers::check);
+                let blocks = self.disk.as_ref().map_or(0, DiskLoad::check);
                 let wrong = self.all_wrong();
                 println!(
                     "CHECK {} id={} pages={} disk_blocks={blocks} n={} wrong={wrong}",

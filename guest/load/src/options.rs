@@ -29,7 +29,9 @@ pub(crate) struct Options {
     pub(crate) mode: Mode,
     /// Threads that read the first disk past the page cache. Fixed for the run.
     pub(crate) disk_threads: usize,
-    /// Memory into which they read, MiB, all together. Fixed for the run.
+    /// Threads that rewrite its second half and read it back; the readers keep to the first half then. Fixed for the run.
+    pub(crate) disk_writers: usize,
+    /// Memory into which the readers read, MiB, all together. Fixed for the run.
     pub(crate) disk_mib: usize,
     /// TCP port that answers each byte with the same byte. 0: none. Fixed for the run.
     pub(crate) port: u16,
@@ -46,6 +48,7 @@ impl Default for Options {
             verify_mib_per_s: 32,
             mode: Mode::Random,
             disk_threads: 0,
+            disk_writers: 0,
             disk_mib: 16,
             port: 0,
             seed: 1,
@@ -66,6 +69,7 @@ impl Options {
             "rate" => self.rate_mib_per_s = number(key, value)?,
             "verify" => self.verify_mib_per_s = number(key, value)?,
             "disk_threads" => self.disk_threads = number(key, value)?,
+            "disk_writers" => self.disk_writers = number(key, value)?,
             "disk" => self.disk_mib = number(key, value)?,
             "port" => self.port = number(key, value)?,
             "seed" => self.seed = number(key, value)?,

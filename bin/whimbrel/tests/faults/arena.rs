@@ -1,10 +1,12 @@
 //! Where the cells of the matrix are run: two hosts, a guest that goes to and fro, and what must hold after each injury.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
-use lab::Direction;
+use lab::{Device, Direction, Disk, disk};
 
 use crate::common::faults::Harness;
 use crate::common::{self, Cluster, Guest, GuestSpec, Load, Setup};
@@ -27,13 +29,32 @@ impl Arena {
     }
 
     fn start_guest(&mut self) {
-        let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
-        self.guest = None;
+        let qemu = self.cluster.environment.qemu(lab::QemuVersion::Installed).unwrap();
+        let image = self.image();
+        if self.guest.take().is_some() {
+            disk::is_sound(&qemu, &image).unwrap();
+        }
+        disk::known_content(&qemu, &image, "qcow2", 4).unwrap();
+        let load = Load {
+            fill_mib: 16,
+            wss_mib: 8,
+            rate_mib_per_s: 10,
+            disk_threads: 1,
+            disk_writers: 1,
+            disk_mib: 1,
+            ..Load::default()
+        };
         // The log of an earlier guest would tell of ticks that this one has not made yet.
         let _ = fs::remove_dir_all(self.cluster.lab.a.directory().join("vm1"));
-        let spec = GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", load) };
+        let mut spec = GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", load) };
+        spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
         self.guest = Some(self.cluster.guest(&spec));
         self.at = "a";
+    }
+
+    /// The guest's disk, which both hosts see. The guest writes to it all the while.
+    fn image(&self) -> PathBuf {
+        self.cluster.lab.shared_directory().unwrap().join("disk.qcow2")
     }
 
     fn other(&self) -> &'static str {
@@ -88,8 +109,9 @@ impl Arena {
         self.cluster.b.wait_settled();
     }
 
-    /// A destination's QEMU that died after `cont` may have been sent may have run: that only an operator can settle.
-    /// Here no disk can have been written to, so the source's copy is run.
+    /// A destination's QEMU that died after `cont` may have been sent may have run: that only an operator can settle. It
+    /// may have written to its disk, so that the source's copy does not know any more what is there: nobody shall run it
+    /// (what comes of the other decision: recover.rs beside this).
     fn decide_after_a_crash(&self) {
         let (source, destination) = (self.cluster.agent(self.at), self.cluster.agent(self.other()));
         let last = |agent: &common::Agent| agent.cli(&["migrations"]).ok().json()[0].clone();
@@ -98,11 +120,7 @@ impl Arena {
             source.is_settled() && destination.is_settled() || undecided()
         });
         if undecided() {
-            let mut words = vec!["recover", "vm1", "--run-here", "--i-know-the-risk"];
-            if self.cluster.witness.is_some() {
-                words.push("--even-against-the-register");
-            }
-            source.cli(&words).ok();
+            source.cli(&["recover", "vm1", "--give-up", "--i-know-the-risk"]).ok();
         }
     }
 
@@ -169,6 +187,8 @@ impl Arena {
         assert!(there.vm("vm1").is_none(), "{what}: both have it\n{}", logs());
         self.check_guest(what);
         let pid = a.iter().chain(&b).next().unwrap();
+        assert_eq!(holders(&self.image()), [*pid], "{what}: who has the guest's disk open");
+        assert!(is_locked(&self.image()), "{what}: the guest's disk is not locked");
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         assert!(status.contains("TracerPid:\t0"), "{what}: still traced");
         for descriptor in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
@@ -196,7 +216,7 @@ impl Arena {
         let shown = self.cluster.agent(self.at).cli(&["vm", "show", "vm1"]);
         let Ok(shown) = serde_json::from_str::<serde_json::Value>(&shown.stdout) else { return shown.stderr };
         let ask = || {
-            let mut monitor = lab::Monitor::connect(std::path::Path::new(shown["qmp"].as_str()?)).ok()?;
+            let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str()?)).ok()?;
             let status = monitor.command("query-status", &serde_json::json!({})).ok()?;
             let line = serde_json::json!({ "command-line": "info registers" });
             let registers = monitor.command("human-monitor-command", &line).ok()?;
@@ -266,6 +286,22 @@ impl Arena {
         self.at = to;
         self.check_guest("a retry");
     }
+}
+
+/// Processes that have a file open.
+fn holders(path: &Path) -> Vec<u32> {
+    let processes = fs::read_dir("/proc").unwrap();
+    let has_it = |pid: &u32| {
+        let descriptors = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        descriptors.map(|entry| entry.path()).any(|fd| fs::read_link(fd).is_ok_and(|to| to == path))
+    };
+    processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok()).filter(has_it).collect()
+}
+
+/// Whether anybody has locks on a file.
+fn is_locked(path: &Path) -> bool {
+    let inode = format!(":{} ", fs::metadata(path).unwrap().ino());
+    fs::read_to_string("/proc/locks").unwrap().contains(&inode)
 }
 
 fn tail(log: &str) -> String {

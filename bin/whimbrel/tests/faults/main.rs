@@ -55,17 +55,17 @@ fn sample(witness: bool, cells: usize) {
         .unwrap_or(0x5eed + u64::from(witness));
     let mut arena = Arena::new(witness);
     let points = points_of(&mut arena);
-    eprintln!(
+    tell(&format!(
         "{} fault points in the table, {} on the way of an undisturbed migration",
         fault_points().len(),
         points.len()
-    );
+    ));
     let nothing = Way(Vec::new());
     let mut all: Vec<_> =
         points.iter().flat_map(|point| INJURIES.map(|injury| nothing.and(point, injury))).collect();
     let mut draw = Draw(seed);
     let mut ways: Vec<_> = (0..cells).map(|_| all.swap_remove(draw.below(all.len()))).collect();
-    eprintln!("{cells} cells drawn with WHIMBREL_SEED={seed}");
+    tell(&format!("{cells} cells drawn with WHIMBREL_SEED={seed}"));
     // One cell again and again, to look into it: WHIMBREL_CELL="CutBoth at destination/starting/contd:before-effects".
     if let Ok(cell) = std::env::var("WHIMBREL_CELL") {
         ways = vec![Way::parse(&cell); 10];
@@ -122,17 +122,26 @@ fn whole(witness: bool) {
         }
     }
     let all = fault_points();
-    println!("{done} cells, {} of {} fault points injured, {} seen", injured.len(), all.len(), known.len());
+    tell(&format!(
+        "{done} cells, {} of {} fault points injured, {} seen",
+        injured.len(),
+        all.len(),
+        known.len()
+    ));
     println!("not reached a second time: {unreached:#?}");
-    // For the lines of fault_points.txt.
-    if let Ok(path) = std::env::var("WHIMBREL_SEEN") {
-        let transition = |point: &String| point.split_once(':').map(|(name, _)| name.to_owned());
-        let lines: BTreeSet<_> = injured.iter().filter_map(transition).collect();
-        let lines: Vec<_> = lines.into_iter().collect();
-        fs::write(format!("{path}-{}", if witness { "register" } else { "plain" }), lines.join("\n"))
-            .unwrap();
-    }
+    let transitions: BTreeSet<_> =
+        injured.iter().filter_map(|point| Some(point.split_once(':')?.0.to_owned())).collect();
+    println!("injured transitions: {transitions:#?}");
     assert!(failed.is_empty(), "{} cells failed: {failed:#?}", failed.len());
+    let list = List::read();
+    let called_otherwise = |name: &&String| !["undisturbed", "injured"].contains(&list.word(name));
+    let wrong: Vec<_> = transitions.iter().filter(called_otherwise).collect();
+    assert!(wrong.is_empty(), "injured, and {FAULT_POINTS} says otherwise: {wrong:#?}");
+}
+
+/// Past the harness, which keeps what passing tests print.
+fn tell(what: &str) {
+    drop(writeln!(std::io::stderr(), "{what}"));
 }
 
 fn matrix(witness: bool, cells: usize) {
@@ -249,39 +258,71 @@ fn wait_for_offer(arena: &Arena) {
     }
 }
 
-/// The lines of a list that are no comments.
+const FAULT_POINTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/faults/fault_points.txt");
+
+/// The lines of a file that are no comments.
 fn lines_of(path: &str) -> Vec<String> {
     let text = fs::read_to_string(path).unwrap();
     let lines = text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty());
     lines.map(str::to_owned).collect()
 }
 
-/// A transition that nobody has thought of testing fails this, and one that is said to be the model's and is not.
+/// What reaches each transition, by `fault_points.txt`.
+struct List(BTreeMap<String, String>);
+
+impl List {
+    fn read() -> Self {
+        let lines = lines_of(FAULT_POINTS);
+        let pair =
+            |line: &String| line.split_once(' ').map(|(name, word)| (name.to_owned(), word.to_owned()));
+        let list: BTreeMap<_, _> = lines.iter().filter_map(pair).collect();
+        assert_eq!(
+            list.len(),
+            lines.len(),
+            "a transition has two lines, or none of a word, in {FAULT_POINTS}"
+        );
+        Self(list)
+    }
+
+    fn word(&self, transition: &str) -> &str {
+        self.0.get(transition).map_or("", String::as_str)
+    }
+}
+
+/// A transition that nobody has thought of testing fails this, and one that is said to be the model's and is not. That
+/// what the kill matrix injures is said to be so is asserted by the whole of it.
 #[test]
 fn every_transition_has_its_line() {
     const TAKEN: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../crates/engine/tests/model/taken.txt");
-    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/faults/fault_points.txt");
-    let listed = lines_of(path);
-    let lines: BTreeMap<_, _> =
-        listed.iter().map(|line| line.split_once(' ').unwrap_or((line.as_str(), ""))).collect();
-    assert_eq!(lines.len(), listed.len(), "a transition has two lines in {path}");
+    let list = List::read().0;
     let taken: BTreeSet<_> = lines_of(TAKEN).into_iter().collect();
-    let is_wrong = |(name, word): &(&&str, &&str)| match **word {
+    let is_wrong = |(name, word): &(&String, &String)| match word.as_str() {
         "undisturbed" | "injured" | "recover" => false,
-        "model" => !taken.contains(**name),
-        "unreached" => taken.contains(**name),
+        "model" => !taken.contains(*name),
+        "unreached" => taken.contains(*name),
         _ => true,
     };
-    let wrong: Vec<_> = lines.iter().filter(is_wrong).collect();
+    let wrong: Vec<_> = list.iter().filter(is_wrong).collect();
     assert!(wrong.is_empty(), "not so, or no such word: {wrong:#?}; the model takes what {TAKEN} lists");
     let table: BTreeSet<String> = transitions()
         .iter()
         .filter(|transition| !transition.effects.is_empty())
         .map(engine::handover::table::Transition::name)
         .collect();
-    let missing: Vec<_> = table.iter().filter(|name| !lines.contains_key(name.as_str())).collect();
-    let surplus: Vec<_> = lines.keys().filter(|name| !table.contains(**name)).collect();
-    println!("{} fault points in {} transitions", fault_points().len(), table.len());
-    assert!(missing.is_empty(), "without a line in {path}: {missing:#?}");
+    let missing: Vec<_> = table.iter().filter(|name| !list.contains_key(*name)).collect();
+    let surplus: Vec<_> = list.keys().filter(|name| !table.contains(*name)).collect();
+    let count = |word: &str| list.values().filter(|other| *other == word).count();
+    tell(&format!(
+        "{} fault points in {} transitions: {} undisturbed, {} injured, {} by an operator, {} in the model alone, {} \
+         unreached",
+        fault_points().len(),
+        table.len(),
+        count("undisturbed"),
+        count("injured"),
+        count("recover"),
+        count("model"),
+        count("unreached")
+    ));
+    assert!(missing.is_empty(), "without a line in {FAULT_POINTS}: {missing:#?}");
     assert!(surplus.is_empty(), "no such transition any more: {surplus:#?}");
 }

@@ -291,3 +291,32 @@ fn what_arrives_is_ended_as_readily_as_before() {
         assert_eq!(fs::read_to_string(of(pid)).unwrap().trim(), "300");
     }
 }
+
+/// A destination that cannot connect to its source could not ask it how an interrupted handover was decided.
+#[test]
+fn a_destination_that_knows_no_way_back() {
+    let mut cluster = Cluster::new();
+    let spec = GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", busy()) };
+    let _guest = cluster.guest(&spec);
+    let findings = |cluster: &Cluster| {
+        let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).ok().json();
+        assert_eq!(check["possible"], true, "{check:#}");
+        let findings = check["destination_findings"].as_array().unwrap().clone();
+        assert!(
+            findings.iter().any(|one| one["code"] == "rewritten"
+                && one["what"].as_str().unwrap().starts_with("on b, socket ")),
+            "nobody says where the monitors will be: {check:#}"
+        );
+        findings.into_iter().find(|one| one["code"] == "no-way-back")
+    };
+    assert_eq!(findings(&cluster), None);
+    cluster.b.kill();
+    let config = fs::read_to_string(cluster.b.config()).unwrap();
+    let mut config: toml::Table = config.parse().unwrap();
+    config["hosts"]["a"]["address"] = format!("{}:7749", cluster.lab.a.address()).into();
+    fs::write(cluster.b.config(), config.to_string()).unwrap();
+    cluster.b.start();
+    let finding = findings(&cluster).unwrap();
+    assert_eq!(finding["severity"], "warning", "{finding:#}");
+    assert!(finding["advice"].as_str().unwrap().contains("[hosts.a]"), "{finding:#}");
+}

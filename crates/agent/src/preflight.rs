@@ -210,7 +210,11 @@ pub(crate) fn destination(
     let owed_bytes = arrivals.owed_bytes(hugepage_bytes);
     ours.look_at_memory(owed_bytes);
     let mut findings: Vec<_> = rules::check(&theirs, &ours).into_iter().map(finding).collect();
-    findings.extend(left_out(built.as_ref().map_or(&[], |built| &built.warnings)));
+    if let Ok(built) = &built {
+        findings.extend(left_out(&built.warnings));
+        findings.extend(rewritten(&context.config.host, &built.notes));
+    }
+    findings.extend(no_way_back(context, from, id, &proposal.reply_to));
     findings.extend(register_finding(context.config.register.as_ref(), from, &proposal));
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
     let (Ok(built), false) = (built, blocked) else { return Err(findings) };
@@ -346,6 +350,32 @@ pub(crate) fn ask(
         Incoming::Message(Message::Reject { findings, .. }) => Ok((findings, None)),
         _ => Err(PeerError::NoSense(to.clone())),
     }
+}
+
+/// What people who use the VM find in another place here.
+fn rewritten(here: &HostId, notes: &[String]) -> impl Iterator<Item = Finding> {
+    notes.iter().map(move |note| Finding {
+        severity: Severity::Info,
+        code: "rewritten".to_owned(),
+        what: format!("on {here}, {note}"),
+        advice: "look for it there when the guest has arrived".to_owned(),
+    })
+}
+
+/// A destination in doubt asks the source. That it cannot is seen before there is anything to doubt.
+fn no_way_back(context: &Context, from: &HostId, id: &MigrationId, reply_to: &str) -> Option<Finding> {
+    let purpose = Purpose::Handover { migration: id.clone() };
+    let error = peers::connect(context, from, Some(reply_to), purpose).err()?;
+    Some(Finding {
+        severity: Severity::Warning,
+        code: "no-way-back".to_owned(),
+        what: format!(
+            "{} has to ask {from} when a handover is interrupted, and cannot: {}",
+            context.config.host,
+            crate::chain(&error)
+        ),
+        advice: format!("name the source's address under [hosts.{from}] in the destination's configuration"),
+    })
 }
 
 /// What the command line here is without.

@@ -294,7 +294,7 @@ impl<'a> Build<'a> {
             );
         }
         if new != path {
-            self.notes.push(format!("socket {path} is {new} here"));
+            self.notes.push(format!("socket {path} becomes {new}"));
         }
         new
     }
@@ -319,7 +319,7 @@ impl<'a> Build<'a> {
         if has(&self.out, "nographic") && !has(&self.out, "nodefaults") {
             if !has(&self.out, "serial") {
                 let file = self.in_run_dir("serial0.log");
-                self.notes.push(format!("the first serial port writes to {file} here"));
+                self.notes.push(format!("the first serial port writes to {file}"));
                 self.out.push(Given::new("serial", format!("file:{file}")));
             }
             if !has(&self.out, "monitor") {

@@ -39,7 +39,7 @@ impl Build<'_> {
             "file" => {
                 if let Some(path) = value.get("path").filter(|path| moves(path)) {
                     let here = self.in_run_dir(&path);
-                    self.notes.push(format!("file {path} is {here} here"));
+                    self.notes.push(format!("file {path} becomes {here}"));
                     value.set("path", &here);
                 }
                 value.remove("input-path");
@@ -60,7 +60,7 @@ impl Build<'_> {
             }
             "stdio" => {
                 let here = self.in_run_dir(&format!("{id}.log"));
-                self.notes.push(format!("character device {id} was a terminal and writes to {here} here"));
+                self.notes.push(format!("character device {id} was a terminal and writes to {here}"));
                 value.set("backend", "file");
                 value.set("path", &here);
                 value.remove("signal");
@@ -109,7 +109,7 @@ impl Build<'_> {
             "stdio" | "con" if monitor => return None,
             "stdio" | "con" => {
                 let here = self.in_run_dir(&format!("{name}{number}.log"));
-                self.notes.push(format!("-{name} was a terminal and writes to {here} here"));
+                self.notes.push(format!("-{name} was a terminal and writes to {here}"));
                 // A monitor that shared the terminal is gone with it.
                 if !mux.is_empty() && !self.vm.options.iter().any(|other| other.name == "monitor") {
                     self.out.push(Given::new("monitor", "none"));
@@ -120,7 +120,7 @@ impl Build<'_> {
                 let path = rest.split(',').next().unwrap_or_default();
                 if moves(path) {
                     let here = self.in_run_dir(path);
-                    self.notes.push(format!("file {path} is {here} here"));
+                    self.notes.push(format!("file {path} becomes {here}"));
                     format!("{mux}file:{here}{}", rest.get(path.len()..).unwrap_or_default())
                 } else {
                     text.to_owned()

@@ -76,7 +76,7 @@ impl Build<'_> {
         if ["none", "vnc", "egl-headless"].contains(&kind.as_str()) {
             return Some(option.clone());
         }
-        self.notes.push(format!("there is no window ({kind}) here"));
+        self.notes.push(format!("there is no window ({kind})"));
         None
     }
 

@@ -6,6 +6,7 @@
 mod common;
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use common::{Accel, Cluster, DEADLINE, Device, Disk, Environment, GuestSpec, Load, QemuVersion, Ram, Setup};
 use lab::{Direction, Net, disk, not_tried};
@@ -298,7 +299,7 @@ fn a_balloon_that_moves_during_the_rounds() {
             if now["actual"].as_u64() == Some(mib << 20) {
                 break;
             }
-            std::thread::sleep(std::time::Duration::from_millis(25));
+            std::thread::sleep(Duration::from_millis(25));
         }
     }
     assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
@@ -361,6 +362,26 @@ fn a_cut_link_is_mended_and_the_migration_goes_on() {
 #[test]
 fn a_cut_link_is_mended_without_tls() {
     cut_and_resumed(true);
+}
+
+/// Between continents: answers take their time, packets are lost and come in another order. There and back.
+#[test]
+fn over_a_link_with_delay_and_loss() {
+    let link = lab::Link::Emulated(lab::Settings {
+        delay: Duration::from_millis(20),
+        jitter: Duration::from_millis(2),
+        loss: 0.001,
+        ..lab::Settings::default()
+    });
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let load = Load { fill_mib: 8, wss_mib: 2, rate_mib_per_s: 1, ..Load::default() };
+    let _guest = cluster.guest(&GuestSpec::tiny("vm1", load));
+    for (from, to) in [("a", "b"), ("b", "a")] {
+        cluster.migrate("vm1", from, to, &[]);
+        cluster.guest_is_whole(to, "vm1");
+    }
+    let lost = |direction| cluster.lab.emulator().unwrap().counts(direction).lost;
+    assert!(lost(Direction::AToB) > 0 && lost(Direction::BToA) > 0, "nothing was lost");
 }
 
 /// Too slow a link, then the cap is lifted while it runs; before that, somebody cancels.

@@ -9,6 +9,7 @@ mod conversation;
 mod ending;
 mod handover;
 mod inbox;
+mod leavings;
 mod memory;
 mod phases;
 mod telemetry;

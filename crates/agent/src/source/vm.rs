@@ -1,6 +1,5 @@
 //! A VM on its way out: its process, its monitor, its memory.
 
-use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -16,6 +15,7 @@ use tracee::{Process, ProcessError, Signal};
 use tracing::{info, warn};
 
 use super::inbox::{Mailbox, Notice};
+use super::leavings::Leavings;
 use crate::context::Context;
 use crate::hold::{self, HoldError};
 use crate::journal::VmRecord;
@@ -101,11 +101,7 @@ impl SourceVm {
     /// Takes hold of a VM that an earlier agent was moving, without asking it anything: it may be held by SIGSTOP.
     pub(crate) fn find(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
         let process = record.process(&context.boot_id)?;
-        let leavings = Leavings {
-            sockets: Leavings::sockets(&process),
-            pid_file: Leavings::pid_file(&process),
-            directory: vms::own_directory(context, &record.qmp),
-        };
+        let leavings = Leavings::of(&process, vms::own_directory(context, &record.qmp));
         Ok(Self {
             process,
             leavings,
@@ -283,67 +279,5 @@ impl SourceVm {
         self.watch = Watch::start(&self.process, move || {
             mailbox.put(Notice::Event(SourceEvent::QemuDied));
         });
-    }
-}
-
-/// Sockets that a QEMU listens on, its process file, and the directory that the agent made for it. They outlive a process that is killed.
-#[derive(Debug, Default)]
-struct Leavings {
-    sockets: Vec<PathBuf>,
-    /// What `-pidfile` names, as long as it is this process's.
-    pid_file: Option<PathBuf>,
-    /// The directory that the agent made for it, when it arrived or was started from a file.
-    directory: Option<PathBuf>,
-}
-
-impl Leavings {
-    fn sockets(process: &Process) -> Vec<PathBuf> {
-        let (Ok(descriptors), Ok(table)) =
-            (process.descriptors(), fs::read_to_string(process.path("net/unix")))
-        else {
-            return Vec::new();
-        };
-        let inodes: Vec<_> = descriptors
-            .iter()
-            .filter_map(|(_, target)| {
-                target.to_str()?.strip_prefix("socket:[")?.strip_suffix(']').map(str::to_owned)
-            })
-            .collect();
-        let working_dir = fs::read_link(process.path("cwd")).unwrap_or_else(|_| PathBuf::from("/"));
-        // Num RefCount Protocol Flags Type St Inode Path; a flag of 0x10000 says that it listens.
-        let listening = table.lines().skip(1).filter_map(|line| {
-            let fields: Vec<_> = line.split_whitespace().collect();
-            let [_, _, _, flags, _, _, inode, path] = fields[..] else { return None };
-            let listens = u32::from_str_radix(flags, 16).ok()? & 0x10000 != 0;
-            (listens && !path.starts_with('@') && inodes.iter().any(|own| own == inode))
-                .then(|| working_dir.join(path))
-        });
-        listening.collect()
-    }
-
-    fn pid_file(process: &Process) -> Option<PathBuf> {
-        let line = fs::read(process.path("cmdline")).ok()?;
-        let words: Vec<_> = line.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
-        let place = words.iter().position(|word| word == "-pidfile" || word == "--pidfile")?;
-        let working_dir = fs::read_link(process.path("cwd")).ok()?;
-        let path = working_dir.join(words.get(place + 1)?.as_ref());
-        let written = fs::read_to_string(&path).ok()?;
-        (written.trim() == process.pid().to_string()).then_some(path)
-    }
-
-    fn remove(&self) {
-        for file in self.sockets.iter().chain(&self.pid_file) {
-            match fs::remove_file(file) {
-                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                    warn!(file = %file.display(), %error, "left behind");
-                }
-                _ => {}
-            }
-        }
-        if let Some(directory) = &self.directory
-            && let Err(error) = fs::remove_dir_all(directory)
-        {
-            warn!(directory = %directory.display(), %error, "left behind");
-        }
     }
 }

@@ -177,6 +177,8 @@ pub(crate) struct Driver {
     effects_failed: bool,
     /// What the journal did not take and has to take before the end.
     unjournalled: Option<SourceState>,
+    /// HELD was sent: the destination may have all that it needs.
+    held_said: bool,
     proposal: Option<Proposal>,
     /// Its questions to the register.
     register: owners::Desk,
@@ -225,6 +227,7 @@ impl Driver {
             follow_ups: VecDeque::new(),
             effects_failed: false,
             unjournalled: None,
+            held_said: false,
             proposal: None,
             register: owners::Desk::default(),
             offering: Arc::default(),

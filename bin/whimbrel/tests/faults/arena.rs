@@ -6,7 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::time::{Duration, Instant};
 
+use agent::register::SqliteRegister;
 use lab::{Device, Direction, Disk, disk};
+use proto::HostId;
+use proto::message::{Ownership, RegisterRequest};
+use serde_json::Value;
 
 use crate::common::faults::Harness;
 use crate::common::{self, Cluster, Guest, GuestSpec, Load, Setup};
@@ -18,12 +22,24 @@ pub struct Arena {
     guest: Option<Guest>,
     /// The host where the guest is.
     pub at: &'static str,
+    /// What became of the source's QEMU in the present cell.
+    source_qemu: SourceQemu,
+}
+
+/// What an injury has done to the source's QEMU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum SourceQemu {
+    NotKilled,
+    /// Killed with the only copy, or with one that the source was just about to run on.
+    OnlyCopyLost,
+    /// Killed when the destination had all of the guest.
+    CopyIsThere,
 }
 
 impl Arena {
     pub fn new(witness: bool) -> Self {
         let cluster = Cluster::with(&Setup { witness, fault_harness: true, ..Setup::default() });
-        let mut arena = Self { cluster, guest: None, at: "a" };
+        let mut arena = Self { cluster, guest: None, at: "a", source_qemu: SourceQemu::NotKilled };
         arena.start_guest();
         arena
     }
@@ -50,6 +66,18 @@ impl Arena {
         spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
         self.guest = Some(self.cluster.guest(&spec));
         self.at = "a";
+        self.enter_in_register();
+    }
+
+    /// A guest that was started anew is the first host's, wherever the one before it was lost.
+    fn enter_in_register(&self) {
+        let Some(witness) = &self.cluster.witness else { return };
+        let register = SqliteRegister::open(&witness.directory.join("state")).unwrap();
+        for (vm, record) in register.all().unwrap() {
+            let expected = Some((record.epoch, record.owner));
+            let new = Ownership { epoch: record.epoch, owner: HostId::new("a").unwrap(), offer: None };
+            register.apply(&RegisterRequest::CompareAndSet { vm, expected, new }).unwrap();
+        }
     }
 
     /// The guest's disk, which both hosts see. The guest writes to it all the while.
@@ -82,6 +110,27 @@ impl Arena {
         command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap()
     }
 
+    /// What a host's agent says of its last migration.
+    fn last(&self, host: &str) -> Value {
+        self.cluster.agent(host).cli(&["migrations"]).ok().json()[0].clone()
+    }
+
+    /// What it is to kill the source's QEMU where an agent stands at this point.
+    fn worth_of_source_qemu(&self, point: &str) -> SourceQemu {
+        let (source, destination) = (self.last(self.at), self.last(self.other()));
+        let same = source["epoch"] == destination["epoch"];
+        let has_all =
+            ["ready", "taking", "starting", "active"].iter().any(|word| destination["state"] == *word);
+        // All has come, and is just being entered.
+        let is_loaded = point.starts_with("destination/prepared/loaded");
+        let waits = ["stopped", "bereft", "committed", "done"].iter().any(|word| source["state"] == *word);
+        if waits && same && (has_all || is_loaded) {
+            SourceQemu::CopyIsThere
+        } else {
+            SourceQemu::OnlyCopyLost
+        }
+    }
+
     pub fn injure(&mut self, injury: Injury) {
         let (source, destination) = (self.at, self.other());
         let towards = if source == "a" { Direction::AToB } else { Direction::BToA };
@@ -89,15 +138,18 @@ impl Arena {
         match injury {
             Injury::SourceAgent => self.cluster.agent_mut(source).kill(),
             Injury::DestinationAgent => self.cluster.agent_mut(destination).kill(),
-            Injury::DestinationQemu => {
-                for pid in self.qemus(destination) {
-                    lab::kill_pid(pid).unwrap();
-                }
-            }
+            Injury::SourceQemu => self.kill_qemus(source),
+            Injury::DestinationQemu => self.kill_qemus(destination),
             Injury::CutToDestination => self.cluster.lab.cut(towards).unwrap(),
             Injury::CutToSource => self.cluster.lab.cut(back).unwrap(),
             Injury::CutBoth => self.cluster.lab.cut_both().unwrap(),
             Injury::FrozenDestination => self.cluster.agent(destination).freeze(),
+        }
+    }
+
+    fn kill_qemus(&self, host: &str) {
+        for pid in self.qemus(host) {
+            lab::kill_pid(pid).unwrap();
         }
     }
 
@@ -114,8 +166,8 @@ impl Arena {
     /// (what comes of the other decision: recover.rs beside this).
     fn decide_after_a_crash(&self) {
         let (source, destination) = (self.cluster.agent(self.at), self.cluster.agent(self.other()));
-        let last = |agent: &common::Agent| agent.cli(&["migrations"]).ok().json()[0].clone();
-        let undecided = || last(source)["standing"] == "in-doubt" && last(destination)["state"] == "crashed";
+        let undecided =
+            || self.last(self.at)["standing"] == "in-doubt" && self.last(self.other())["state"] == "crashed";
         common::until("the migration is over, or an operator has to decide", || {
             source.is_settled() && destination.is_settled() || undecided()
         });
@@ -152,31 +204,43 @@ impl Arena {
         }
     }
 
+    /// No guest is left. That is right where the only copy was killed, and has to be said.
+    fn check_lost(&mut self, what: &str, way: &Way, logs: &str) {
+        let (source, destination) = (self.last(self.at), self.last(self.other()));
+        let states = format!("{source:#} / {destination:#}\n{logs}");
+        if self.source_qemu == SourceQemu::OnlyCopyLost {
+            assert_eq!(source["standing"], "failed", "{what}: {states}");
+            assert!(source["message"].to_string().contains("QEMU"), "{what}: it is not said: {states}");
+            let of_it = destination["epoch"] == source["epoch"];
+            assert!(!of_it || destination["standing"] == "failed", "{what}: {states}");
+        } else {
+            // Killed after `cont` was sent: the VM crashed, as it may on any host.
+            assert!(way.has(Injury::DestinationQemu), "{what}: no guest is left\n{states}");
+            let ran = ["crashed", "active"].iter().any(|word| destination["state"] == *word);
+            // Or both copies were killed, one after the other.
+            let both = way.has(Injury::SourceQemu);
+            assert!(ran || both, "{what}: lost without having run: {states}");
+        }
+        for name in ["a", "b"] {
+            let agent = self.cluster.agent(name);
+            if let Some(vm) = agent.vm("vm1") {
+                assert_ne!(vm["state"], "running", "{what}: {vm}\n{states}");
+                agent.cli(&["vm", "forget", "vm1"]).ok();
+            }
+            let left = common::entries(&agent.directory.join("run/vms"));
+            let its_own = name == self.at && self.source_qemu != SourceQemu::NotKilled;
+            assert!(left.len() <= usize::from(its_own), "{what}: {left:?} is left at {name}");
+        }
+        self.start_guest();
+    }
+
     /// The guest runs on exactly one side, whole; nothing is left behind.
     pub fn check(&mut self, what: &str, way: &Way) {
         let (a, b) = (self.qemus("a"), self.qemus("b"));
         let logs =
             || format!("--- a\n{}\n--- b\n{}", tail(&self.cluster.a.log()), tail(&self.cluster.b.log()));
         if a.is_empty() && b.is_empty() {
-            // Killed after `cont` was sent: the VM crashed, as it may on any host.
-            let killed = way.0.iter().any(|step| step.injury == Injury::DestinationQemu);
-            assert!(killed, "{what}: no guest is left\n{}", logs());
-            let state =
-                |agent: &str| self.cluster.agent(agent).cli(&["migrations"]).ok().json()[0]["state"].clone();
-            assert!(
-                ["crashed", "active"].iter().any(|word| state(self.other()) == *word),
-                "{what}: lost without having run: {} / {}\n{}",
-                state(self.at),
-                state(self.other()),
-                logs()
-            );
-            for agent in ["a", "b"] {
-                if self.cluster.agent(agent).vm("vm1").is_some() {
-                    self.cluster.agent(agent).cli(&["vm", "forget", "vm1"]).ok();
-                }
-            }
-            self.start_guest();
-            return;
+            return self.check_lost(what, way, &logs());
         }
         assert_eq!(a.len() + b.len(), 1, "{what}: {a:?} and {b:?} are there\n{}", logs());
         self.at = if a.is_empty() { "b" } else { "a" };
@@ -214,7 +278,7 @@ impl Arena {
     /// What QEMU says of a guest that says nothing itself, twice, to see whether it moves.
     fn registers(&self) -> String {
         let shown = self.cluster.agent(self.at).cli(&["vm", "show", "vm1"]);
-        let Ok(shown) = serde_json::from_str::<serde_json::Value>(&shown.stdout) else { return shown.stderr };
+        let Ok(shown) = serde_json::from_str::<Value>(&shown.stdout) else { return shown.stderr };
         let ask = || {
             let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str()?)).ok()?;
             let status = monitor.command("query-status", &serde_json::json!({})).ok()?;
@@ -251,6 +315,7 @@ impl Arena {
     /// whether all points of the way were reached.
     pub fn run(&mut self, way: &Way) -> bool {
         let what = format!("{way}, from {}", self.at);
+        self.source_qemu = SourceQemu::NotKilled;
         self.faults().want(&way.0[0].point);
         let mut migration = self.migrate();
         let mut reached = true;
@@ -259,6 +324,9 @@ impl Arena {
                 reached = false;
                 break;
             };
+            if step.injury == Injury::SourceQemu {
+                self.source_qemu = self.worth_of_source_qemu(&step.point);
+            }
             self.injure(step.injury);
             let next = way.0.get(index + 1);
             if let Some(next) = next {

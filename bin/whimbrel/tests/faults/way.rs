@@ -7,6 +7,7 @@ use std::fmt;
 pub enum Injury {
     SourceAgent,
     DestinationAgent,
+    SourceQemu,
     DestinationQemu,
     CutToDestination,
     CutToSource,
@@ -15,9 +16,10 @@ pub enum Injury {
     FrozenDestination,
 }
 
-pub const INJURIES: [Injury; 7] = [
+pub const INJURIES: [Injury; 8] = [
     Injury::SourceAgent,
     Injury::DestinationAgent,
+    Injury::SourceQemu,
     Injury::DestinationQemu,
     Injury::CutToDestination,
     Injury::CutToSource,
@@ -52,6 +54,11 @@ impl Way {
             Step { point: point.to_owned(), injury }
         };
         Self(words.split(", then ").map(step).collect())
+    }
+
+    /// Whether one of its injuries is this one.
+    pub fn has(&self, injury: Injury) -> bool {
+        self.0.iter().any(|step| step.injury == injury)
     }
 
     /// This way, and one injury more.

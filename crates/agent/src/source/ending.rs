@@ -70,7 +70,7 @@ impl Driver {
             info!(migration = %self.terms.migration, text, "report");
             self.note("report", &*text);
         }
-        self.outcome = match report {
+        let outcome = match report {
             SourceReport::Cancelled => Some(Outcome::Cancelled),
             SourceReport::Returned => Some(Outcome::Returned),
             SourceReport::Done => Some(Outcome::Moved),
@@ -78,8 +78,9 @@ impl Driver {
             | SourceReport::PeerGaveUp
             | SourceReport::Interrupted
             | SourceReport::VmCrashed => Some(Outcome::Aborted),
-            _ => self.outcome,
+            _ => None,
         };
+        self.outcome = outcome.or(self.outcome);
         let waiting = matches!(
             report,
             SourceReport::Bereft
@@ -88,11 +89,15 @@ impl Driver {
                 | SourceReport::DestinationCrashed
                 | SourceReport::Contradiction
         );
+        let reason = self.reason.clone();
         self.telemetry.update(|progress| {
             if waiting {
                 progress.phase = Phase::InDoubt;
                 progress.standing = Standing::InDoubt;
                 progress.message = Some(text.clone());
+            } else if outcome.is_some() && progress.standing == Standing::InDoubt {
+                // What was to be done meanwhile is no longer to be done.
+                progress.message = Some(reason.unwrap_or(text));
             } else {
                 progress.message.get_or_insert(text.clone());
             }

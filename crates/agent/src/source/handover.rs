@@ -65,12 +65,24 @@ impl Driver {
                 failure.event
             }
         };
-        self.take(&event);
-        // Whatever it was that ended the phases: nobody sends any more, and a stopped guest must not wait for nothing.
-        if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
+        self.phases_ended(&event);
+        self.settle()
+    }
+
+    /// Whatever it was that ended the phases: nobody sends any more.
+    fn phases_ended(&mut self, event: &SourceEvent) {
+        self.take(event);
+        let waits_for_nothing = match self.state {
+            // A stopped guest must not.
+            SourceState::Prepared { .. } | SourceState::Stopped { .. } => true,
+            // Nor must a destination that has not all of a guest that is gone here: it has no reason to give up while
+            // this side asks it again and again.
+            SourceState::Bereft { incarnation: None, .. } => !self.held_said,
+            _ => false,
+        };
+        if waits_for_nothing {
             self.take(&SourceEvent::Failed);
         }
-        self.settle()
     }
 
     /// The migration has begun, and this side cannot go on with it: its last word.

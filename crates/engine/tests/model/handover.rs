@@ -271,7 +271,7 @@ impl Handover {
                 die
             }
             Act::Lose(packet) => {
-                world.net.retain(|other| *other != packet);
+                world.lose(packet);
                 None
             }
             Act::Repeat(Side::Source, die) => {
@@ -328,8 +328,7 @@ impl Handover {
             }
             Act::KillSourceQemu(die) => {
                 world.budget.qemu_deaths -= 1;
-                world.kill_source_qemu();
-                world.feed_source_if(rules, &SourceEvent::QemuDied, die);
+                world.kill_source_qemu(rules, die);
                 die
             }
             Act::KillDestinationQemu(die) => {

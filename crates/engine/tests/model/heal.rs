@@ -55,8 +55,8 @@ fn time_passes(rules: &Rules, world: &mut World) {
             world.session = false;
             world.feed_source(rules, &SourceEvent::PeerLost, None);
         }
-        (_, DestinationState::Prepared) => {
-            world.session = false;
+        // Only without its streams does it give up by itself.
+        (_, DestinationState::Prepared) if !world.session => {
             world.feed_destination(rules, &DestinationEvent::PeerLost, None);
         }
         _ => {}

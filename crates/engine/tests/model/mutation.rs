@@ -19,10 +19,12 @@ pub(crate) struct Rules {
     /// HELD: all that the destination needs for READY has left only when the guest has stood still since the stop, and
     /// QEMU is held, so that nobody can continue it any more.
     pub(crate) holds: bool,
+    /// A source whose QEMU died before HELD takes that for the end, for it knows that it did not send all.
+    pub(crate) tells: bool,
 }
 
 /// As they are.
-pub(crate) const HONEST: Rules = Rules { source, destination, holds: true };
+pub(crate) const HONEST: Rules = Rules { source, destination, holds: true, tells: true };
 
 #[allow(clippy::unnecessary_wraps, reason = "stands in for a function that can fail")]
 fn to<S, E>(to: S, effects: Vec<E>) -> Result<Step<S, E>, Illegal> {

@@ -55,6 +55,12 @@ fn finds_a_source_that_lets_the_destination_be_ready_before_it_holds_its_qemu() 
 }
 
 #[test]
+fn finds_a_source_that_lets_the_destination_wait_for_what_is_lost() {
+    let rules = Rules { tells: false, ..HONEST };
+    found(rules, Budget { qemu_deaths: 1, ..NONE }, false, &[ONE_RUNS]);
+}
+
+#[test]
 fn finds_a_source_that_reclaims_without_winning() {
     let rules = Rules { source: mutation::source_reclaims_without_winning, ..HONEST };
     found(rules, Budget { troubles: 1, ..NONE }, true, &[TWO_RUNNING]);

@@ -178,6 +178,8 @@ pub(crate) struct World {
     pub(crate) destination_cont: bool,
     /// The streams of the migration.
     pub(crate) session: bool,
+    /// The source has sent all, and HELD. It remembers that, and no journal does.
+    pub(crate) all_sent: bool,
     pub(crate) register: Option<Record>,
     pub(crate) register_lost: bool,
     pub(crate) net: Vec<Packet>,
@@ -196,6 +198,7 @@ impl World {
             destination_qemu: Qemu::Gone,
             destination_cont: false,
             session: false,
+            all_sent: false,
             register: register.then_some(Record { epoch: 0, owner: Side::Source, offer: None }),
             register_lost: false,
             net: Vec::new(),

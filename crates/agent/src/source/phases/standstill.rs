@@ -181,6 +181,8 @@ impl Driver {
         // While the destination loads. That it is ready then implies that this side is held.
         self.check_unchanged()?;
         self.hold()?;
+        // Even if saying it fails, it may have been heard.
+        self.held_said = true;
         self.say(&Message::Held { epoch: self.terms.epoch() })?;
         match self.hear(self.standstill_ends())? {
             Message::Ready { epoch, incarnation, digest: loaded, load_us } => {

@@ -16,6 +16,16 @@ impl World {
             && self.net.len() < usize::from(self.budget.in_flight)
         {
             self.net.insert(place, packet);
+        } else if !self.net.contains(&packet) {
+            self.lose(packet);
+        }
+    }
+
+    /// A packet is lost. What goes over the streams is lost only with them.
+    pub(crate) fn lose(&mut self, packet: Packet) {
+        self.net.retain(|other| *other != packet);
+        if packet == Packet::Data(self.source.epoch) {
+            self.session = false;
         }
     }
 
@@ -50,6 +60,7 @@ impl World {
             }
             self.held = true;
         }
+        self.all_sent = true;
         self.send(Packet::Data(self.source.epoch));
     }
 
@@ -90,7 +101,11 @@ impl World {
                 self.ghost.source.go_sent = true;
                 self.send(Packet::Go(epoch));
             }
-            SourceEffect::SendAbort => self.send(Packet::Abort(epoch)),
+            SourceEffect::SendAbort => {
+                self.send(Packet::Abort(epoch));
+                // The streams end with it.
+                self.session = false;
+            }
             SourceEffect::Answer(Verdict::Committed { .. }) => {
                 self.ghost.source.go_sent = true;
                 self.send(Packet::Committed(epoch));
@@ -227,11 +242,17 @@ impl World {
         }
     }
 
-    pub(crate) fn kill_source_qemu(&mut self) {
+    /// The source's QEMU dies, and its agent hears of it.
+    pub(crate) fn kill_source_qemu(&mut self, rules: &Rules, die_after: Option<usize>) {
         self.source_qemu = Qemu::Gone;
         self.source_cont = false;
         self.held = false;
         self.ghost.source.lost = true;
+        let was_stopped = matches!(self.source.state, SourceState::Stopped { .. });
+        self.feed_source_if(rules, &SourceEvent::QemuDied, die_after);
+        if rules.tells && was_stopped && !self.all_sent {
+            self.feed_source_if(rules, &SourceEvent::Failed, die_after);
+        }
     }
 
     pub(crate) fn kill_destination_qemu(&mut self) {
@@ -275,6 +296,7 @@ impl World {
         self.source.journal = vec![SourceState::Idle];
         self.source.rebooted = false;
         self.session = false;
+        self.all_sent = false;
         self.net.retain(|packet| !matches!(packet, Packet::Reply(Side::Source, ..)));
         self.ghost.source = SourceGhost::default();
         self.feed_source(rules, &SourceEvent::Begin { run: true }, die_after);
@@ -307,7 +329,8 @@ impl World {
                     self.ghost.destination = DestinationGhost::default();
                     self.net.retain(|packet| !matches!(packet, Packet::Reply(Side::Destination, ..)));
                     self.destination_qemu = Qemu::Paused;
-                    self.session = self.source.life == Life::Up && !self.source.state.is_final();
+                    self.session = self.source.life == Life::Up
+                        && matches!(self.source.state, SourceState::Prepared { .. });
                     to_destination(self, DestinationEvent::Prepare);
                 }
             }

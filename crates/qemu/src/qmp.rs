@@ -222,6 +222,7 @@ impl Qmp {
             })?;
             match Reply::of(message, id)? {
                 Reply::Ours(Ok(value)) => {
+                    tracing::trace!(command, duration_us = started.elapsed().as_micros() as u64, "answered");
                     return serde_json::from_value(value)
                         .map_err(|source| QmpError::Answer { command: command.to_owned(), source });
                 }

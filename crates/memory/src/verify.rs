@@ -44,7 +44,8 @@ pub struct VerifyError {
     pub source: io::Error,
 }
 
-/// Hashes of a block's chunks, in order; the last chunk may be shorter. Uses up to `threads` threads, 256 KiB each.
+/// Hashes of a block's chunks, in order; the last chunk may be shorter. Uses up to `threads` threads, 256 KiB each,
+/// and at least the caller's.
 pub fn hash_block(pid: u32, block: &Block, threads: usize) -> Result<Vec<u64>, VerifyError> {
     let failed = |address, source| VerifyError { pid, block: block.name.clone(), address, source };
     let memory = Memory::open(pid, block).map_err(|source| failed(block.address, source))?;
@@ -63,7 +64,9 @@ pub fn hash_block(pid: u32, block: &Block, threads: usize) -> Result<Vec<u64>, V
         }
     };
     let results: Vec<_> = thread::scope(|scope| {
-        let started: Vec<_> = (1..threads.max(1)).map(|_| scope.spawn(work)).collect();
+        // Those that the system does not give are not needed.
+        let start = |_| thread::Builder::new().name("hash".to_owned()).spawn_scoped(scope, work).ok();
+        let started: Vec<_> = (1..threads.max(1)).filter_map(start).collect();
         let mine = work();
         let theirs = started.into_iter().map(|thread| {
             let died = || Err(failed(block.address, io::Error::other("the thread that read it died")));
@@ -190,6 +193,30 @@ mod tests {
     fn lists_of_other_length_differ_where_one_has_nothing() {
         assert_eq!(different_chunks(10, &[1, 2, 3], &[1, 5]), [11, 12]);
         assert!(different_chunks(10, &[1], &[1]).is_empty());
+    }
+
+    /// To be run in a process of its own, where no thread can be started.
+    #[test]
+    #[ignore = "what the next test starts"]
+    fn hashes_alone() {
+        if thread::Builder::new().spawn(|| {}).is_ok() {
+            return;
+        }
+        let bytes = vec![7; 3 * CHUNK_BYTES as usize];
+        assert_eq!(hash_block(std::process::id(), &block(&bytes), 3).unwrap().len(), 3);
+        println!("hashed");
+    }
+
+    #[test]
+    fn where_the_system_gives_no_thread_the_callers_is_enough() {
+        let alone = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "--ignored", "--nocapture", "--test-threads=1", "verify::tests::hashes_alone"])
+            // No address space has room for such a stack.
+            .env("RUST_MIN_STACK", (1_u64 << 60).to_string())
+            .output()
+            .unwrap();
+        assert!(String::from_utf8_lossy(&alone.stdout).contains("hashed"), "{alone:?}");
+        assert!(alone.status.success(), "{alone:?}");
     }
 
     #[test]

@@ -1,10 +1,13 @@
 //! The phases in which the guest stands still: each ends by itself, however the other side behaves.
 
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{DirtyLog, Interrupted, Owed, ScanFailed, Sender, Sent};
 use engine::handover::source::SourceEvent;
 use proto::message::Message;
+use tracing::warn;
 
 use super::{Failure, Ready, gone, unexpected};
 use crate::machine::Machine;
@@ -38,6 +41,21 @@ fn stopped_round(
     Ok(StoppedRound { sent, dirty_pages, scan_us })
 }
 
+/// Does both at the same time, `there` in a thread of its own. Where the system gives none, `there` comes first: a guest
+/// stands still a little longer then. An error is a panic of `there`.
+fn beside<H, T: Send>(here: impl FnOnce() -> H, there: impl FnMut() -> T + Send) -> (H, thread::Result<T>) {
+    let there = Mutex::new(there);
+    let run = || (there.lock().unwrap_or_else(PoisonError::into_inner))();
+    thread::scope(|scope| match thread::Builder::new().name("save".to_owned()).spawn_scoped(scope, run) {
+        Ok(thread) => (here(), thread.join()),
+        Err(error) => {
+            warn!(%error, "no thread to save the device state in; it is saved before the round");
+            let done = run();
+            (here(), Ok(done))
+        }
+    })
+}
+
 impl Driver {
     pub(super) fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
@@ -68,10 +86,8 @@ impl Driver {
             tracked.will_be_compared();
         }
         let vm = self.vm.as_mut().ok_or_else(gone)?;
-        let (round, saved) = std::thread::scope(|scope| {
-            let saving = scope.spawn(|| vm.save_devices());
-            (stopped_round(sender, owed, tracked.log(), acknowledged_by), saving.join())
-        });
+        let round = || stopped_round(sender, owed, tracked.log(), acknowledged_by);
+        let (round, saved) = beside(round, || vm.save_devices());
         let sent = self.last_round(round)?;
         let state = saved
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
@@ -219,5 +235,51 @@ impl Driver {
 
     pub(crate) fn since_stop_us(&self) -> u64 {
         self.clock.stopped_at.map_or(0, |at| at.elapsed().as_micros() as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+    use std::sync::Barrier;
+
+    use super::*;
+
+    #[test]
+    fn both_are_done_at_the_same_time() {
+        let meeting = Barrier::new(2);
+        let (here, there) = beside(|| meeting.wait().is_leader(), || meeting.wait().is_leader());
+        assert!(here != there.unwrap());
+        let (here, there) = beside(|| 1, || panic!("as planned"));
+        let _: Box<dyn std::any::Any + Send> = there.map(|never: u8| never).unwrap_err();
+        assert_eq!(here, 1);
+    }
+
+    /// To be run in a process of its own, where no thread can be started.
+    #[test]
+    #[ignore = "what the next test starts"]
+    fn alone() {
+        if thread::Builder::new().spawn(|| {}).is_ok() {
+            return;
+        }
+        let order = Mutex::new(Vec::new());
+        let note = |what| order.lock().unwrap().push(what);
+        let (here, there) = beside(|| note("here"), || note("there"));
+        assert_eq!((here, there.unwrap()), ((), ()));
+        assert_eq!(order.into_inner().unwrap(), ["there", "here"]);
+        println!("done alone");
+    }
+
+    #[test]
+    fn where_the_system_gives_no_thread_one_comes_after_the_other() {
+        let test = "source::phases::standstill::tests::alone";
+        let alone = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "--ignored", "--nocapture", "--test-threads=1", test])
+            // No address space has room for such a stack.
+            .env("RUST_MIN_STACK", (1_u64 << 60).to_string())
+            .output()
+            .unwrap();
+        assert!(String::from_utf8_lossy(&alone.stdout).contains("done alone"), "{alone:?}");
+        assert!(alone.status.success(), "{alone:?}");
     }
 }

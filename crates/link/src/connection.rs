@@ -245,12 +245,13 @@ impl Reader {
 #[derive(Debug)]
 pub struct Writer {
     bytes: ByteWriter,
+    deadline: Option<Instant>,
     shared: Arc<Shared>,
 }
 
 impl Writer {
     pub(crate) fn new(shared: &Arc<Shared>) -> Self {
-        Self { bytes: ByteWriter::new(Arc::clone(shared)), shared: Arc::clone(shared) }
+        Self { bytes: ByteWriter::new(Arc::clone(shared)), deadline: None, shared: Arc::clone(shared) }
     }
 
     pub(crate) fn bytes(&mut self) -> &mut ByteWriter {
@@ -260,6 +261,12 @@ impl Writer {
     /// From now on everything sent here counts against this limit.
     pub fn set_rate_limit(&mut self, limit: Option<Arc<RateLimit>>) {
         self.shared.set_limit(limit);
+    }
+
+    /// From now on nothing that is sent here waits longer than until then, for the peer or for leave to send; what is
+    /// late fails with [`LinkError::TimedOut`] and ends the connection.
+    pub fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.deadline = deadline;
     }
 
     /// Sends a message.
@@ -278,7 +285,7 @@ impl Writer {
     /// Sends a frame whose payload is the parts, one after the other. They are not copied where there is no TLS.
     /// Returns when the socket has taken all of it.
     pub fn write_frame(&mut self, header: Header, parts: &[IoSlice<'_>]) -> Result<(), LinkError> {
-        self.write_frame_until(header, parts, None)
+        self.write_frame_until(header, parts, self.deadline)
     }
 
     pub(crate) fn write_frame_until(

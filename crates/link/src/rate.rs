@@ -10,6 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::error::LinkError;
+
 const NS_PER_S: u128 = 1_000_000_000;
 
 /// How much may be made up for after a pause, as time. A thread that the scheduler wakes late within this span loses
@@ -128,7 +130,7 @@ impl RateLimit {
 
     /// Waits until `bytes` may be sent. False if the limit was closed instead.
     pub fn take(&self, bytes: u64) -> bool {
-        self.take_unless(bytes, &AtomicBool::new(false))
+        self.take_unless(bytes, &AtomicBool::new(false), None).is_ok()
     }
 
     /// Nobody waits here any more, now and later.
@@ -137,18 +139,31 @@ impl RateLimit {
         self.changed.notify_all();
     }
 
-    /// As [`RateLimit::take`]; also gives up when `given_up` is set and [`RateLimit::wake`] called after that.
-    pub(crate) fn take_unless(&self, bytes: u64, given_up: &AtomicBool) -> bool {
+    /// As [`RateLimit::take`]; also gives up at the deadline, or when `given_up` is set and [`RateLimit::wake`] called
+    /// after that.
+    pub(crate) fn take_unless(
+        &self,
+        bytes: u64,
+        given_up: &AtomicBool,
+        deadline: Option<Instant>,
+    ) -> Result<(), LinkError> {
         let mut left = bytes;
         let mut state = self.lock();
         loop {
             if state.closed || given_up.load(Ordering::Acquire) {
-                return false;
+                return Err(LinkError::Closed);
             }
             match state.bucket.take(left, self.origin.elapsed()) {
-                Ok(grant) if grant >= left => return true,
+                Ok(grant) if grant >= left => return Ok(()),
                 Ok(grant) => left -= grant,
-                Err(wait) => {
+                Err(mut wait) => {
+                    if let Some(deadline) = deadline {
+                        let rest = deadline.saturating_duration_since(Instant::now());
+                        if rest.is_zero() {
+                            return Err(LinkError::TimedOut);
+                        }
+                        wait = wait.min(rest);
+                    }
                     state = self.changed.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
                 }
             }
@@ -306,8 +321,9 @@ mod tests {
         for (end, given) in ends {
             let (limit, given_up) = (RateLimit::new(Some(1)), AtomicBool::new(false));
             thread::scope(|scope| {
-                let waiting: Vec<_> =
-                    (0..4).map(|_| scope.spawn(|| limit.take_unless(1 << 25, &given_up))).collect();
+                let waiting: Vec<_> = (0..4)
+                    .map(|_| scope.spawn(|| limit.take_unless(1 << 25, &given_up, None).is_ok()))
+                    .collect();
                 // Somebody has got the burst, so that somebody waits for more.
                 while limit.lock().bucket.level >= u128::from(MIN_BURST_BYTES) * NS_PER_S {
                     thread::yield_now();

@@ -250,7 +250,7 @@ impl ByteWriter {
             if bytes == 0 {
                 return Ok(());
             }
-            self.wait_for_leave(bytes)?;
+            self.wait_for_leave(bytes, deadline)?;
             match &self.shared.tls {
                 None => self.write_plain(&mut piece, deadline)?,
                 Some(tls) => self.write_tls(tls, &mut piece, deadline)?,
@@ -268,12 +268,11 @@ impl ByteWriter {
         Ok(())
     }
 
-    fn wait_for_leave(&self, bytes: usize) -> Result<(), LinkError> {
+    fn wait_for_leave(&self, bytes: usize, deadline: Option<Instant>) -> Result<(), LinkError> {
         let Some(limit) = self.shared.limit() else { return Ok(()) };
         let bytes = bytes as u64;
         let records = if self.shared.tls.is_some() { bytes.div_ceil(RECORD_BYTES) } else { 0 };
-        let given = limit.take_unless(bytes + records * RECORD_OVERHEAD_BYTES, self.shared.socket.closed());
-        if given { Ok(()) } else { Err(LinkError::Closed) }
+        limit.take_unless(bytes + records * RECORD_OVERHEAD_BYTES, self.shared.socket.closed(), deadline)
     }
 
     fn write_plain(&self, piece: &mut [IoSlice<'_>], deadline: Option<Instant>) -> Result<(), LinkError> {

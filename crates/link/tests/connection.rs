@@ -321,6 +321,29 @@ fn shutdown_reaches_a_writer_that_waits_for_its_rate() {
     }
 }
 
+/// Each of them would wait for ever otherwise.
+#[test]
+fn a_writers_deadline_ends_the_wait_for_its_peer_and_for_its_rate() {
+    for (kind, a, _silent) in both_kinds() {
+        let (mut reader, mut writer) = a.split();
+        writer.set_deadline(Some(Instant::now() + Duration::from_millis(10)));
+        let error = (0..1 << 16).find_map(|_| writer.send_blob(&vec![0; 1 << 20]).err());
+        assert!(matches!(error, Some(LinkError::TimedOut)), "{kind}: {error:?}");
+        assert!(
+            matches!(reader.recv(None), Err(LinkError::Closed)),
+            "{kind}: a part of it may be on its way"
+        );
+    }
+    for (kind, a, _other) in both_kinds() {
+        let (mut reader, mut writer) = a.split();
+        writer.set_rate_limit(Some(Arc::new(RateLimit::new(Some(1)))));
+        writer.set_deadline(Some(Instant::now() + Duration::from_millis(10)));
+        let error = writer.send_blob(&vec![0; 1 << 20]).unwrap_err();
+        assert!(matches!(error, LinkError::TimedOut), "{kind}: {error:?}");
+        assert!(matches!(reader.recv(None), Err(LinkError::Closed)), "{kind}");
+    }
+}
+
 /// A frame that ends in the middle: the peer must not take what comes next for the rest of it.
 #[test]
 fn a_closed_limit_ends_the_connection() {

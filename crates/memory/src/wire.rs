@@ -5,12 +5,16 @@
 use std::fmt;
 use std::io::IoSlice;
 use std::sync::Arc;
+use std::time::Instant;
 
 use link::{Connection, Handle, LinkError, RateLimit, Reader, Writer};
 use proto::frame::{Header, Kind};
 
 /// The sending half of a data stream.
 pub trait FrameSink: Send {
+    /// From now on nothing here waits longer than until then; what is late fails with [`LinkError::TimedOut`].
+    fn set_deadline(&mut self, deadline: Option<Instant>);
+
     /// Sends a frame, whose payload is given in at most two parts. Blocks while the other side does not take it, or
     /// while a limit of bandwidth does not let it through. May keep it in a buffer until [`FrameSink::flush`].
     fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError>;
@@ -61,6 +65,10 @@ impl fmt::Debug for DataStream {
 }
 
 impl FrameSink for Writer {
+    fn set_deadline(&mut self, deadline: Option<Instant>) {
+        Self::set_deadline(self, deadline);
+    }
+
     fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
         let (first, second) = match *payload {
             [] => (&[][..], &[][..]),

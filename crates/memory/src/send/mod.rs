@@ -248,7 +248,7 @@ impl Sender {
     }
 
     /// As [`send_round`](Self::send_round), for a guest that stands still meanwhile: it does so no longer than until
-    /// `deadline`. The other side's kernel takes bytes and keeps connections alive also for an agent that hangs.
+    /// `deadline`, whatever the cap on the sending rate is. The other side's kernel takes bytes and keeps connections alive also for an agent that hangs.
     ///
     /// # Errors
     /// As there, and with [`SendError::Overdue`].
@@ -259,7 +259,7 @@ impl Sender {
     fn send(mut self, pages: Readable, deadline: Option<Instant>) -> Result<Sent, Box<Interrupted>> {
         let started = Instant::now();
         let round = pages.owed.round + 1;
-        let plan = Arc::new(Plan::new(&pages.owed.blocks, self.shared.stream_count(), round));
+        let plan = Arc::new(Plan::new(&pages.owed.blocks, self.shared.stream_count(), round, deadline));
         self.shared.begin(pages.owed.blocks, &plan);
         if plan.pages <= INLINE_PAGES {
             (0..self.shared.stream_count()).for_each(|stream| self.shared.send_share(stream, &plan));

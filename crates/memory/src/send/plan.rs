@@ -1,5 +1,7 @@
 //! Which stream sends which chunks.
 
+use std::time::Instant;
+
 use crate::dirty::DirtyBitmap;
 
 /// The stream on which a chunk travels, in every round (trap 6).
@@ -20,12 +22,14 @@ pub(super) struct Place {
 pub(super) struct Plan {
     pub(super) round: u32,
     pub(super) pages: u64,
+    /// Until when all of it has to be sent and acknowledged; none if there is time.
+    pub(super) deadline: Option<Instant>,
     /// For each stream its chunks, in ascending order.
     pub(super) shares: Vec<Vec<Place>>,
 }
 
 impl Plan {
-    pub(super) fn new(blocks: &[DirtyBitmap], streams: u16, round: u32) -> Self {
+    pub(super) fn new(blocks: &[DirtyBitmap], streams: u16, round: u32, deadline: Option<Instant>) -> Self {
         let mut shares = vec![Vec::new(); usize::from(streams)];
         let mut pages = 0;
         for (block, bitmap) in (0_u16..).zip(blocks) {
@@ -35,6 +39,6 @@ impl Plan {
                     .push(Place { block, chunk: chunk as u32 });
             }
         }
-        Self { round, pages, shares }
+        Self { round, pages, deadline, shares }
     }
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
+use link::LinkError;
 use proto::frame::{HEADER_BYTES, Kind};
 use proto::pages::{PagesHeader, ROUND_END_BYTES, decode_ack, encode_round_end};
 
@@ -182,6 +183,8 @@ impl Shared {
     /// Sends a stream's chunks of a round and the round's end.
     pub(super) fn send_share(&self, stream: u16, plan: &Plan) {
         let mut outlet = lock(&self.streams[usize::from(stream)].outlet);
+        // The workers' streams are closed at the deadline; who sends himself is waiting for them.
+        outlet.sink.set_deadline(plan.deadline);
         let share = &plan.shares[usize::from(stream)];
         let sent = share
             .iter()
@@ -222,7 +225,7 @@ impl Shared {
             let header = PagesHeader { seq, round, block, chunk: chunk.into() };
             let payload = outlet.builder.payload(&header);
             let bytes = HEADER_BYTES + payload.iter().map(|part| part.len()).sum::<usize>();
-            outlet.sink.send(Kind::Pages, &payload).map_err(|source| SendError::Stream { stream, source })?;
+            outlet.sink.send(Kind::Pages, &payload).map_err(|source| not_sent(stream, source))?;
 
             let counters = &self.counters;
             counters.data.fetch_add(contents.data, Ordering::Relaxed);
@@ -237,7 +240,7 @@ impl Shared {
     fn end_round(&self, stream: u16, outlet: &mut Outlet, round: u32) -> Result<(), SendError> {
         let seq = self.enter(stream, outlet, InFlight::RoundEnd)?;
         let sent = outlet.sink.send(Kind::RoundEnd, &[&encode_round_end(seq, round)]);
-        sent.and_then(|()| outlet.sink.flush()).map_err(|source| SendError::Stream { stream, source })?;
+        sent.and_then(|()| outlet.sink.flush()).map_err(|source| not_sent(stream, source))?;
         self.counters.wire_bytes.fetch_add((HEADER_BYTES + ROUND_END_BYTES) as u64, Ordering::Relaxed);
         Ok(())
     }
@@ -246,7 +249,7 @@ impl Shared {
         let state = &self.streams[usize::from(stream)];
         if !state.has_room() {
             // What waits in a buffer on this side would never be acknowledged.
-            outlet.sink.flush().map_err(|source| SendError::Stream { stream, source })?;
+            outlet.sink.flush().map_err(|source| not_sent(stream, source))?;
         }
         state.enter(frame).ok_or(SendError::Cancelled)
     }
@@ -298,6 +301,13 @@ impl Shared {
                 self.settled.notify_one();
             }
         }
+    }
+}
+
+fn not_sent(stream: u16, source: LinkError) -> SendError {
+    match source {
+        LinkError::TimedOut => SendError::Overdue,
+        source => SendError::Stream { stream, source },
     }
 }
 

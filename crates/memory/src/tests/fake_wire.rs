@@ -3,6 +3,7 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 use link::LinkError;
 use proto::frame::{HEADER_BYTES, Header, Kind};
@@ -20,11 +21,12 @@ pub(super) struct Sink {
     held: Vec<u8>,
     /// The connection is cut after so many bytes more.
     budget: u64,
+    deadline: Option<Instant>,
 }
 
 impl Sink {
     pub(super) fn new(stream: UnixStream, budget: u64) -> Self {
-        Self { stream, held: Vec::new(), budget }
+        Self { stream, held: Vec::new(), budget, deadline: None }
     }
 
     /// Sends any bytes, also such that are no frame.
@@ -35,6 +37,10 @@ impl Sink {
 }
 
 impl FrameSink for Sink {
+    fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.deadline = deadline;
+    }
+
     fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
         let len = payload.iter().map(|part| part.len()).sum();
         self.held.extend_from_slice(&Header::new(kind, len).map_err(LinkError::TooLong)?.encode());
@@ -46,11 +52,17 @@ impl FrameSink for Sink {
 
     fn flush(&mut self) -> Result<(), LinkError> {
         let now = (self.held.len() as u64).min(self.budget) as usize;
+        let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        // No time at all cannot be set.
+        self.stream.set_write_timeout(left.map(|left| left.max(Duration::from_micros(1)))).unwrap();
         let sent = self.stream.write_all(&self.held[..now]);
         let cut = now < self.held.len();
         self.budget -= now as u64;
         self.held.clear();
-        sent.map_err(LinkError::Lost)?;
+        sent.map_err(|error| match error.kind() {
+            io::ErrorKind::WouldBlock => LinkError::TimedOut,
+            _ => LinkError::Lost(error),
+        })?;
         if cut {
             // The other side still gets what is in the buffers.
             self.stream.hang_up();

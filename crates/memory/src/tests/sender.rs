@@ -85,6 +85,18 @@ fn a_side_that_takes_all_and_acknowledges_nothing_is_overdue() {
     assert_eq!(interrupted.owed.pages(), 3);
 }
 
+/// Fewer pages than a worker is woken for, and more than fits into a socket's buffer.
+#[test]
+fn a_side_that_takes_nothing_is_overdue() {
+    let pages = 120;
+    let ram = FakeRam::new(&[pages]);
+    (0..pages).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
+    let (sender, _silent) = sender(&ram, 1);
+    let interrupted = sender.send_round_by(all(&ram), Instant::now()).unwrap_err();
+    assert!(matches!(interrupted.cause, SendError::Overdue), "{}", interrupted.cause);
+    assert_eq!(interrupted.owed.pages(), pages);
+}
+
 #[test]
 fn cancelling_before_a_round_ends_it_before_it_begins() {
     let ram = FakeRam::new(&[3]);

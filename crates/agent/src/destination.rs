@@ -60,7 +60,7 @@ pub(crate) struct Driver {
     heard: Instant,
     /// A question to the source is under way.
     asking: Arc<AtomicBool>,
-    /// An event whose effects failed.
+    /// An event of this side whose effects failed.
     not_taken: Option<DestinationEvent>,
     /// What QEMU does is not known.
     look_again: bool,

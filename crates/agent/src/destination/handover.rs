@@ -188,11 +188,15 @@ impl Driver {
         };
         let reason = crate::chain(&error);
         error!(migration = %self.terms.migration, reason, "an effect failed");
+        if matches!(event, DestinationEvent::OperatorDecides(_)) {
+            let told = format!("the decision was not carried out, and will not be: {reason}; decide again");
+            self.publisher.update(|progress| progress.message = Some(told));
+        }
         self.reason.get_or_insert(reason);
         if self.state == DestinationState::Prepared && *event != DestinationEvent::Failed {
             // What cannot be journalled is not begun.
             self.take(&DestinationEvent::Failed);
-        } else {
+        } else if !is_said(event) {
             // What happened has happened: it is taken again until the journal takes it, too.
             self.not_taken = Some(event.clone());
         }
@@ -205,6 +209,20 @@ impl Driver {
             vm.watch(mailbox);
         }
     }
+}
+
+/// What somebody else has said holds when it is said. Who knows what was decided elsewhere until the journal takes it: the
+/// state's repetition asks again, and an operator can see that nothing came of it.
+fn is_said(event: &DestinationEvent) -> bool {
+    matches!(
+        event,
+        DestinationEvent::Go { .. }
+            | DestinationEvent::SourceSays { .. }
+            | DestinationEvent::AbortReceived { .. }
+            | DestinationEvent::Asked { .. }
+            | DestinationEvent::RegisterSays(_)
+            | DestinationEvent::OperatorDecides(_)
+    )
 }
 
 #[cfg(test)]

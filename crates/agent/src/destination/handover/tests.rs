@@ -1,24 +1,35 @@
 //! A destination's driver against a peer that says what the test wants.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 
 use engine::handover::destination::DestinationState;
-use proto::message::Message;
+use engine::handover::recover::Decision;
+use engine::handover::register::RegisterAnswer;
+use proto::message::{Message, Ownership};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
 use crate::destination::{Inbox, Traces};
 use crate::journal::State;
 use crate::progress::Publisher;
-use crate::testing::{PATIENCE, Peer, Qemu, World, id, proposal, terms};
+use crate::testing::{PATIENCE, Peer, Qemu, SlowRegister, World, host, id, proposal, terms};
 
 /// A driver of the first migration, which the journal has in this state, and the source's end of a connection.
 fn driver(world: &World, state: DestinationState, vm: Option<Arriving>) -> (Driver, Peer) {
-    world.journalled(&terms("b", "a"), State::Destination(state.clone()));
+    driver_of(world, terms("b", "a"), state, vm)
+}
+
+fn driver_of(
+    world: &World,
+    terms: engine::handover::Terms,
+    state: DestinationState,
+    vm: Option<Arriving>,
+) -> (Driver, Peer) {
+    world.journalled(&terms, State::Destination(state.clone()));
     let context = Arc::clone(&world.context);
     let (here, there) = World::from_peer();
-    let (terms, publisher) = (terms("b", "a"), Publisher::new());
+    let publisher = Publisher::new();
     let mut driver = Driver::new(context, terms, state, proposal(), vm, Inbox::new(), publisher);
     driver.meet(here).unwrap();
     (driver, there)
@@ -85,6 +96,22 @@ fn what_comes_late_on_an_older_connection_is_passed_over() {
 #[test]
 fn what_the_journal_did_not_take_is_taken_again() {
     let world = World::new();
+    let (_qemu, vm, incarnation) = arrived(&world);
+    let (mut driver, mut source) = driver(&world, DestinationState::Ready { incarnation }, Some(vm));
+    world.context.journal.refuse_writes(true);
+    driver.notice(Notice::Event(DestinationEvent::QemuDied));
+    // Nor does it take what is said meanwhile, which does not make that forgotten.
+    driver.notice(Notice::Event(DestinationEvent::OperatorDecides(Decision::RunHere { force: false })));
+    assert_eq!(world.state().name(), "ready");
+    world.context.journal.refuse_writes(false);
+    let settled = thread::spawn(move || driver.settle());
+    source.hear_until(|message| matches!(message, Message::Refused { .. }));
+    assert_eq!(settled.join().unwrap(), DestinationState::Refused);
+}
+
+#[test]
+fn the_source_is_asked_again_for_what_the_journal_did_not_take() {
+    let world = World::new();
     let (qemu, vm, incarnation) = arrived(&world);
     let (mut driver, mut source) =
         driver(&world, DestinationState::Ready { incarnation: incarnation.clone() }, Some(vm));
@@ -94,9 +121,49 @@ fn what_the_journal_did_not_take_is_taken_again() {
     assert!(!qemu.monitor().running, "nothing that does not stand in the journal is done");
     world.context.journal.refuse_writes(false);
     let settled = thread::spawn(move || driver.settle());
+    source.hear_until(|message| matches!(message, Message::Ready { .. }));
+    assert!(!qemu.monitor().running, "who knows what the source has decided since");
+    source.say(&go(&incarnation));
     source.hear_until(|message| matches!(message, Message::Running { .. }));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
     assert!(qemu.monitor().running);
+}
+
+/// Meanwhile an operator may have given it to the source, also against the register.
+#[test]
+fn the_register_is_asked_again_for_what_the_journal_did_not_take() {
+    let (asked, questions) = mpsc::channel();
+    let (answer, answers) = mpsc::channel();
+    let world = World::with(Some(Arc::new(SlowRegister { asked, answers: Mutex::new(answers) })));
+    let (qemu, vm, incarnation) = arrived(&world);
+    let terms = engine::handover::Terms { register: Some(Epoch(0)), ..terms("b", "a") };
+    let taking = DestinationState::Taking { incarnation, run: true };
+    let (mut driver, _source) = driver_of(&world, terms, taking, Some(vm));
+    let owner =
+        |name| RegisterAnswer::Stands(Some(Ownership { epoch: Epoch(1), owner: host(name), offer: None }));
+    world.context.journal.refuse_writes(true);
+    driver.notice(Notice::Event(DestinationEvent::RegisterSays(owner("a"))));
+    assert_eq!(world.state().name(), "taking");
+    world.context.journal.refuse_writes(false);
+    answer.send(owner("b")).unwrap();
+    assert_eq!(driver.settle(), DestinationState::Discarded);
+    assert!(questions.try_recv().is_ok(), "it was asked again");
+    assert!(!qemu.monitor().heard.iter().any(|command| command == "cont"));
+}
+
+#[test]
+fn a_decision_that_the_journal_did_not_take_is_not_carried_out_later() {
+    let world = World::new();
+    let (_qemu, vm, incarnation) = arrived(&world);
+    let ready = DestinationState::Ready { incarnation };
+    let (mut driver, _source) = driver(&world, ready.clone(), Some(vm));
+    world.context.journal.refuse_writes(true);
+    driver.notice(Notice::Event(DestinationEvent::OperatorDecides(Decision::RunElsewhere)));
+    world.context.journal.refuse_writes(false);
+    let told = driver.publisher.now().message.unwrap();
+    assert!(told.starts_with("the decision was not carried out"), "{told}");
+    driver.quiet();
+    assert_eq!(world.state(), State::Destination(ready));
 }
 
 #[test]

@@ -126,7 +126,11 @@ impl Driver {
                 self.heard = Instant::now();
                 self.message(link, message);
             }
-            Notice::Blob { link, bytes } if self.control == Some(link) => self.blob(&bytes),
+            Notice::Blob { link, bytes }
+                if self.control == Some(link) && self.state == DestinationState::Prepared =>
+            {
+                self.blob(&bytes);
+            }
             Notice::Blob { link, .. } => self.does_not_belong(link, "device state"),
             Notice::Lost { link, error } => {
                 self.links.remove(&link);

@@ -39,7 +39,8 @@ impl Driver {
     /// What concerns the handover names its epoch and holds on whatever connection it comes; the rest belongs to the
     /// control stream.
     pub(super) fn message(&mut self, link: u64, message: Message) {
-        let control = self.control == Some(link);
+        // Up to READY, and no further: what is loaded then is nobody's to touch, and may run.
+        let arriving = self.control == Some(link) && self.state == DestinationState::Prepared;
         let event = match message {
             Message::Go { epoch, incarnation, run } => {
                 self.go_heard.get_or_insert_with(Instant::now);
@@ -53,12 +54,12 @@ impl Driver {
             Message::Verdict { epoch, verdict } => DestinationEvent::SourceSays { epoch, verdict },
             Message::Ping => return self.say(&Message::Pong),
             Message::Pong => return,
-            Message::Resume if control => return self.resume(),
-            Message::Verify { block, first_chunk, hashes } if control => {
+            Message::Resume if arriving => return self.resume(),
+            Message::Verify { block, first_chunk, hashes } if arriving => {
                 return self.verify(block, first_chunk, &hashes);
             }
-            Message::DeviceState { bytes, digest } if control => return self.expect_state(bytes, digest),
-            Message::Held { epoch } if control && epoch == self.terms.epoch() => return self.held(),
+            Message::DeviceState { bytes, digest } if arriving => return self.expect_state(bytes, digest),
+            Message::Held { epoch } if arriving && epoch == self.terms.epoch() => return self.held(),
             other => return self.does_not_belong(link, &kind(&other)),
         };
         match self.feed(&event) {

@@ -166,6 +166,24 @@ fn a_decision_that_the_journal_did_not_take_is_not_carried_out_later() {
     assert_eq!(world.state(), State::Destination(ready));
 }
 
+/// It would be held again, or be written to.
+#[test]
+fn what_belongs_before_ready_has_no_place_after_it() {
+    let state = Message::DeviceState { bytes: 1, digest: String::new() };
+    let verify = Message::Verify { block: 0, first_chunk: 0, hashes: vec![] };
+    for late in [Message::Held { epoch: Epoch(1) }, Message::Resume, state, verify] {
+        let world = World::new();
+        let (qemu, vm, incarnation) = arrived(&world);
+        let starting = DestinationState::Starting { incarnation, again: false };
+        let (mut driver, mut source) = driver(&world, starting.clone(), Some(vm));
+        driver.loaded = Some((String::new(), 0));
+        driver.message(driver.control.unwrap(), late);
+        source.hung_up();
+        assert!(!qemu.is_held());
+        assert_eq!(world.state(), State::Destination(starting));
+    }
+}
+
 #[test]
 fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
     let world = World::new();

@@ -23,9 +23,15 @@ const NOT_DONE: i32 = 3;
 impl Doubt {
     /// A migration is held at a fault point; what is done there is done before the agent that stands there goes on.
     fn at(point: &str, witness: bool, then: impl FnOnce(&mut Cluster)) -> Self {
+        Self::of(point, witness, |_| {}, then)
+    }
+
+    /// The same, of a guest to which something was done before.
+    fn of(point: &str, witness: bool, before: impl FnOnce(&Guest), then: impl FnOnce(&mut Cluster)) -> Self {
         let mut cluster = Cluster::with(&Setup { witness, fault_harness: true, ..Setup::default() });
         let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
-        let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
+        let guest = cluster.guest(&GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", load) });
+        before(&guest);
         cluster.faults.as_ref().unwrap().want(point);
         let mut command = cluster.a.command(&["migrate", "vm1", "--to", "b", "--on-limit", "stop"]);
         let migration = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
@@ -146,6 +152,22 @@ fn without_a_register_the_destination_s_operator_runs_it_there() {
     doubt.decide("b", &["--run-here"]);
     doubt.runs_at("b");
     doubt.comes_back("a", "b");
+}
+
+/// Trap 17: nobody is left who could say so but the destination itself.
+#[test]
+fn the_destination_s_operator_leaves_a_guest_paused_that_was() {
+    let stop = |guest: &Guest| {
+        guest.monitor().unwrap().command("stop", &serde_json::json!({})).unwrap();
+    };
+    let doubt = Doubt::of(COMMITTED, false, stop, |cluster| {
+        cluster.lab.cut_both().unwrap();
+        off(cluster, "a");
+    });
+    doubt.wait_for("b", "ready");
+    doubt.decide("b", &["--run-here"]);
+    let vm = doubt.cluster.b.vm("vm1").unwrap();
+    assert_eq!(vm["state"], "paused", "{vm}\n{}", doubt.cluster.b.log());
 }
 
 #[test]

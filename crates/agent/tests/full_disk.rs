@@ -83,7 +83,7 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
         begin(&journal, &ready, State::Destination(DestinationState::Prepared)).unwrap();
         let state = SourceState::Committed { incarnation: incarnation(), run: true };
         journal.record_source(&committed, &state, Durability::Process).unwrap();
-        let state = DestinationState::Ready { incarnation: incarnation() };
+        let state = DestinationState::Ready { incarnation: incarnation(), run: true };
         journal.record_destination(&ready, &state, Durability::Process).unwrap();
         small.fill();
         let full = begin(&journal, &id("late"), State::Source(SourceState::Prepared { run: true }));

@@ -14,7 +14,7 @@
 //!            … rounds; the guest stops; the last round …
 //!   control  Verify ─────────────────────────────────────────►   where asked for
 //!            DeviceState, Blob … ────────────────────────────►   loads, paused
-//!            Held{epoch} ────────────────────────────────────►
+//!            Held{epoch, run} ───────────────────────────────►
 //!            ◄───────────────────────────────────  Ready{epoch, incarnation}
 //!            Go{epoch, incarnation} ─────────────────────────►   cont
 //!            ◄───────────────────────────────────  Running{epoch}

@@ -110,6 +110,8 @@ pub enum Message {
     Held {
         /// Which migration.
         epoch: Epoch,
+        /// Whether the guest ran before the stop. Decided without the source, it is to stay as it was.
+        run: bool,
     },
     /// Destination: loaded and paused, everything durable. From here on it is in doubt.
     Ready {

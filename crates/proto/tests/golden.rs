@@ -137,7 +137,7 @@ fn messages() -> Vec<Message> {
         Message::Verify { block: 1, first_chunk: 4096, hashes: vec![HASH.into(), HASH.into()] },
         Message::Verified { different_chunks: vec![4097] },
         Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
-        Message::Held { epoch },
+        Message::Held { epoch, run: true },
         Message::Ready { epoch, incarnation: incarnation(), digest: DIGEST.into(), load_us: 6_000 },
         Message::Go { epoch, incarnation: incarnation(), run: true },
         Message::Running { epoch, continue_us: 900, since_us: 1200, agent_cpu_us: None },

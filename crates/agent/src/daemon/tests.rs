@@ -166,7 +166,7 @@ fn left_ready(world: &World) -> (Qemu, DestinationState) {
     let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
     let qemu = Qemu::start(&traces.directory);
     traces.process = Some(qemu.process());
-    let ready = DestinationState::Ready { incarnation: qemu.incarnation() };
+    let ready = DestinationState::Ready { incarnation: qemu.incarnation(), run: true };
     world.journalled(&terms("b", "a"), State::Destination(ready.clone()));
     let details = receive::DestinationDetails { boot_id: "this boot".to_owned(), traces };
     world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
@@ -351,7 +351,7 @@ fn it_is_known_when_it_is_too_late_to_cancel() {
     assert!(!too_late(State::Destination(DestinationState::Prepared)));
     let incarnation = incarnation();
     let starting = DestinationState::Starting { incarnation: incarnation.clone(), again: false };
-    for state in [DestinationState::Ready { incarnation }, starting] {
+    for state in [DestinationState::Ready { incarnation, run: true }, starting] {
         assert!(too_late(State::Destination(state)));
     }
 }

@@ -67,14 +67,14 @@ impl Driver {
     }
 
     /// The source cannot go on by itself any more: with what is loaded, this side is ready.
-    pub(super) fn held(&mut self) {
+    pub(super) fn held(&mut self, run: bool) {
         let Some(vm) = self.vm.as_mut().filter(|_| self.loaded.is_some()) else {
             return self.fail("the source is held before all has come");
         };
         match vm.hold() {
             Ok(()) => {
                 let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
-                self.take(&DestinationEvent::Loaded { incarnation });
+                self.take(&DestinationEvent::Loaded { incarnation, run });
             }
             Err(error) => self.fail(&crate::chain(&error)),
         }

@@ -42,6 +42,9 @@ pub enum DestinationState {
     Ready {
         /// What GO has to name.
         incarnation: Incarnation,
+        /// Whether the guest is to run on, or was paused by its user and stays so. Absent in entries of older agents.
+        #[serde(default = "runs")]
+        run: bool,
     },
     /// GO was obeyed; the register is being asked for ownership.
     Taking {
@@ -78,6 +81,11 @@ pub enum DestinationState {
     },
 }
 
+/// An agent that did not know continued any guest.
+fn runs() -> bool {
+    true
+}
+
 /// What happens to the destination.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
@@ -88,6 +96,8 @@ pub enum DestinationEvent {
     Loaded {
         /// What was loaded into.
         incarnation: Incarnation,
+        /// Whether the guest ran before it was stopped, as its source says.
+        run: bool,
     },
     /// GO came.
     Go {

@@ -117,7 +117,7 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
     let there = &terms.source;
     let epoch = terms.epoch();
     match state {
-        DestinationState::Ready { .. } => Advice {
+        DestinationState::Ready { run, .. } => Advice {
             known: vec![
                 format!(
                     "a complete copy of the guest is loaded here for migration {}, paused",
@@ -127,7 +127,7 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
                 register_line(terms),
             ],
             unknown: vec![format!("whether {there} committed epoch {epoch}, or went on running the guest")],
-            choices: ready_choices(terms),
+            choices: ready_choices(terms, *run),
         },
         DestinationState::Taking { .. } => Advice {
             known: vec![
@@ -213,11 +213,16 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
     }
 }
 
-fn ready_choices(terms: &Terms) -> Vec<Choice> {
+fn ready_choices(terms: &Terms, run: bool) -> Vec<Choice> {
     let there = &terms.source;
+    let then = if run {
+        "the guest runs here from the moment at which it was stopped"
+    } else {
+        "the guest is here from now on, paused as its user left it"
+    };
     let run_here = |decision, only: &str| Choice {
         decision,
-        then: "the guest runs here from the moment at which it was stopped".to_owned(),
+        then: then.to_owned(),
         risk: format!(
             "right only if {there} is gone and did not go on running the guest after that moment: what it wrote since \
              does not fit this copy's memory, and the disks are destroyed. {only}{TWO}: {there}"

@@ -211,7 +211,8 @@ fn destination_states() -> Vec<DestinationState> {
     vec![
         In::Idle,
         In::Prepared,
-        In::Ready { incarnation: one() },
+        In::Ready { incarnation: one(), run: true },
+        In::Ready { incarnation: one(), run: false },
         In::Taking { incarnation: one(), run: true },
         In::Taking { incarnation: one(), run: false },
         In::Starting { incarnation: one(), again: false },
@@ -283,7 +284,7 @@ fn destination_events(terms: &Terms) -> Vec<DestinationEvent> {
     use DestinationEvent as On;
     let epoch = EPOCH;
     let says = |verdict| On::SourceSays { epoch, verdict };
-    let mut events = vec![On::Prepare, On::Loaded { incarnation: incarnation(1) }];
+    let mut events = vec![On::Prepare, On::Loaded { incarnation: incarnation(1), run: true }];
     for (pid, run) in [(1, true), (1, false), (2, true)] {
         events.push(On::Go { epoch, incarnation: incarnation(pid), run });
         events.push(says(Verdict::Committed { incarnation: incarnation(pid), run }));

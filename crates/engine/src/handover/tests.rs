@@ -75,7 +75,7 @@ fn a_guest_moves() {
     let go = DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: true };
     let events = vec![
         DestinationEvent::Prepare,
-        DestinationEvent::Loaded { incarnation: incarnation(1) },
+        DestinationEvent::Loaded { incarnation: incarnation(1), run: true },
         go,
         DestinationEvent::Contd,
     ];
@@ -115,7 +115,7 @@ fn a_paused_guest_stays_paused() {
         }
         let mut events = vec![
             DestinationEvent::Prepare,
-            DestinationEvent::Loaded { incarnation: incarnation(1) },
+            DestinationEvent::Loaded { incarnation: incarnation(1), run: true },
             DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: false },
         ];
         if register.is_some() {
@@ -145,7 +145,7 @@ fn what_is_stale_is_ignored_and_what_is_impossible_is_illegal() {
     );
 
     // GO of another generation of connections starts nothing, and says who is here.
-    let ready = DestinationState::Ready { incarnation: incarnation(2) };
+    let ready = DestinationState::Ready { incarnation: incarnation(2), run: true };
     let go = DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: true };
     let step = moved(destination(&terms, &ready, &go));
     assert_eq!(step.to, ready);
@@ -192,7 +192,7 @@ fn operators_are_told_of_the_risk() {
     let choice = with.choices.iter().find(|choice| choice.decision == run_here).unwrap();
     assert!(choice.risk.contains("exactly one side succeeds"), "{choice:?}");
 
-    let ready = DestinationState::Ready { incarnation: incarnation(1) };
+    let ready = DestinationState::Ready { incarnation: incarnation(1), run: true };
     assert_eq!(advise_destination(&terms(None), &ready).choices.len(), 2);
     let active = DestinationState::Active { incarnation: incarnation(1) };
     assert!(advise_destination(&terms(None), &active).choices.is_empty());
@@ -216,7 +216,7 @@ fn every_advised_decision_is_legal() {
                 assert_ne!(step.to, state, "{choice:?}");
             }
         }
-        let ready = DestinationState::Ready { incarnation: incarnation(1) };
+        let ready = DestinationState::Ready { incarnation: incarnation(1), run: true };
         let again = DestinationState::Starting { incarnation: incarnation(1), again: true };
         let mut states = vec![ready, again];
         if register.is_some() {
@@ -249,7 +249,7 @@ fn a_register_that_is_lost_leaves_a_way_out() {
             SourceState::Bereft { incarnation: None, run: true },
         ];
         let mut destinations = vec![
-            DestinationState::Ready { incarnation: one() },
+            DestinationState::Ready { incarnation: one(), run: true },
             DestinationState::Starting { incarnation: one(), again: true },
         ];
         if expected {
@@ -298,7 +298,7 @@ fn a_third_host_in_the_register_decides_nothing() {
     assert_eq!(register::standing(&terms, Some(&record)), Standing::Foreign);
     let says = RegisterAnswer::Stands(Some(record));
     let states = [
-        DestinationState::Ready { incarnation: incarnation(1) },
+        DestinationState::Ready { incarnation: incarnation(1), run: true },
         DestinationState::Taking { incarnation: incarnation(1), run: true },
         DestinationState::Starting { incarnation: incarnation(1), again: true },
     ];
@@ -363,7 +363,7 @@ proptest! {
         let state = [
             DestinationState::Idle,
             DestinationState::Prepared,
-            DestinationState::Ready { incarnation: one() },
+            DestinationState::Ready { incarnation: one(), run: true },
             DestinationState::Taking { incarnation: one(), run },
             DestinationState::Starting { incarnation: one(), again: run },
             DestinationState::Active { incarnation: one() },
@@ -379,4 +379,34 @@ proptest! {
             prop_assert!(!cont, "no cont without the register");
         }
     }
+}
+
+/// Trap 17, where nobody but an operator can say anything: the source is gone.
+#[test]
+fn an_operator_leaves_a_paused_guest_paused() {
+    let decide = |register, run, decision| {
+        let terms = terms(register);
+        let loaded = DestinationEvent::Loaded { incarnation: incarnation(1), run };
+        let ready = moved(destination(&terms, &DestinationState::Prepared, &loaded)).to;
+        moved(destination(&terms, &ready, &DestinationEvent::OperatorDecides(decision)))
+    };
+    let here = Decision::RunHere { force: false };
+    let unregistered = Decision::WithoutRegister { run_here: true };
+    for run in [true, false] {
+        for (register, decision) in [(None, here), (Some(Epoch(3)), unregistered)] {
+            let step = decide(register, run, decision);
+            assert_eq!(step.effects.contains(&DestinationEffect::Cont), run);
+            assert_eq!(matches!(step.to, DestinationState::Active { .. }), !run);
+        }
+        let step = decide(Some(Epoch(3)), run, here);
+        assert_eq!(step.to, DestinationState::Taking { incarnation: incarnation(1), run });
+    }
+}
+
+#[test]
+fn an_entry_that_does_not_say_whether_the_guest_ran_is_of_one_that_ran() {
+    let ready = DestinationState::Ready { incarnation: incarnation(1), run: true };
+    let mut entry = serde_json::to_value(&ready).unwrap();
+    entry.as_object_mut().unwrap().remove("run").unwrap();
+    assert_eq!(serde_json::from_value::<DestinationState>(entry).unwrap(), ready);
 }

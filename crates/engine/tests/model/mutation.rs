@@ -162,7 +162,7 @@ pub(crate) fn destination_runs_in_doubt(
     event: &DestinationEvent,
 ) -> DestinationStep {
     match (state, event) {
-        (DestinationState::Ready { incarnation }, DestinationEvent::PeerLost) => {
+        (DestinationState::Ready { incarnation, .. }, DestinationEvent::PeerLost) => {
             let epoch = terms.epoch();
             let go = DestinationEvent::Go { epoch, incarnation: incarnation.clone(), run: true };
             destination(terms, state, &go)
@@ -238,7 +238,7 @@ pub(crate) fn destination_refuses_and_keeps(
 ) -> DestinationStep {
     match (state, event) {
         (DestinationState::Taking { incarnation, .. }, DestinationEvent::QemuDied) => {
-            let ready = DestinationState::Ready { incarnation: incarnation.clone() };
+            let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
             destination(terms, &ready, event)
         }
         _ => destination(terms, state, event),
@@ -290,7 +290,7 @@ pub(crate) fn destination_runs_a_refused_copy(
             DestinationState::Refused | DestinationState::Discarded,
             DestinationEvent::Go { incarnation, .. },
         ) => {
-            let ready = DestinationState::Ready { incarnation: incarnation.clone() };
+            let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
             destination(terms, &ready, event)
         }
         _ => destination(terms, state, event),

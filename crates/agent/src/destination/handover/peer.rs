@@ -59,7 +59,9 @@ impl Driver {
                 return self.verify(block, first_chunk, &hashes);
             }
             Message::DeviceState { bytes, digest } if arriving => return self.expect_state(bytes, digest),
-            Message::Held { epoch } if arriving && epoch == self.terms.epoch() => return self.held(),
+            Message::Held { epoch, run } if arriving && epoch == self.terms.epoch() => {
+                return self.held(run);
+            }
             other => return self.does_not_belong(link, &kind(&other)),
         };
         match self.feed(&event) {

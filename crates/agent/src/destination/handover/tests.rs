@@ -71,7 +71,7 @@ fn a_source_that_breaks_the_protocol_before_ready_ends_the_migration() {
 fn a_source_that_breaks_the_protocol_after_ready_loses_its_connection_and_nothing_else() {
     let world = World::new();
     let (_qemu, vm, incarnation) = arrived(&world);
-    let ready = DestinationState::Ready { incarnation };
+    let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, mut source) = driver(&world, ready.clone(), Some(vm));
     let link = *driver.links.keys().next().unwrap();
     driver.message(link, Message::Resumed);
@@ -97,7 +97,8 @@ fn what_comes_late_on_an_older_connection_is_passed_over() {
 fn what_the_journal_did_not_take_is_taken_again() {
     let world = World::new();
     let (_qemu, vm, incarnation) = arrived(&world);
-    let (mut driver, mut source) = driver(&world, DestinationState::Ready { incarnation }, Some(vm));
+    let (mut driver, mut source) =
+        driver(&world, DestinationState::Ready { incarnation, run: true }, Some(vm));
     world.context.journal.refuse_writes(true);
     driver.notice(Notice::Event(DestinationEvent::QemuDied));
     // Nor does it take what is said meanwhile, which does not make that forgotten.
@@ -114,7 +115,7 @@ fn the_source_is_asked_again_for_what_the_journal_did_not_take() {
     let world = World::new();
     let (qemu, vm, incarnation) = arrived(&world);
     let (mut driver, mut source) =
-        driver(&world, DestinationState::Ready { incarnation: incarnation.clone() }, Some(vm));
+        driver(&world, DestinationState::Ready { incarnation: incarnation.clone(), run: true }, Some(vm));
     world.context.journal.refuse_writes(true);
     driver.message(0, go(&incarnation));
     assert_eq!(world.state().name(), "ready");
@@ -155,7 +156,7 @@ fn the_register_is_asked_again_for_what_the_journal_did_not_take() {
 fn a_decision_that_the_journal_did_not_take_is_not_carried_out_later() {
     let world = World::new();
     let (_qemu, vm, incarnation) = arrived(&world);
-    let ready = DestinationState::Ready { incarnation };
+    let ready = DestinationState::Ready { incarnation, run: true };
     let (mut driver, _source) = driver(&world, ready.clone(), Some(vm));
     world.context.journal.refuse_writes(true);
     driver.notice(Notice::Event(DestinationEvent::OperatorDecides(Decision::RunElsewhere)));
@@ -171,7 +172,7 @@ fn a_decision_that_the_journal_did_not_take_is_not_carried_out_later() {
 fn what_belongs_before_ready_has_no_place_after_it() {
     let state = Message::DeviceState { bytes: 1, digest: String::new() };
     let verify = Message::Verify { block: 0, first_chunk: 0, hashes: vec![] };
-    for late in [Message::Held { epoch: Epoch(1) }, Message::Resume, state, verify] {
+    for late in [Message::Held { epoch: Epoch(1), run: true }, Message::Resume, state, verify] {
         let world = World::new();
         let (qemu, vm, incarnation) = arrived(&world);
         let starting = DestinationState::Starting { incarnation, again: false };
@@ -189,7 +190,7 @@ fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
     let world = World::new();
     let (qemu, vm, incarnation) = arrived(&world);
     let (driver, mut source) =
-        driver(&world, DestinationState::Ready { incarnation: incarnation.clone() }, Some(vm));
+        driver(&world, DestinationState::Ready { incarnation: incarnation.clone(), run: true }, Some(vm));
     qemu.monitor().ignores = Some("cont");
     let settled = thread::spawn(move || driver.settle());
     source.say(&go(&incarnation));
@@ -208,11 +209,11 @@ fn a_copy_that_is_ready_is_held_until_it_is_to_run() {
     let (qemu, vm, incarnation) = arrived(&world);
     let (mut driver, mut source) = driver(&world, DestinationState::Prepared, Some(vm));
     driver.loaded = Some((String::new(), 0));
-    driver.held();
+    driver.held(true);
     assert!(qemu.is_held());
     assert_eq!(
         world.state(),
-        State::Destination(DestinationState::Ready { incarnation: incarnation.clone() })
+        State::Destination(DestinationState::Ready { incarnation: incarnation.clone(), run: true })
     );
     let settled = thread::spawn(move || driver.run());
     source.say(&go(&incarnation));
@@ -228,7 +229,7 @@ fn a_copy_that_somebody_else_continued_is_never_ready() {
     let (mut driver, _source) = driver(&world, DestinationState::Prepared, Some(vm));
     driver.loaded = Some((String::new(), 0));
     qemu.resumes();
-    driver.held();
+    driver.held(true);
     assert_eq!(driver.state, DestinationState::Discarded);
     assert_eq!(driver.run(), DestinationState::Discarded);
 }

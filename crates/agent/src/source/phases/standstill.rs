@@ -5,7 +5,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{DirtyLog, Interrupted, Owed, ScanFailed, Sender, Sent};
-use engine::handover::source::SourceEvent;
+use engine::handover::source::{SourceEvent, SourceState};
 use proto::message::Message;
 use tracing::warn;
 
@@ -197,9 +197,10 @@ impl Driver {
         // While the destination loads. That it is ready then implies that this side is held.
         self.check_unchanged()?;
         self.hold()?;
+        let run = !matches!(self.state, SourceState::Stopped { run: false });
         // Even if saying it fails, it may have been heard.
         self.held_said = true;
-        self.say(&Message::Held { epoch: self.terms.epoch() })?;
+        self.say(&Message::Held { epoch: self.terms.epoch(), run })?;
         match self.hear(self.standstill_ends())? {
             Message::Ready { epoch, incarnation, digest: loaded, load_us } => {
                 if epoch != self.terms.epoch() || loaded != digest {

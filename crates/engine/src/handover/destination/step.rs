@@ -20,7 +20,7 @@ pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
     match state {
         In::Idle => idle(event),
         In::Prepared => prepared(terms, event),
-        In::Ready { incarnation } => ready(terms, incarnation, event),
+        In::Ready { incarnation, run } => ready(terms, incarnation, *run, event),
         // Only with a register is there anything to take or to give back.
         In::Taking { .. } | In::Refusing | In::Bereft if terms.register.is_none() => None,
         In::Taking { incarnation, run } => taking(terms, incarnation, *run, event),
@@ -46,9 +46,12 @@ fn idle(event: &On) -> Taken {
 
 fn prepared(terms: &Terms, event: &On) -> Taken {
     match event {
-        On::Loaded { incarnation } => {
+        On::Loaded { incarnation, run } => {
             let incarnation = incarnation.clone();
-            moved(enter(In::Ready { incarnation: incarnation.clone() }).then([Do::SendReady { incarnation }]))
+            moved(
+                enter(In::Ready { incarnation: incarnation.clone(), run: *run })
+                    .then([Do::SendReady { incarnation }]),
+            )
         }
         // READY was never said: nobody counts on this copy.
         On::AbortReceived { .. } => moved(discard(Say::Discarded)),
@@ -66,8 +69,8 @@ fn prepared(terms: &Terms, event: &On) -> Taken {
     }
 }
 
-fn ready(terms: &Terms, incarnation: &Incarnation, event: &On) -> Taken {
-    let state = || In::Ready { incarnation: incarnation.clone() };
+fn ready(terms: &Terms, incarnation: &Incarnation, ran: bool, event: &On) -> Taken {
+    let state = || In::Ready { incarnation: incarnation.clone(), run: ran };
     let here = || Move::to(state());
     let ready = || Do::SendReady { incarnation: incarnation.clone() };
     let read = || terms.register.map(|_| register::read(terms));
@@ -122,11 +125,11 @@ fn ready(terms: &Terms, incarnation: &Incarnation, event: &On) -> Taken {
         // Somebody else continued it. That is no state of this protocol.
         On::Restarted(Found::Running) => None,
         On::OperatorDecides(Decision::RunHere { .. }) => {
-            moved(obey(terms, incarnation, true).within("run-here"))
+            moved(obey(terms, incarnation, ran).within("run-here"))
         }
         On::OperatorDecides(Decision::RunElsewhere) => moved(refuse().when("run-elsewhere")),
         On::OperatorDecides(Decision::WithoutRegister { run_here: true }) => {
-            moved(start(incarnation, true).within("run-here").within("without-register"))
+            moved(start(incarnation, ran).within("run-here").within("without-register"))
         }
         On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => moved(refuse_unregistered()),
         On::ContactLostForGood if terms.register.is_some() => moved(here().asking(Use::Read, read())),

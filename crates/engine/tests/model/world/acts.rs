@@ -336,7 +336,7 @@ impl World {
             }
             Packet::Data(e) => {
                 if e == self.destination.epoch && self.destination.state == DestinationState::Prepared {
-                    to_destination(self, DestinationEvent::Loaded { incarnation: incarnation(e) });
+                    to_destination(self, DestinationEvent::Loaded { incarnation: incarnation(e), run: true });
                 }
             }
             Packet::Ready(e) => {

@@ -288,20 +288,30 @@ fn a_balloon_that_moves_during_the_rounds() {
         .command(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"])
         .spawn()
         .unwrap();
-    for mib in [200_u64, 320, 180, 300, 210, 320] {
+    let in_rounds = || cluster.a.cli(&["migrations"]).ok().json()[0]["progress"]["phase"] == "pre-copy";
+    cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
+    let mut during = Vec::new();
+    'rounds: for mib in [200_u64, 320, 180, 300, 210, 320] {
         let size = serde_json::json!({ "value": mib << 20 });
         if monitor.command("balloon", &size).is_err() {
             break;
         }
-        // Until the guest has done it, or the migration has come to its end.
-        for _ in 0..40 {
-            let Ok(now) = monitor.command("query-balloon", &serde_json::json!({})) else { break };
-            if now["actual"].as_u64() == Some(mib << 20) {
+        // Until the guest has done it.
+        loop {
+            let Ok(now) = monitor.command("query-balloon", &serde_json::json!({})) else { break 'rounds };
+            if !in_rounds() {
+                break 'rounds;
+            }
+            let actual = now["actual"].as_u64().unwrap();
+            if during.last() != Some(&actual) {
+                during.push(actual);
+            }
+            if actual == mib << 20 {
                 break;
             }
-            std::thread::sleep(Duration::from_millis(25));
         }
     }
+    assert!(during.len() > 2, "it has not moved while rounds went on: {during:?}");
     assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");

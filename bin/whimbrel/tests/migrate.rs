@@ -188,18 +188,24 @@ fn all_devices_and_a_busy_disk_with_a_newer_qemu() {
     with_everything(newest(&Environment::discover()));
 }
 
+/// From a file of hugetlbfs into a memfd of huge pages, and from that into another. One test for all versions, because
+/// they share the host's huge pages.
 #[test]
-fn huge_pages_of_hugetlbfs() {
+fn huge_pages_of_hugetlbfs_there_and_back() {
     let Some(_pages) = HugePages::reserve(400) else {
         not_tried("huge pages of hugetlbfs: none to be had");
         return;
     };
-    let cluster = Cluster::new();
-    let spec = GuestSpec { ram: Ram::Hugetlb, memory_mib: 256, ..GuestSpec::tiny("vm1", busy()) };
-    let _guest = cluster.guest(&spec);
-    let report = cluster.migrate("vm1", "a", "b", &[]);
-    assert_eq!(report["destination"]["ram_kind"], "memfd, pages of 2048 KiB");
-    cluster.guest_is_whole("b", "vm1");
+    for version in Environment::discover().qemu_versions() {
+        let cluster = Cluster::new();
+        let load = GuestSpec::tiny("vm1", busy());
+        let _guest = cluster.guest(&GuestSpec { qemu: version, ram: Ram::Hugetlb, memory_mib: 256, ..load });
+        for (from, to) in [("a", "b"), ("b", "a")] {
+            let report = cluster.migrate("vm1", from, to, &[]);
+            assert_eq!(report["destination"]["ram_kind"], "memfd, pages of 2048 KiB", "{version:?}");
+            cluster.guest_is_whole(to, "vm1");
+        }
+    }
 }
 
 /// Huge pages that are reserved for a test, and given back after it.

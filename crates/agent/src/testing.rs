@@ -71,6 +71,16 @@ pub(crate) fn eventually(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
+/// Waits until a thread of this process waits for something itself, or has ended.
+#[track_caller]
+pub(crate) fn waits_or_has_ended(thread: rustix::thread::Pid) {
+    let stat = format!("/proc/self/task/{}/stat", thread.as_raw_nonzero());
+    eventually("a thread that waits", || {
+        let stat = std::fs::read_to_string(&stat);
+        stat.ok().is_none_or(|stat| stat.rsplit_once(") ").unwrap().1.starts_with('S'))
+    });
+}
+
 /// Whoever comes is let in. Nobody may be there any more to meet them.
 fn welcome(sender: Sender<Connection>) -> impl Fn(Result<Arrival, Rejected>) + Send + Sync {
     move |arrival| {

@@ -13,7 +13,9 @@ use crate::destination::Traces;
 use crate::journal::{Durability, State};
 use crate::report::Report;
 use crate::source::{Aims, Controls};
-use crate::testing::{Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms};
+use crate::testing::{
+    Peer as Other, Qemu, World, endpoint, eventually, host, id, proposal, terms, waits_or_has_ended,
+};
 
 fn daemon(world: &World) -> Arc<Daemon> {
     Arc::new(Daemon { context: Arc::clone(&world.context), drivers: Mutex::default(), witness: None })
@@ -130,15 +132,16 @@ fn a_vm_that_has_just_come_can_be_moved_on() {
     let state = DestinationState::Refused;
     world.journalled(&terms("b", "a"), State::Destination(state));
     let place = daemon.place(&id(1), driven()).unwrap();
+    let (begun, begins) = std::sync::mpsc::channel();
     let moved_on = std::thread::spawn({
         let daemon = Arc::clone(&daemon);
         move || {
+            begun.send(rustix::thread::gettid()).unwrap();
             daemon.let_the_last_one_end(&crate::testing::vm()).unwrap();
             daemon.not_in_migration(&crate::testing::vm())
         }
     });
-    // Long enough for one that does not wait.
-    std::thread::sleep(Duration::from_millis(50));
+    waits_or_has_ended(begins.recv().unwrap());
     world.context.journal.close(&id(1)).unwrap();
     drop(place);
     moved_on.join().unwrap().unwrap();
@@ -216,13 +219,11 @@ fn a_vm_that_begins_to_move_is_not_forgotten() {
     let forget = std::thread::spawn({
         let users = control::Users(Arc::clone(&daemon));
         move || {
-            begun.send(()).unwrap();
+            begun.send(rustix::thread::gettid()).unwrap();
             users.forget(&crate::testing::vm())
         }
     });
-    begins.recv().unwrap();
-    // Long enough for one that does not wait.
-    std::thread::sleep(Duration::from_millis(50));
+    waits_or_has_ended(begins.recv().unwrap());
     world.journalled(&terms("a", "b"), State::Source(SourceState::Prepared { run: true }));
     drop(alone);
     assert_eq!(forget.join().unwrap().unwrap_err().kind, Kind::Conflict);

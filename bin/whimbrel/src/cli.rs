@@ -175,7 +175,7 @@ pub(crate) enum VmCommand {
     Run {
         /// The VM file; docs/vm.example.toml has every key
         file: PathBuf,
-        /// Leave the guest paused
+        /// Leave the guest paused; it can be moved all the same
         #[arg(long)]
         paused: bool,
     },

@@ -30,6 +30,22 @@ fn file(cluster: &Cluster, name: &str) -> PathBuf {
     path
 }
 
+/// A VM of firmware and a disk.
+fn with_disk(cluster: &Cluster, name: &str, qemu: &lab::Qemu, image: &Path) -> PathBuf {
+    let path = cluster.a.directory.join(format!("{name}.toml"));
+    let drive = format!("file={},format=qcow2,if=virtio,cache=none", image.display());
+    let mut args: Vec<String> =
+        ["-machine", "pc-i440fx-7.2,accel=tcg", "-m", "64", "-display", "none", "-drive", &drive]
+            .map(str::to_owned)
+            .to_vec();
+    for data in &qemu.data_dirs {
+        args.extend(["-L".to_owned(), data.to_str().unwrap().to_owned()]);
+    }
+    let program = qemu.program.to_str().unwrap();
+    fs::write(&path, format!("name = {name:?}\nqemu = {program:?}\nargs = {args:?}\n")).unwrap();
+    path
+}
+
 fn run(agent: &Agent, file: &Path) -> Value {
     agent.cli(&["vm", "run", file.to_str().unwrap()]).ok().json()
 }
@@ -89,6 +105,33 @@ fn an_arriving_vm_takes_nobody_s_place() {
         assert_eq!(cluster.b.vm(vm).unwrap()["state"], "running", "{vm}");
     }
     assert!(monitor.exists() && qmp(&cluster.b, "vm1") != monitor);
+}
+
+/// A guest that has never run, with a disk: there and back it is not let go, and then it can be.
+#[test]
+fn one_that_was_started_paused_is_moved_paused() {
+    let cluster = Cluster::new();
+    for version in cluster.environment.qemu_versions() {
+        let qemu = cluster.environment.qemu(version).unwrap();
+        let image = cluster.lab.shared_directory().unwrap().join(format!("{version:?}.qcow2"));
+        lab::disk::known_content(&qemu, &image, "qcow2", 16).unwrap();
+        let name = format!("paused-{version:?}").to_lowercase();
+        let file = with_disk(&cluster, &name, &qemu, &image);
+        let vm = cluster.a.cli(&["vm", "run", file.to_str().unwrap(), "--paused"]).ok().json();
+        let mut qemus = Qemus(vec![pid(&vm)]);
+        assert_eq!(vm["state"], "prelaunch", "{version:?}");
+        for (from, to) in [("a", "b"), ("b", "a")] {
+            let report = cluster.migrate(&name, from, to, &[]);
+            assert_eq!(report["verification"]["different_chunks"], 0, "{version:?}: {report:#}");
+            let arrived = cluster.agent(to).vm(&name).unwrap();
+            qemus.0.push(pid(&arrived));
+            assert_eq!(arrived["state"], "paused", "{version:?}");
+        }
+        let mut monitor = lab::Monitor::connect(&qmp(&cluster.a, &name)).unwrap();
+        monitor.command("cont", &serde_json::json!({})).unwrap();
+        drop(monitor);
+        assert_eq!(cluster.a.vm(&name).unwrap()["state"], "running", "{version:?}");
+    }
 }
 
 /// The example of the manual, but for what this machine cannot do, starts and moves.

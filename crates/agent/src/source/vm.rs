@@ -156,7 +156,8 @@ impl SourceVm {
         let status = self.ask(qemu::control::status)?;
         match status.status.as_str() {
             "running" => Ok(true),
-            "paused" => Ok(false),
+            // One that was started with `-S` has not run yet; nothing else tells it from a paused one.
+            "paused" | "prelaunch" => Ok(false),
             _ => Err(VmError::RunState(status.status)),
         }
     }

@@ -53,7 +53,7 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
     }
     match source.run_state.as_str() {
         "running" => {}
-        "paused" => add(
+        "paused" | "prelaunch" => add(
             findings,
             Info,
             "paused",

@@ -134,6 +134,7 @@ fn the_guest() {
     assert_eq!(found(|s, _| s.blocked_reasons.push("non-migratable device".to_owned())), "qemu-blocks");
     assert_eq!(found(|s, _| s.run_state = "io-error".to_owned()), "run-state");
     assert_eq!(found(|s, _| s.run_state = "paused".to_owned()), "paused.");
+    assert_eq!(found(|s, _| s.run_state = "prelaunch".to_owned()), "paused.");
     assert_eq!(found(|s, _| s.tracer_pid = 9), "debugger");
     assert_eq!(found(|s, _| s.restart_warning = Some("unit".to_owned())), "restarts?");
     assert_eq!(found(|s, _| s.nested_guests = Some(true)), "nested-guests");

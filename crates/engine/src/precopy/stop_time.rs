@@ -13,24 +13,22 @@ use super::{Aim, Decision, GiveUp, Limit, Policy, RoundObservation};
 pub struct FixedCost {
     /// QMP `stop`.
     pub stop_ns: u64,
-    /// Saving the device state.
-    pub save_ns: u64,
-    /// Sending and loading it.
+    /// Sending and loading the device state. (Saving it runs beside the last pages.)
     pub load_ns: u64,
     /// From READY to `cont`'s return: journals, GO, the register where there is one.
     pub continue_ns: u64,
 }
 
 impl Default for FixedCost {
-    /// The upper half of what a small guest showed: stop 1 ms, save 2 ms, load 8 ms, continue 4 ms.
+    /// The upper half of what a small guest showed: stop 1 ms, load 8 ms, continue 4 ms.
     fn default() -> Self {
-        Self { stop_ns: 1_000_000, save_ns: 2_000_000, load_ns: 8_000_000, continue_ns: 4_000_000 }
+        Self { stop_ns: 1_000_000, load_ns: 8_000_000, continue_ns: 4_000_000 }
     }
 }
 
 impl FixedCost {
     fn total_ns(&self) -> u64 {
-        [self.stop_ns, self.save_ns, self.load_ns, self.continue_ns].into_iter().fold(0, u64::saturating_add)
+        [self.stop_ns, self.load_ns, self.continue_ns].into_iter().fold(0, u64::saturating_add)
     }
 }
 
@@ -60,7 +58,6 @@ impl CostHistory {
     pub fn estimate(&self) -> FixedCost {
         let smaller = |one: FixedCost, other: FixedCost| FixedCost {
             stop_ns: one.stop_ns.min(other.stop_ns),
-            save_ns: one.save_ns.min(other.save_ns),
             load_ns: one.load_ns.min(other.load_ns),
             continue_ns: one.continue_ns.min(other.continue_ns),
         };

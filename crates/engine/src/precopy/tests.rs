@@ -15,7 +15,7 @@ fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: u64) -> Rou
 }
 
 fn free() -> FixedCost {
-    FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 }
+    FixedCost { stop_ns: 0, load_ns: 0, continue_ns: 0 }
 }
 
 fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> StopTime {
@@ -150,9 +150,9 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
 fn any_policy() -> impl Strategy<Value = StopTime> {
     let number = || prop_oneof![Just(0), Just(u64::MAX), 0..1_000_000_000_u64];
     (number(), 0..60_u32, any::<bool>(), number(), number(), 0..10_u32).prop_map(
-        |(max_downtime_ns, max_rounds, stop, load_ns, save_ns, patience)| {
+        |(max_downtime_ns, max_rounds, stop, load_ns, stop_ns, patience)| {
             let on_limit = if stop { OnLimit::Stop } else { OnLimit::Abort };
-            let fixed = FixedCost { save_ns, load_ns, ..FixedCost::default() };
+            let fixed = FixedCost { stop_ns, load_ns, ..FixedCost::default() };
             StopTime::new(Aim { max_downtime_ns, max_rounds }, on_limit, fixed).with_patience(patience)
         },
     )

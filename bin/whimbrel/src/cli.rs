@@ -224,7 +224,7 @@ pub(crate) struct MigrateCommand {
     /// Most rounds of pre-copy (30)
     #[arg(long, value_name = "N")]
     pub max_rounds: Option<u32>,
-    /// When the rounds are used up: `abort` leaves the VM where it is, `stop` stops it and sends the rest, however long
+    /// When the rounds are used up, or six in a row have left no less to send: `abort` leaves the VM where it is, `stop` stops it and sends the rest, however long
     /// that takes (abort)
     #[arg(long, value_name = "abort|stop", hide_possible_values = true)]
     pub on_limit: Option<OnLimitArg>,

@@ -124,7 +124,7 @@ pub struct Adopted {
     pub findings: Vec<Finding>,
 }
 
-/// What to do when the rounds are used up and the expected downtime is still too long.
+/// What to do when no more rounds are to be made and the expected downtime is still too long.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnLimit {
@@ -165,7 +165,7 @@ pub struct MigrateRequest {
     /// Most rounds of pre-copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_rounds: Option<u32>,
-    /// What to do when the rounds are used up.
+    /// What to do when no more rounds are to be made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub on_limit: Option<OnLimit>,
     /// Cap on the sending rate, in bytes per second; 0 for none.

@@ -294,6 +294,18 @@ impl Qemu {
         is_held(&self.process)
     }
 
+    /// Where its monitor is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Ends its clients' connections.
+    pub(crate) fn hangs_up(&self) {
+        for client in &self.monitor().clients {
+            client.shutdown(std::net::Shutdown::Both).unwrap();
+        }
+    }
+
     /// Tells its clients that the guest goes on, as somebody else's `cont` does.
     pub(crate) fn resumes(&self) {
         let event = json!({ "event": "RESUME", "timestamp": { "seconds": 1, "microseconds": 0 } });

@@ -92,22 +92,8 @@ fn enter(
     qmp: &mut Qmp,
     allowed: &[String],
 ) -> Result<(VmRecord, Vec<Finding>), Problem> {
-    let _entering = context.names.entering();
-    let journal = &context.journal;
-    let known =
-        journal.vms().map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
-    if let Some(same) = known.iter().find(|known| same_process(context, known, process)) {
-        if same.vm == name {
-            return Ok((same.clone(), Vec::new()));
-        }
-        let error = format!("process {} is adopted already, as {}", process.pid, same.vm);
-        return Err(Problem::new(Kind::Conflict, error, format!("`whimbrel vm forget {}` first", same.vm)));
-    }
-    if let Some(other) = known.iter().find(|known| known.vm == name)
-        && other.process(&context.boot_id).is_ok()
-    {
-        let error = format!("another VM named {name} is here already (process {})", other.pid);
-        return Err(Problem::new(Kind::Conflict, error, "give this one another name with --as"));
+    if let Some(same) = entered(context, &name, process)? {
+        return Ok((same, Vec::new()));
     }
     no_open_migration(context, &name)?;
     let described = qemu::describe::describe(qmp, &process.origin())
@@ -127,11 +113,39 @@ fn enter(
         &context.boot_id,
         qmp.path().to_owned(),
     );
-    journal
+    // Not while QEMU is asked, which may not answer. Meanwhile it may have been entered under another name.
+    let _entering = context.names.entering();
+    if let Some(same) = entered(context, &record.vm, process)? {
+        return Ok((same, Vec::new()));
+    }
+    context
+        .journal
         .put_vm(&record)
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
     info!(vm = %record.vm, pid = record.pid, "adopted");
     Ok((record, findings))
+}
+
+/// What the agent has of this QEMU under this name; none if neither is here.
+fn entered(context: &Context, name: &VmName, process: &QemuProcess) -> Result<Option<VmRecord>, Problem> {
+    let known = context
+        .journal
+        .vms()
+        .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
+    if let Some(same) = known.iter().find(|known| same_process(context, known, process)) {
+        if same.vm == *name {
+            return Ok(Some(same.clone()));
+        }
+        let error = format!("process {} is adopted already, as {}", process.pid, same.vm);
+        return Err(Problem::new(Kind::Conflict, error, format!("`whimbrel vm forget {}` first", same.vm)));
+    }
+    if let Some(other) = known.iter().find(|known| known.vm == *name)
+        && other.process(&context.boot_id).is_ok()
+    {
+        let error = format!("another VM named {name} is here already (process {})", other.pid);
+        return Err(Problem::new(Kind::Conflict, error, "give this one another name with --as"));
+    }
+    Ok(None)
 }
 
 /// A VM that is between two hosts, or in doubt, keeps its name: what is known of it here must not be replaced.
@@ -344,7 +358,7 @@ mod tests {
     use engine::handover::source::SourceState;
 
     use super::*;
-    use crate::testing::{World, id, terms, vm};
+    use crate::testing::{PATIENCE, Qemu, World, id, terms, vm};
 
     #[test]
     fn the_name_of_a_vm_in_migration_is_not_taken_by_another() {
@@ -356,5 +370,39 @@ mod tests {
         assert!(problem.error.contains("web is in a migration, web#1"), "{}", problem.error);
         world.context.journal.close(&id(1)).unwrap();
         no_open_migration(&world.context, &vm()).unwrap();
+    }
+    #[test]
+    fn a_qemu_that_does_not_answer_holds_up_the_entering_of_no_other() {
+        let world = World::new();
+        let qemu = Qemu::start(world.folder.path());
+        let mut qmp = Qmp::connect(qemu.path(), PATIENCE * 2).unwrap();
+        qemu.monitor().mute = true;
+        let (pid, start_time_ticks) = qemu.process();
+        let process = QemuProcess {
+            pid,
+            start_time_ticks,
+            binary: "/bin/sleep".into(),
+            arguments: vec![],
+            working_dir: "/".into(),
+            network_namespace: 0,
+            name: None,
+            monitors: vec![],
+            unit: None,
+            unit_of_user: None,
+        };
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(|| enter(&world.context, vm(), &process, &mut qmp, &[]));
+            crate::testing::eventually("it is asked", || !qemu.monitor().heard.is_empty());
+            let (free, freed) = std::sync::mpsc::channel();
+            let names = &world.context.names;
+            scope.spawn(move || {
+                let _entering = names.entering();
+                free.send(())
+            });
+            let is_free = freed.recv_timeout(PATIENCE).is_ok();
+            qemu.hangs_up();
+            assert!(asking.join().unwrap().is_err());
+            assert!(is_free, "another could be entered meanwhile");
+        });
     }
 }

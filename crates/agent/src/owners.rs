@@ -1,13 +1,17 @@
 //! The register of owners, as the drivers use it.
 
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::Terms;
 use engine::handover::register::RegisterAnswer;
 use proto::message::{Ownership, RegisterRequest};
 use proto::{Epoch, HostId, VmName};
+use tracing::warn;
 
 use crate::context::Context;
+use crate::progress::{Phase, Progress, Standing};
 
 /// Asks the register that a migration began with. Blocks until it has answered or its time-outs have passed. Another
 /// one, which the configuration may name by now, has no say in it.
@@ -16,6 +20,30 @@ pub(crate) fn ask(context: &Context, terms: &Terms, request: &RegisterRequest) -
         return RegisterAnswer::Unreachable;
     }
     context.register.as_ref().map_or(RegisterAnswer::Unreachable, |register| register.ask(request))
+}
+
+/// Asks in a thread of its own, which passes the answer on. Says whether there is one.
+pub(crate) fn ask_aside(
+    context: &Arc<Context>,
+    terms: &Terms,
+    request: RegisterRequest,
+    answered: impl FnOnce(RegisterAnswer) + Send + 'static,
+) -> bool {
+    let (context, terms) = (Arc::clone(context), terms.clone());
+    let asks = move || answered(ask(&context, &terms, &request));
+    let asking = thread::Builder::new().name("register".to_owned()).spawn(asks);
+    if let Err(error) = &asking {
+        warn!(%error, "cannot ask the register");
+    }
+    asking.is_ok()
+}
+
+/// What waits for the register's word waits for an operator, when the register has been silent for long.
+pub(crate) fn tell_of_silence(vm: &VmName, progress: &mut Progress) {
+    progress.phase = Phase::InDoubt;
+    progress.standing = Standing::InDoubt;
+    progress.message =
+        Some(format!("the register does not answer; start the witness, or see `whimbrel recover {vm}`"));
 }
 
 /// What is wrong where the configuration does not name the register that a migration began with.

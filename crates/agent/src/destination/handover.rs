@@ -16,6 +16,7 @@ use super::inbox::Notice;
 use super::receiving::Receiving;
 use super::{ArriveError, Arriving, Driver};
 use crate::machine::Machine;
+use crate::owners;
 use crate::progress::Phase;
 
 impl Driver {
@@ -103,7 +104,8 @@ impl Driver {
                         self.send_to_register(request);
                     }
                     if silence >= Duration::from_millis(self.context.config.timeouts.reclaim_after_ms) {
-                        self.tell_of_silent_register();
+                        self.publisher
+                            .update(|progress| owners::tell_of_silence(&self.terms.migration.vm, progress));
                     }
                 }
                 self.take(&event);

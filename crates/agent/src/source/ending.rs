@@ -104,17 +104,6 @@ impl Driver {
         });
     }
 
-    /// What waits for the register's word waits for an operator, when the register has been silent for long.
-    pub(super) fn tell_of_silent_register(&mut self) {
-        let vm = &self.terms.migration.vm;
-        let text = format!("the register does not answer; start the witness, or see `whimbrel recover {vm}`");
-        self.telemetry.update(|progress| {
-            progress.phase = Phase::InDoubt;
-            progress.standing = Standing::InDoubt;
-            progress.message = Some(text);
-        });
-    }
-
     /// The matter is settled: last entries, report, and what waits to be told.
     pub(super) fn end(&mut self) {
         self.tracked = None;

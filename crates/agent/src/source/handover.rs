@@ -18,6 +18,7 @@ use super::inbox::Notice;
 use super::vm::{SourceVm, VmError};
 use crate::config::Timeouts;
 use crate::machine::Machine;
+use crate::owners;
 use crate::progress::Phase;
 
 /// When the destination was last heard of.
@@ -135,7 +136,9 @@ impl Driver {
                             self.send_to_register(request);
                         }
                         if silence >= self.contact.patience {
-                            self.tell_of_silent_register();
+                            self.telemetry.update(|progress| {
+                                owners::tell_of_silence(&self.terms.migration.vm, progress);
+                            });
                         }
                     }
                     self.take(&event);

@@ -1,8 +1,6 @@
 //! What the engine wants done on the destination: each effect, and what it needs of the journal, of QEMU and of the
 //! register.
 
-use std::sync::Arc;
-use std::thread;
 use std::time::Instant;
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
@@ -148,14 +146,10 @@ impl Driver {
 
     pub(super) fn send_to_register(&mut self, request: RegisterRequest) {
         let mailbox = self.inbox.mailbox();
-        let context = Arc::clone(&self.context);
-        let terms = self.terms.clone();
-        let ask = move || {
-            let answer = owners::ask(&context, &terms, &request);
+        let answered = move |answer| {
             mailbox.put(Notice::Event(DestinationEvent::RegisterSays(answer)));
         };
-        if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
-            warn!(%error, "cannot ask the register");
+        if !owners::ask_aside(&self.context, &self.terms, request, answered) {
             self.follow_ups.push_back(DestinationEvent::RegisterSays(RegisterAnswer::Unreachable));
             // The state machine asks again; what waited is asked then.
             drop(self.register.answered());

@@ -182,14 +182,10 @@ impl Driver {
 
     pub(super) fn send_to_register(&mut self, request: RegisterRequest) {
         let mailbox = self.inbox.mailbox();
-        let context = Arc::clone(&self.context);
-        let terms = self.terms.clone();
-        let ask = move || {
-            let answer = owners::ask(&context, &terms, &request);
+        let answered = move |answer| {
             mailbox.put(Notice::Event(SourceEvent::RegisterSays(answer)));
         };
-        if let Err(error) = thread::Builder::new().name("register".to_owned()).spawn(ask) {
-            warn!(%error, "cannot ask the register");
+        if !owners::ask_aside(&self.context, &self.terms, request, answered) {
             self.follow_ups.push_back(SourceEvent::RegisterSays(RegisterAnswer::Unreachable));
             // The state machine asks again; what waited is asked then.
             drop(self.register.answered());

@@ -110,6 +110,8 @@ pub struct GiveUp {
     pub limit: Limit,
     /// What the downtime would be.
     pub expected_downtime_ns: u64,
+    /// How much of that whatever is left to send: device state, handover.
+    pub fixed_ns: u64,
     /// What it may be.
     pub max_downtime_ns: u64,
 }
@@ -128,14 +130,15 @@ impl fmt::Display for GiveUp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let what = match self.limit {
             Limit::Rounds => "the limit of rounds is reached",
-            Limit::NotShrinking => "the guest writes as fast as memory is sent",
+            Limit::NotShrinking => "rounds leave no less to send than the ones before",
         };
         let tenths = |ns: u64| format!("{}.{}", ns / 1_000_000, ns / 100_000 % 10);
         write!(
             f,
-            "{what}; stopping now would take about {} ms and {} are allowed: allow a longer downtime, a higher \
-             bandwidth or more rounds, or stop at the limit",
+            "{what}; stopping now would take about {} ms ({} of them whatever is left to send) and {} are allowed: allow \
+             a longer downtime, a higher bandwidth or more rounds, or stop at the limit",
             tenths(self.expected_downtime_ns),
+            tenths(self.fixed_ns),
             tenths(self.max_downtime_ns),
         )
     }

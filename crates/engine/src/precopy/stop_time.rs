@@ -34,7 +34,8 @@ impl FixedCost {
 
 /// The fixed parts that the last migrations measured.
 ///
-/// A busy moment makes a part longer, nothing makes it shorter than it is, so the estimate is the smallest of each part.
+/// A busy moment makes a part longer, nothing makes it shorter than it is, so the estimate is the smallest of each part,
+/// and the guess is one of them until so many have been measured that they were not all in busy moments.
 /// And a migration that gave up measures nothing: were its estimate kept, one bad moment could keep the objective out of
 /// reach for ever. So giving up forgets it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -61,7 +62,8 @@ impl CostHistory {
             load_ns: one.load_ns.min(other.load_ns),
             continue_ns: one.continue_ns.min(other.continue_ns),
         };
-        self.0.iter().copied().reduce(smaller).unwrap_or_default()
+        let guess = (self.0.len() < Self::LENGTH).then(FixedCost::default);
+        self.0.iter().copied().chain(guess).reduce(smaller).unwrap_or_default()
     }
 }
 
@@ -187,11 +189,11 @@ impl Policy for StopTime {
         } else {
             return Decision::NextRound { expected_downtime_ns };
         };
-        let max_downtime_ns = self.aim.max_downtime_ns;
+        let (fixed_ns, max_downtime_ns) = (self.fixed.total_ns(), self.aim.max_downtime_ns);
         match self.on_limit {
             OnLimit::Stop => Decision::StopAndCopy { expected_downtime_ns },
             OnLimit::Abort => {
-                Decision::GiveUp { reason: GiveUp { limit, expected_downtime_ns, max_downtime_ns } }
+                Decision::GiveUp { reason: GiveUp { limit, expected_downtime_ns, fixed_ns, max_downtime_ns } }
             }
         }
     }

@@ -265,5 +265,5 @@ pub(crate) fn quoted(names: &[String]) -> String {
     if names.is_empty() {
         return "no name".to_owned();
     }
-    names.iter().map(|name| format!("{name:?}")).collect::<Vec<_>>().join(", ")
+    names.iter().map(|name| format!("'{}'", name.escape_debug())).collect::<Vec<_>>().join(", ")
 }

@@ -202,7 +202,7 @@ fn refusal(error: &HandshakeError) -> String {
              install releases of Whimbrel on both hosts that have a version in common"
         ),
         HandshakeError::WrongName { host, presented } => format!(
-            "the certificate shown to it is for {}, not for {host:?}, as which this agent greets",
+            "the certificate shown to it is for {}, not for '{host}', as which this agent greets",
             quoted(presented)
         ),
         other => other.to_string(),

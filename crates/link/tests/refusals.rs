@@ -131,14 +131,14 @@ fn wrong_names_are_named() {
         matches!(errors, (HandshakeError::Refused { .. }, HandshakeError::WrongName { .. })),
         "{errors:?}"
     );
-    assert_told("client's", &errors, [&["\"host-a\"", "\"host-x\""], &["\"host-a\"", "\"host-x\""]]);
+    assert_told("client's", &errors, [&["'host-a'", "'host-x'"], &["'host-a'", "'host-x'"]]);
 
     let errors = refused(&authority.endpoint("host-a"), called("host-b", "host-x"));
     assert!(
         matches!(errors, (HandshakeError::WrongName { .. }, HandshakeError::OwnCertificate(_))),
         "{errors:?}"
     );
-    assert_told("server's", &errors, [&["\"host-b\"", "\"host-x\""], &["names"]]);
+    assert_told("server's", &errors, [&["'host-b'", "'host-x'"], &["names"]]);
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn another_host_at_the_address() {
         let _connection = server.accept();
         let error = handshake(connecting.join().unwrap());
         assert!(matches!(error, HandshakeError::WrongHost { .. }), "{error:?}");
-        assert!(told(&error).contains("\"host-c\"") && told(&error).contains("\"host-b\""), "{error}");
+        assert!(told(&error).contains("'host-c'") && told(&error).contains("'host-b'"), "{error}");
     });
 }
 
@@ -473,7 +473,7 @@ fn files_are_named_when_they_are_no_good() {
     let check = |identity: Identity, name: &str| identity.check(&host(name)).unwrap_err();
     let error = check(Identity::load(&good).unwrap(), "host-b");
     assert!(matches!(error, IdentityError::Name { .. }), "{error:?}");
-    assert!(told(&error).contains("\"host-a\"") && told(&error).contains("\"host-b\""), "{}", told(&error));
+    assert!(told(&error).contains("'host-a'") && told(&error).contains("'host-b'"), "{}", told(&error));
     let error = check(Identity::load(&good).unwrap(), "host_");
     assert!(matches!(error, IdentityError::Name { .. }), "{error:?}");
     let foreign = TlsFiles { ca: other.files(at.path(), &["host-a"], |_| ()).ca, ..good.clone() };

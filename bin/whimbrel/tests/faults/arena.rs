@@ -24,6 +24,8 @@ pub struct Arena {
     pub at: &'static str,
     /// What became of the source's QEMU in the present cell.
     source_qemu: SourceQemu,
+    /// Neither agents nor links are injured.
+    undisturbed: bool,
 }
 
 /// What an injury has done to the source's QEMU.
@@ -39,7 +41,8 @@ enum SourceQemu {
 impl Arena {
     pub fn new(witness: bool) -> Self {
         let cluster = Cluster::with(&Setup { witness, fault_harness: true, ..Setup::default() });
-        let mut arena = Self { cluster, guest: None, at: "a", source_qemu: SourceQemu::NotKilled };
+        let mut arena =
+            Self { cluster, guest: None, at: "a", source_qemu: SourceQemu::NotKilled, undisturbed: true };
         arena.start_guest();
         arena
     }
@@ -51,15 +54,7 @@ impl Arena {
             disk::is_sound(&qemu, &image).unwrap();
         }
         disk::known_content(&qemu, &image, "qcow2", 4).unwrap();
-        let load = Load {
-            fill_mib: 16,
-            wss_mib: 8,
-            rate_mib_per_s: 10,
-            disk_threads: 1,
-            disk_writers: 1,
-            disk_mib: 1,
-            ..Load::default()
-        };
+        let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, disk_writers: 1, ..Load::default() };
         // The log of an earlier guest would tell of ticks that this one has not made yet.
         let _ = fs::remove_dir_all(self.cluster.lab.a.directory().join("vm1"));
         let mut spec = GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", load) };
@@ -159,6 +154,33 @@ impl Arena {
         self.decide_after_a_crash();
         self.cluster.a.wait_settled();
         self.cluster.b.wait_settled();
+        self.let_the_proposal_end();
+        self.cluster.b.wait_settled();
+        self.cluster.a.wait_settled();
+    }
+
+    /// A destination looks at what was proposed, and may start a QEMU for it, before it hears that nothing comes of it: it
+    /// has no migration yet, or none any more, and is not done.
+    fn let_the_proposal_end(&self) {
+        let source = self.last(self.at);
+        let id = format!("migration=vm1#{}", source["epoch"]);
+        let report = self.cluster.agent(self.at).cli(&["report", "vm1"]);
+        // What was sent arrives, if nothing else than the source's QEMU was in its way.
+        let arrives = self.source_qemu == SourceQemu::OnlyCopyLost
+            && self.undisturbed
+            && report.code == 0
+            && report.json()["sent_bytes"].as_u64() > Some(0);
+        let destination = self.cluster.agent(self.other());
+        common::until("the destination is done with what was proposed", || {
+            let log = destination.log();
+            let Some(at) = log.find(&format!(" proposed {id} ")) else { return !arrives };
+            // An agent that has died since has told nobody.
+            let after = &log[at..];
+            let ends =
+                ["report", "answered", "the source did not hear", "nobody receives it", "the VM cannot come"];
+            let ended = |line: &str| line.contains(&id) && ends.iter().any(|end| line.contains(end));
+            after.lines().any(ended) || after.contains(" ready address=")
+        });
     }
 
     /// A destination's QEMU that died after `cont` may have been sent may have run: that only an operator can settle. It
@@ -316,6 +338,7 @@ impl Arena {
     pub fn run(&mut self, way: &Way) -> bool {
         let what = format!("{way}, from {}", self.at);
         self.source_qemu = SourceQemu::NotKilled;
+        self.undisturbed = way.0.iter().all(|step| step.injury == Injury::SourceQemu);
         self.faults().want(&way.0[0].point);
         let mut migration = self.migrate();
         let mut reached = true;

@@ -54,8 +54,11 @@ impl Daemon {
                 return;
             }
         };
-        if let Err(error) = connection.send(&answer) {
-            warn!(migration = %id, error = crate::chain(&error), "the source did not hear the answer");
+        match connection.send(&answer) {
+            Ok(()) => info!(migration = %id, "answered"),
+            Err(error) => {
+                warn!(migration = %id, error = crate::chain(&error), "the source did not hear the answer");
+            }
         }
     }
 

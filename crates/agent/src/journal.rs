@@ -72,6 +72,8 @@ pub enum Durability {
 enum Room {
     /// What is left beside the reserve, for a document of so many bytes.
     Free(usize),
+    /// The same, for something that has happened, wherever the journal's file is by now.
+    Happened(usize),
     /// The reserve, too: it ends something.
     Reserved,
 }
@@ -225,11 +227,11 @@ impl Journal {
         work: impl FnOnce(&rusqlite::Transaction<'_>) -> Result<T, Inner>,
     ) -> Result<T, JournalError> {
         let mut open = self.guard();
-        if let Room::Free(bytes) = room {
-            // What ends something is written all the same: this agent goes by it until it ends itself.
-            if identity(&self.path).ok() != Some(self.file) {
-                return Err(JournalError::Gone { path: self.path.clone() });
-            }
+        // What has happened, or ends something, is written all the same: this agent goes by it until it ends itself.
+        if matches!(room, Room::Free(_)) && identity(&self.path).ok() != Some(self.file) {
+            return Err(JournalError::Gone { path: self.path.clone() });
+        }
+        if let Room::Free(bytes) | Room::Happened(bytes) = room {
             open.keep_room(bytes).map_err(self.failed(doing))?;
         }
         open.set_durability(durability).map_err(self.failed(doing))?;

@@ -204,6 +204,7 @@ pub(crate) fn destination(
     let mut ours = gather::destination(&mut probe.qmp, &theirs.vm, &files, &here, &shared(context), problems)
         .map_err(|error| unreadable("this host's QEMU does not answer", &error))?;
     drop(probe);
+    let no_way_back = no_way_back(context, from, id, &proposal.reply_to);
     // Until the memory is promised nobody else may look at what is free.
     let arrivals = context.arrivals.look();
     let (hugepage_bytes, needed_bytes) = ours.memory_needed(&theirs);
@@ -214,7 +215,7 @@ pub(crate) fn destination(
         findings.extend(left_out(&built.warnings));
         findings.extend(rewritten(&context.config.host, &built.notes));
     }
-    findings.extend(no_way_back(context, from, id, &proposal.reply_to));
+    findings.extend(no_way_back);
     findings.extend(register_finding(context.config.register.as_ref(), from, &proposal));
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
     let (Ok(built), false) = (built, blocked) else { return Err(findings) };

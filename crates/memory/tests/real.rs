@@ -7,6 +7,7 @@ mod common;
 
 use std::convert::Infallible;
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use common::{Victim, connections, injector};
@@ -21,6 +22,8 @@ use whimbrel_memory::{
 
 const MIB: u64 = 1 << 20;
 const STREAMS: u16 = 3;
+/// Tests that take huge pages take them from all others, and some count them.
+static HUGE_PAGES: Mutex<()> = Mutex::new(());
 
 /// Memory on its way.
 struct Move {
@@ -178,6 +181,7 @@ fn not_tried(what: &str) {
 /// Needs huge pages, which the host's administrator has to reserve.
 #[test]
 fn hugetlb_memfd_into_hugetlb_memfd_where_there_are_huge_pages() {
+    let _alone = HUGE_PAGES.lock().unwrap_or_else(PoisonError::into_inner);
     let free = std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages");
     if free.ok().and_then(|free| free.trim().parse().ok()).unwrap_or(0_u64) < 48 {
         not_tried("hugetlbfs between memfds: fewer than 48 huge pages of 2 MiB are free");
@@ -291,7 +295,8 @@ fn private_huge_pages_are_read_at_nobody_elses_expense() {
         let path = format!("/sys/kernel/mm/hugepages/hugepages-2048kB/{what}_hugepages");
         std::fs::read_to_string(path).ok().and_then(|text| text.trim().parse().ok()).unwrap_or(0)
     };
-    let left_to_others = || pages("free") - pages("resv");
+    let left_to_others = || pages("free").saturating_sub(pages("resv"));
+    let _alone = HUGE_PAGES.lock().unwrap_or_else(PoisonError::into_inner);
     if left_to_others() < 48 {
         not_tried("private huge pages: fewer than 48 huge pages of 2 MiB are free");
         return;

@@ -46,6 +46,11 @@ pub enum Purpose {
     Register,
 }
 
+/// What a source that does not say it meant: guests that are paused are few.
+fn ran() -> bool {
+    true
+}
+
 /// The answer to [`Hello`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "answer", rename_all = "kebab-case")]
@@ -111,6 +116,7 @@ pub enum Message {
         /// Which migration.
         epoch: Epoch,
         /// Whether the guest ran before the stop. Decided without the source, it is to stay as it was.
+        #[serde(default = "ran")]
         run: bool,
     },
     /// Destination: loaded and paused, everything durable. From here on it is in doubt.
@@ -140,6 +146,7 @@ pub enum Message {
         /// From GO's arrival until QEMU's `cont` had returned, in microseconds.
         continue_us: u64,
         /// From that moment until this message was sent, in microseconds: the guest had been running for so long.
+        #[serde(default)]
         since_us: u64,
         /// CPU time of its agent since the proposal, in microseconds, for the report; absent if the agent was
         /// restarted since.

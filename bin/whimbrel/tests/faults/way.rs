@@ -56,11 +56,6 @@ impl Way {
         Self(words.split(", then ").map(step).collect())
     }
 
-    /// Whether one of its injuries is this one.
-    pub fn has(&self, injury: Injury) -> bool {
-        self.0.iter().any(|step| step.injury == injury)
-    }
-
     /// This way, and one injury more.
     pub fn and(&self, point: &str, injury: Injury) -> Self {
         let step = Step { point: point.to_owned(), injury };

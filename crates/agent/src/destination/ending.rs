@@ -77,7 +77,7 @@ impl Driver {
         });
         let enter = || {
             if let Some(record) = &record {
-                journal.put_vm(record)?;
+                journal.put_arrived_vm(record)?;
             }
             journal.close(id)
         };

@@ -95,6 +95,14 @@ impl Driver {
         self.state
     }
 
+    /// Until this side is ready the VM comes over the control stream or not at all: a source that only asks will not send
+    /// the rest. After that every sign of it counts.
+    fn hears_of_source(&mut self, on_control: bool) {
+        if on_control || self.state != DestinationState::Prepared {
+            self.heard = Instant::now();
+        }
+    }
+
     fn notice(&mut self, notice: Notice) {
         match notice {
             Notice::Event(event) => {
@@ -111,7 +119,7 @@ impl Driver {
                 self.take(&event);
             }
             Notice::Connected { link, writer, handle, generation } => {
-                self.heard = Instant::now();
+                self.hears_of_source(generation.is_some());
                 self.links.insert(link, (writer, handle));
                 match generation {
                     Some(generation) if generation >= self.generation => {
@@ -125,7 +133,7 @@ impl Driver {
                 }
             }
             Notice::Message { link, message } => {
-                self.heard = Instant::now();
+                self.hears_of_source(self.control == Some(link));
                 self.message(link, message);
             }
             Notice::Blob { link, bytes }

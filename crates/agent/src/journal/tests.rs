@@ -212,7 +212,11 @@ fn nothing_is_begun_in_a_journal_that_was_deleted() {
     std::fs::remove_dir_all(&state_dir).unwrap();
     let told = gone(&journal).to_string();
     assert!(told.contains("deleted or replaced") && told.contains("put the directory back"), "{told}");
-    // What is under way is known, and ends.
+    let vm = |which| VmRecord::new(name(which), json!({}), (77, 1), "boot", PathBuf::from("/run/q.sock"));
+    assert!(matches!(journal.put_vm(&vm("mail")).unwrap_err(), JournalError::Gone { .. }));
+    // What is under way is known, and ends; what has come is known, too.
+    journal.put_arrived_vm(&vm("web")).unwrap();
+    assert!(journal.vm(&name("web")).unwrap().is_some());
     journal.record_source(&first, &SourceState::Aborted, Durability::Synced).unwrap();
     assert_eq!(journal.migration(&first).unwrap().unwrap().state, State::Source(SourceState::Aborted));
     // Nothing is lost when it is put back.

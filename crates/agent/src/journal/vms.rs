@@ -54,8 +54,17 @@ impl VmRecord {
 impl Journal {
     /// Keeps a VM, in place of what was kept under its name.
     pub fn put_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
+        self.keep_vm(record, Room::Free)
+    }
+
+    /// As [`put_vm`](Self::put_vm), for a VM that has come and runs, whatever became of the journal's file meanwhile.
+    pub fn put_arrived_vm(&self, record: &VmRecord) -> Result<(), JournalError> {
+        self.keep_vm(record, Room::Happened)
+    }
+
+    fn keep_vm(&self, record: &VmRecord, room: impl FnOnce(usize) -> Room) -> Result<(), JournalError> {
         let description = record.description.to_string();
-        let room = Room::Free(description.len());
+        let room = room(description.len());
         self.write("keep a VM", Durability::Synced, room, |transaction| {
             transaction
                 .prepare_cached(

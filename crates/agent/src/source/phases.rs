@@ -90,6 +90,7 @@ impl Driver {
         self.prepare()?;
         let mut tracked = self.track()?;
         let ready = self.move_to_ready(&mut tracked);
+        self.say_by(None);
         // A guest that goes on here does so first; the kernel's bookkeeping is undone after that.
         self.tracked = Some(tracked);
         ready

@@ -35,7 +35,7 @@ impl FixedCost {
 /// The fixed parts that the last migrations measured.
 ///
 /// A busy moment makes a part longer, nothing makes it shorter than it is, so the estimate is the smallest of each part,
-/// and the guess is one of them until so many have been measured that they were not all in busy moments.
+/// and the guess is one of them until two have been measured.
 /// And a migration that gave up measures nothing: were its estimate kept, one bad moment could keep the objective out of
 /// reach for ever. So giving up forgets it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -62,7 +62,7 @@ impl CostHistory {
             load_ns: one.load_ns.min(other.load_ns),
             continue_ns: one.continue_ns.min(other.continue_ns),
         };
-        let guess = (self.0.len() < Self::LENGTH).then(FixedCost::default);
+        let guess = (self.0.len() < 2).then(FixedCost::default);
         self.0.iter().copied().chain(guess).reduce(smaller).unwrap_or_default()
     }
 }

@@ -41,6 +41,11 @@ fn the_fixed_cost_is_what_the_best_of_the_last_migrations_showed() {
     assert_eq!(history.estimate(), FixedCost { load_ns: 3, ..guess });
     history.learn(FixedCost { stop_ns: 1, load_ns: 9, ..guess });
     assert_eq!(history.estimate(), FixedCost { stop_ns: 1, load_ns: 3, ..guess });
+    history.forget();
+    for stop_ns in [70_000_000, 60_000_000] {
+        history.learn(FixedCost { stop_ns, ..guess });
+    }
+    assert_eq!(history.estimate(), FixedCost { stop_ns: 60_000_000, ..guess });
     // But a host that has become slow is believed after a while.
     let slow = FixedCost { stop_ns: 50_000_000, load_ns: 50_000_000, continue_ns: 50_000_000 };
     for _ in 0..4 {

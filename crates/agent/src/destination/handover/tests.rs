@@ -259,3 +259,22 @@ fn an_epoch_that_is_not_new_is_refused_with_the_largest() {
     let error = driver.prepare().unwrap_err();
     assert_eq!(error.largest_epoch(), Some(Epoch(9)), "{error}");
 }
+
+/// A source that was started anew without its QEMU asks again and again, and will never send the rest.
+#[test]
+fn a_source_that_only_asks_does_not_keep_a_copy_waiting() {
+    let world = World::new();
+    let (driver, peer) = driver(&world, DestinationState::Prepared, None);
+    drop(peer);
+    let mailbox = driver.inbox.mailbox();
+    let settled = thread::spawn(move || driver.settle());
+    while !settled.is_finished() {
+        let (here, mut there) = World::from_peer();
+        if mailbox.connected(here, None).is_err() {
+            break;
+        }
+        there.say(&Message::Inquire { epoch: Epoch(1) });
+        thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
+}

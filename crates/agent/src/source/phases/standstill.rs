@@ -101,6 +101,13 @@ impl Driver {
         Ok(state)
     }
 
+    /// What is said to the destination while the guest stands still waits no longer than until then.
+    pub(super) fn say_by(&mut self, deadline: Option<Instant>) {
+        if let Some(control) = &mut self.control {
+            control.writer.set_deadline(deadline);
+        }
+    }
+
     /// Until when the stopped guest waits for the destination's next answer: longer than all should take, but not for
     /// ever. An agent that hangs is no reason to stand still, however well its host is.
     fn standstill_ends(&self) -> Instant {
@@ -190,6 +197,7 @@ impl Driver {
         self.phase(Phase::DeviceState);
         let began = Instant::now();
         let digest = blake3::hash(state).to_hex().to_string();
+        self.say_by(Some(self.standstill_ends()));
         self.say(&Message::DeviceState { bytes: state.len() as u64, digest: digest.clone() })?;
         for piece in state.chunks(proto::limits::BLOB_BYTES) {
             self.send("cannot send the device state", |writer| writer.send_blob(piece))?;

@@ -104,6 +104,11 @@ impl World {
     }
 
     pub(crate) fn with(register: Option<Arc<dyn Register>>) -> Self {
+        Self::patient(register, "")
+    }
+
+    /// With more lines for the configuration's time-outs.
+    pub(crate) fn patient(register: Option<Arc<dyn Register>>, timeouts: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (sender, arrivals) = mpsc::channel();
         let peer = Listener::bind(endpoint("b"), "127.0.0.1:0").unwrap();
@@ -111,7 +116,7 @@ impl World {
         let peer = peer.serve(welcome(sender)).unwrap();
         let text = format!(
             "host = \"a\"\nlisten = \"127.0.0.1:1\"\nstate_dir = \"state\"\nrun_dir = \"run\"\n[tls]\nplain = true\n\
-             [hosts.b]\naddress = \"{address}\"\n[timeouts]\nretry_ms = 20\nqmp_ms = 500\n"
+             [hosts.b]\naddress = \"{address}\"\n[timeouts]\nretry_ms = 20\nqmp_ms = 500\n{timeouts}"
         );
         let config = Config::parse(&folder.path().join("agent.toml"), &text).unwrap();
         let context = Context {

@@ -263,7 +263,7 @@ fn an_epoch_that_is_not_new_is_refused_with_the_largest() {
 /// A source that was started anew without its QEMU asks again and again, and will never send the rest.
 #[test]
 fn a_source_that_only_asks_does_not_keep_a_copy_waiting() {
-    let world = World::new();
+    let world = World::patient(None, "give_up_after_ms = 500\n");
     let (driver, peer) = driver(&world, DestinationState::Prepared, None);
     drop(peer);
     let mailbox = driver.inbox.mailbox();

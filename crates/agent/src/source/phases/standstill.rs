@@ -182,6 +182,7 @@ impl Driver {
         hashes: impl IntoIterator<Item = Message>,
         compared_by: Instant,
     ) -> Result<u64, Failure> {
+        self.say_by(Some(compared_by));
         let mut different = 0;
         for message in hashes {
             self.say(&message)?;

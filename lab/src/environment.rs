@@ -4,6 +4,8 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{Error, Result};
 
 /// Says what a test could not try on this machine, where it is seen although the test passes: `make test` lists it at its
@@ -20,7 +22,8 @@ pub fn not_tried(what: impl AsRef<str>) {
 }
 
 /// The QEMU of the distribution, or the newer one of its backports.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum QemuVersion {
     /// Installed by the distribution's package (Debian 12: 7.2).
     #[default]

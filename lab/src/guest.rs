@@ -110,6 +110,11 @@ impl Guest {
         self.daemon.is_running()
     }
 
+    /// Waits until its QEMU has ended; it is not reaped, so that the kernel goes on to tell what it used.
+    pub fn wait_for_end(&self) -> Result<()> {
+        self.daemon.wait_for_end()
+    }
+
     /// Kills its QEMU.
     pub fn kill(&mut self) -> Result<()> {
         self.daemon.kill()

@@ -26,6 +26,7 @@
 
 mod agents;
 pub mod bare;
+pub mod bench;
 pub mod client;
 pub mod demo;
 pub mod disk;

@@ -1,5 +1,6 @@
-//! The little of QEMU's monitor protocol that the laboratory itself needs. It waits for each answer and ignores events.
+//! The little of QEMU's monitor protocol that the laboratory itself needs. It waits for each answer; events that come meanwhile are kept.
 
+use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -13,6 +14,18 @@ use crate::error::{Context, Error, Result};
 #[derive(Debug)]
 pub struct Monitor {
     stream: BufReader<UnixStream>,
+    events: VecDeque<Event>,
+}
+
+/// Something that QEMU told of its own accord.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Event {
+    /// Its name, in capitals.
+    pub name: String,
+    /// When, by the host's calendar, in microseconds since 1970.
+    pub at_unix_us: u64,
+    /// What belongs to it.
+    pub data: Value,
 }
 
 impl Monitor {
@@ -22,7 +35,7 @@ impl Monitor {
         let stream = UnixStream::connect(path).context(context)?;
         // A safety net: somebody else may hold the monitor for ever.
         stream.set_read_timeout(Some(Duration::from_mins(1))).context(context)?;
-        let mut monitor = Self { stream: BufReader::new(stream) };
+        let mut monitor = Self { stream: BufReader::new(stream), events: VecDeque::new() };
         monitor.read().context(context)?;
         monitor.command("qmp_capabilities", &json!({}))?;
         Ok(monitor)
@@ -41,7 +54,26 @@ impl Monitor {
             if let Some(error) = answer.get("error") {
                 return Err(Error::Monitor { command: command.to_owned(), answer: error.to_string() });
             }
+            self.events.extend(Event::parse(&answer));
         }
+    }
+
+    /// The next event for which `wanted` holds, or the first of those that came already; those before it are passed over.
+    pub fn wait_for_event(&mut self, mut wanted: impl FnMut(&Event) -> bool) -> Result<Event> {
+        loop {
+            let event = match self.events.pop_front() {
+                Some(event) => Some(event),
+                None => Event::parse(&self.read().context(|| "cannot read QEMU's events")?),
+            };
+            if let Some(event) = event.filter(&mut wanted) {
+                return Ok(event);
+            }
+        }
+    }
+
+    /// How long to wait for what QEMU says next.
+    pub fn set_patience(&mut self, patience: Duration) -> Result<()> {
+        self.stream.get_ref().set_read_timeout(Some(patience)).context(|| "cannot set a timeout")
     }
 
     fn read(&mut self) -> std::io::Result<Value> {
@@ -50,5 +82,29 @@ impl Monitor {
             return Err(std::io::ErrorKind::UnexpectedEof.into());
         }
         Ok(serde_json::from_str(&line)?)
+    }
+}
+
+impl Event {
+    fn parse(message: &Value) -> Option<Self> {
+        let number = |key: &str| message["timestamp"][key].as_u64().unwrap_or(0);
+        Some(Self {
+            name: message.get("event")?.as_str()?.to_owned(),
+            at_unix_us: number("seconds") * 1_000_000 + number("microseconds"),
+            data: message["data"].clone(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_told_from_answers() {
+        let event = json!({"event": "STOP", "timestamp": {"seconds": 3, "microseconds": 5}});
+        let event = Event::parse(&event).unwrap();
+        assert_eq!((event.name.as_str(), event.at_unix_us), ("STOP", 3_000_005));
+        assert_eq!(Event::parse(&json!({"return": {}})), None);
     }
 }

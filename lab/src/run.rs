@@ -75,6 +75,14 @@ impl Daemon {
         self.child.as_mut().is_some_and(|child| matches!(child.try_wait(), Ok(None)))
     }
 
+    /// Waits until it has ended, and leaves it to be reaped.
+    pub fn wait_for_end(&self) -> Result<()> {
+        let context = || format!("cannot wait for process {}", self.pid);
+        let Some(pid) = Pid::from_raw(self.pid as i32) else { return Ok(()) };
+        let process = pidfd_open(pid, PidfdFlags::empty()).context(context)?;
+        crate::follow::wait_for_end(&process).context(context)
+    }
+
     /// Kills it (SIGKILL) and waits until it is gone. Nothing happens when it has ended before.
     pub fn kill(&mut self) -> Result<()> {
         let Some(mut child) = self.child.take() else { return Ok(()) };

@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
+use whimbrel_guest_load::checksum;
+
 use crate::error::{Context, Error, Result};
 use crate::follow::{DEADLINE, Follow};
 
@@ -54,6 +56,31 @@ pub struct Check {
     pub disk_blocks: u64,
     /// Wrong ones ever found.
     pub wrong: u64,
+}
+
+/// The length of a slot of [`Progress`].
+pub(crate) const SLOT: Duration = Duration::from_millis(10);
+
+/// What the tiny guest's program got done, by the guest's own clock, in slots of [`SLOT`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// The number of the first slot, counted from the start of the load.
+    pub first: u64,
+    /// Pages written and verified in each slot.
+    pub work: Vec<u32>,
+    /// The longest time without the program that ended in each slot, in tenths of a millisecond.
+    pub gap: Vec<u32>,
+}
+
+impl Progress {
+    /// From a line that begins with `TRACE`. What is missing is empty.
+    pub fn parse(line: &str) -> Self {
+        let list = |key: &str| {
+            let list: String = value(line, key);
+            list.split(',').map_while(|number| number.parse().ok()).collect()
+        };
+        Self { first: value(line, "first"), work: list("work"), gap: list("gap") }
+    }
 }
 
 impl Serial {
@@ -137,6 +164,45 @@ impl Serial {
         })
     }
 
+    /// The time since the tiny guest's load began, by the guest's clock.
+    pub fn now(&self) -> Result<Duration> {
+        let line = self.ask("now", "the guest's time", DEADLINE, |line| line.starts_with("NOW "))?;
+        Ok(Duration::from_micros(value(&line, "uptime_us")))
+    }
+
+    /// What the tiny guest's program got done from a moment of its clock on.
+    pub fn progress(&self, from: Duration) -> Result<Progress> {
+        let mut all = Progress { first: (from.as_millis() / SLOT.as_millis()) as u64, ..Progress::default() };
+        loop {
+            let piece = self.piece_of_progress(all.first + all.work.len() as u64)?;
+            if piece.work.is_empty() {
+                return Ok(all);
+            }
+            // The guest has forgotten what is older.
+            if all.work.is_empty() {
+                all.first = piece.first;
+            }
+            all.work.extend(piece.work);
+            all.gap.extend(piece.gap);
+        }
+    }
+
+    /// Half a second of it. An emulated serial line loses a character now and then, so lines are short, and asked for
+    /// again where they are damaged.
+    fn piece_of_progress(&self, first: u64) -> Result<Progress> {
+        for _ in 0..10 {
+            let line = self.ask(&format!("trace {first} 50"), "the guest's progress", DEADLINE, |line| {
+                line.starts_with("TRACE ") && line.contains(" sum=")
+            })?;
+            if let Some((told, sum)) = line.rsplit_once(" sum=")
+                && Some(checksum(told)) == u64::from_str_radix(sum, 16).ok()
+            {
+                return Ok(Progress::parse(told));
+            }
+        }
+        Err(Error::Config(format!("{}: the guest's progress does not come through", self.log.display())))
+    }
+
     /// Changes settings of the load while it runs: `rate=100 mode=few`. See `guest/load`.
     pub fn set(&self, settings: &str) -> Result<()> {
         let answer = self.ask(&format!("set {settings}"), "the answer to set", DEADLINE, |line| {
@@ -176,6 +242,16 @@ fn value<T: std::str::FromStr + Default>(line: &str, key: &str) -> T {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn progress_is_read() {
+        let progress = Progress::parse("TRACE slot_ms=10 first=7 work=8,0,12 gap=10,99,205");
+        assert_eq!(progress, Progress { first: 7, work: vec![8, 0, 12], gap: vec![10, 99, 205] });
+        assert_eq!(
+            Progress::parse("TRACE slot_ms=10 first=7 work= gap="),
+            Progress { first: 7, ..Progress::default() }
+        );
+    }
 
     #[test]
     fn a_tick_is_read() {

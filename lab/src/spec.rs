@@ -331,7 +331,7 @@ impl GuestSpec {
             LoadMode::Zero => "zero",
         };
         let mut words = vec![
-            "console=ttyS0 quiet panic=-1".to_owned(),
+            "console=ttyS0,115200 quiet panic=-1".to_owned(),
             format!(
                 "load.fill={} load.wss={} load.rate={}",
                 load.fill_mib, load.wss_mib, load.rate_mib_per_s

@@ -12,6 +12,7 @@
 //! standard error.
 
 mod agent_command;
+mod bench_command;
 mod cli;
 mod failure;
 mod inventory;
@@ -101,6 +102,7 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
         Command::Lab { command } => match command {
             LabCommand::Up { prefix } => lab_command::up(&prefix, output),
             LabCommand::Down { prefix } => lab_command::down(&prefix, output),
+            LabCommand::Bench(command) => bench_command::run(&command, output),
         },
     }
 }

@@ -55,6 +55,11 @@ pub fn wrong_disk_block(first: u64, version: u32, data: &[u8]) -> Option<u64> {
     })
 }
 
+/// A number by which a line that was damaged on its way is told from a whole one.
+pub fn checksum(line: &str) -> u64 {
+    line.bytes().fold(0, |sum, byte| mix(sum ^ u64::from(byte)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

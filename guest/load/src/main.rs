@@ -9,11 +9,14 @@
 //! - `CHECK ok id=ID pages=… disk_blocks=… n=…` (or `CHECK wrong …`) in answer to `check ID` on its input: everything was verified at once. It is
 //!   `wrong` when anything ever was.
 //!
-//! `set KEY=VALUE …` on its input changes settings (see [`options`]); answered by `SET …`.
+//! `set KEY=VALUE …` on its input changes settings (see [`options`]); answered by `SET …`. `trace N COUNT` tells what was done in
+//! COUNT hundredths of a second from the Nth on (see [`progress`]): `TRACE slot_ms=… first=… work=… gap=… sum=…`; `now` tells the
+//! time since the load began: `NOW uptime_us=…`.
 
 mod disk;
 mod memory;
 mod options;
+mod progress;
 
 use std::io::{self, BufRead, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -25,6 +28,7 @@ use std::time::{Duration, Instant};
 use disk::DiskLoad;
 use memory::Memory;
 use options::Options;
+use progress::Progress;
 
 /// Pages in a MiB.
 const MIB: usize = 256;
@@ -138,6 +142,7 @@ struct Load {
     options: Options,
     memory: Memory,
     disk: Option<DiskLoad>,
+    progress: Progress,
     start: Instant,
     next_write: usize,
     next_verify: usize,
@@ -153,6 +158,7 @@ impl Load {
             options,
             memory,
             disk,
+            progress: Progress::default(),
             start: Instant::now(),
             next_write: 0,
             next_verify: 0,
@@ -169,7 +175,8 @@ impl Load {
         let (mut last, mut last_tick, mut longest_stall) = (now, now, Duration::ZERO);
         loop {
             let now = Instant::now();
-            longest_stall = longest_stall.max(now - last);
+            let gap = now - last;
+            longest_stall = longest_stall.max(gap);
             last = now;
             if now - last_tick >= Duration::from_secs(1) {
                 self.tick(longest_stall);
@@ -191,7 +198,9 @@ impl Load {
                 self.verify(BATCH);
                 verifying.done += BATCH as u64;
             }
-            if !write && !verify {
+            let work = BATCH as u32 * (u32::from(write) + u32::from(verify));
+            self.progress.note(now - self.start, gap, work);
+            if work == 0 {
                 thread::sleep(Duration::from_millis(1));
             }
         }
@@ -262,6 +271,13 @@ impl Load {
                 Ok(()) => println!("SET {:?}", self.options),
                 Err(error) => println!("ERROR {error}"),
             },
+            Some("trace") => {
+                let mut number = || words.next().and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
+                let (from, count) = (number(), number());
+                let told = format!("TRACE {}", self.progress.tell(from, count as usize));
+                println!("{told} sum={:x}", whimbrel_guest_load::checksum(&told));
+            }
+            Some("now") => println!("NOW uptime_us={}", self.start.elapsed().as_micros()),
             Some(word) => println!("ERROR unknown command {word}"),
             None => {}
         }

@@ -1,0 +1,188 @@
+//! `whimbrel lab bench`: Whimbrel beside QEMU's own migration.
+
+use std::fs;
+use std::path::Path;
+
+use lab::QemuVersion;
+use lab::bench::{Bench, Case, CaseResult, Contender, Program, Quantity, Results, Run, SCHEMA, suites};
+
+use crate::Code;
+use crate::cli::{BenchCommand, CaseOptions};
+use crate::failure::Failure;
+use crate::output::{Output, Text};
+
+/// The laboratory in which is measured.
+const PREFIX: &str = "bench";
+
+pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failure> {
+    if command.list {
+        output.show(&names(), |names| names.join("\n") + "\n");
+        return Ok(Code::Done);
+    }
+    let program = std::env::current_exe()
+        .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
+    let cases = chosen(command)?;
+    let mut results = read(command.results.as_deref())?;
+    let total = cases.len();
+    for (number, (case, contenders)) in cases.into_iter().enumerate() {
+        eprintln!("[{}/{total}] {}: {} contenders", number + 1, case.name, contenders.len());
+        let name = case.name.clone();
+        let bench = Bench::prepare(PREFIX, case, &program)?;
+        let measured = bench.run(&contenders, command.turns, |run| eprintln!("  {}", line(run)))?;
+        results.cases.retain(|known| known.case.name != name);
+        results.cases.push(measured);
+        // After each case: a bench takes long, and may be ended.
+        write(&results, command)?;
+    }
+    output.show(&results, text);
+    Ok(Code::Done)
+}
+
+fn names() -> Vec<String> {
+    let line = |(case, contenders): &(Case, Vec<Contender>)| {
+        let contenders = contenders.iter().map(Contender::to_string).collect::<Vec<_>>().join(" ");
+        format!("  {:28} {contenders}", case.name)
+    };
+    let suite = |suite: lab::bench::Suite| {
+        let cases = suite.cases.iter().map(line).collect::<Vec<_>>();
+        [vec![format!("{}: {}", suite.name, suite.about)], cases].concat()
+    };
+    suites().into_iter().flat_map(suite).collect()
+}
+
+/// What to measure.
+fn chosen(command: &BenchCommand) -> Result<Vec<(Case, Vec<Contender>)>, Failure> {
+    let others = |contenders: Vec<Contender>| {
+        if command.contender.is_empty() { contenders } else { command.contender.clone() }
+    };
+    if command.suite.is_empty() {
+        return Ok(vec![(case(&command.case), others(Contender::all()))]);
+    }
+    let mut chosen = Vec::new();
+    for wanted in &command.suite {
+        let before = chosen.len();
+        for suite in suites() {
+            let whole = wanted == "all" || wanted == suite.name;
+            let cases = suite.cases.into_iter().filter(|(case, _)| whole || *wanted == case.name);
+            chosen.extend(cases.map(|(case, contenders)| (case, others(contenders))));
+        }
+        if chosen.len() == before {
+            return Err(lab::Error::Config(format!(
+                "there is no suite and no case {wanted}: `whimbrel lab bench --list` has them"
+            ))
+            .into());
+        }
+    }
+    Ok(chosen)
+}
+
+fn case(options: &CaseOptions) -> Case {
+    let CaseOptions { fill, wss, rate, verify, few, .. } = *options;
+    Case {
+        name: "case".to_owned(),
+        qemu: if options.installed_qemu { QemuVersion::Installed } else { QemuVersion::Newer },
+        program: if options.debian {
+            Program::Debian
+        } else {
+            Program::Load {
+                fill_mib: fill,
+                wss_mib: wss,
+                rate_mib_per_s: rate,
+                verify_mib_per_s: verify,
+                few,
+            }
+        },
+        memory_mib: options.memory,
+        regions: options.regions,
+        devices: options.devices,
+        memfd: options.memfd,
+        link_bytes_per_s: (options.link.0 > 0).then_some(options.link.0),
+        tls: options.tls,
+        patience_s: options.patience,
+    }
+}
+
+/// What was measured before.
+fn read(path: Option<&Path>) -> Result<Results, Failure> {
+    let none = Results { schema: SCHEMA.to_owned(), machine: lab::bench::machine(), cases: Vec::new() };
+    let Some(path) = path.filter(|path| path.exists()) else { return Ok(none) };
+    let file = |source| Failure::File { path: path.to_owned(), source };
+    let known: Results = serde_json::from_str(&fs::read_to_string(path).map_err(file)?)
+        .map_err(std::io::Error::from)
+        .map_err(file)?;
+    if known.schema == SCHEMA { Ok(known) } else { Ok(none) }
+}
+
+fn write(results: &Results, command: &BenchCommand) -> Result<(), Failure> {
+    let Some(path) = &command.results else { return Ok(()) };
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |source| Failure::File { path, source }
+    };
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory).map_err(failed(directory))?;
+    }
+    let text = serde_json::to_string_pretty(results).map_err(std::io::Error::from).map_err(failed(path))?;
+    fs::write(path, text + "\n").map_err(failed(path))?;
+    if let Some(page) = &command.page {
+        lab::bench::put(page, &lab::bench::tables(results))?;
+    }
+    if let Some(directory) = &command.plots {
+        lab::bench::plots(results, directory)?;
+    }
+    Ok(())
+}
+
+/// A measurement as it comes.
+fn line(run: &Run) -> String {
+    let turn = if run.turn == 0 { "warm-up".to_owned() } else { format!("turn {}", run.turn) };
+    let measured = run.measured.as_ref().map_or_else(
+        || if run.contender == Contender::Nobody { String::new() } else { "given up".to_owned() },
+        |m| {
+            format!(
+                "total {:.0} ms (start {:.0}), downtime {:.1}, CPU {:.0} (agents {:.0}), sent {:.1} MB, {} rounds",
+                m.total_ms,
+                m.start_ms,
+                m.downtime_ms,
+                m.cpu_ms,
+                m.agents_cpu_ms,
+                m.sent_bytes as f64 / 1e6,
+                m.rounds
+            )
+        },
+    );
+    let disturbed = run.disturbance.map_or_else(String::new, |d| {
+        let brownout = d.brownout_ms.map_or("for good".to_owned(), |ms| format!("{ms:.0}"));
+        format!("; stall {:.1}, lost {:.0}, brownout {brownout}", d.longest_stall_ms, d.lost_ms)
+    });
+    format!("{turn:8} {:14} {measured}{disturbed}", run.contender)
+}
+
+fn text(results: &Results) -> String {
+    let mut text = Text::default();
+    for result in &results.cases {
+        text.line(format_args!("{}:", result.case.name));
+        for contender in result.contenders() {
+            text.line(format_args!("  {}", summary(result, contender)));
+        }
+    }
+    text.finish()
+}
+
+fn summary(result: &CaseResult, contender: Contender) -> String {
+    let (ended, all) = result.ended(contender);
+    let value = |name: &str, quantity: Quantity| {
+        let spread = result.spread(contender, quantity)?;
+        Some(format!("{name} {:.1} ({:.1} to {:.1})", spread.median, spread.least, spread.most))
+    };
+    let values = [
+        value("total", Quantity::Total),
+        value("downtime", Quantity::Downtime),
+        value("CPU", Quantity::Cpu),
+        value("stall", Quantity::Stall),
+        value("lost", Quantity::Lost),
+        value("brownout", Quantity::Brownout),
+    ];
+    let values = values.into_iter().flatten().collect::<Vec<_>>().join(", ");
+    format!("{contender:14} {ended}/{all} {values} ms")
+}

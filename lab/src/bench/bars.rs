@@ -1,0 +1,141 @@
+//! What was to be reached, and whether it was: the bars that the project has set for itself.
+
+use super::case::{Case, Contender, Program};
+use super::result::{CaseResult, Measured, Quantity, Results, Spread};
+
+/// A bar.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bar {
+    /// What is measured.
+    pub what: String,
+    /// What was to be reached.
+    pub wanted: String,
+    /// What was found.
+    pub found: String,
+    /// Whether it was reached.
+    pub held: bool,
+}
+
+const OURS: Contender = Contender::Whimbrel(None);
+
+/// All bars for which there are results.
+pub fn bars(results: &Results) -> Vec<Bar> {
+    let case = |name: &str| results.cases.iter().find(|result| result.case.name == name);
+    let mut bars = Vec::new();
+    for name in ["idle", "idle-7.2"] {
+        bars.extend(case(name).into_iter().flat_map(|result| {
+            [
+                ratio(result, Quantity::Total, "total", 0.4),
+                ratio(result, Quantity::Cpu, "CPU", 0.4),
+                no_longer(result, Quantity::Brownout, "brownout"),
+            ]
+        }));
+    }
+    bars.extend(case("idle-tls").into_iter().flat_map(|result| {
+        [ratio(result, Quantity::Total, "total", 0.5), ratio(result, Quantity::Cpu, "CPU", 0.6)]
+    }));
+    for (name, most_ms) in
+        [("tiny-idle", 10.0), ("tiny-128-150", 10.0), ("devices-idle", 20.0), ("devices-128-150", 20.0)]
+    {
+        bars.extend(case(name).into_iter().flat_map(|result| {
+            [
+                at_most(result, Quantity::Downtime, "downtime", most_ms),
+                no_longer(result, Quantity::Downtime, "downtime"),
+            ]
+        }));
+    }
+    bars.extend(case("idle-1g").into_iter().flat_map(link));
+    bars.extend(results.cases.iter().filter(|result| is_writing(&result.case)).map(lost_work));
+    bars.push(Some(agents_memory(&results.cases)));
+    bars.into_iter().flatten().collect()
+}
+
+fn is_writing(case: &Case) -> bool {
+    case.name.starts_with("write-") && matches!(case.program, Program::Load { rate_mib_per_s: 1.., .. })
+}
+
+fn ratio(result: &CaseResult, quantity: Quantity, word: &str, most: f64) -> Option<Bar> {
+    let (best, _) = result.best_of_qemu(quantity)?;
+    let ratio = result.ratio(OURS, best, quantity)?;
+    Some(Bar {
+        what: format!("{}: {word}, ratio to QEMU's best", result.case.name),
+        wanted: format!("≤ {most}"),
+        found: format!("{ratio:.2} (of {best})"),
+        held: ratio <= most,
+    })
+}
+
+fn no_longer(result: &CaseResult, quantity: Quantity, word: &str) -> Option<Bar> {
+    let (best, theirs_ms) = result.best_of_qemu(quantity)?;
+    let ours_ms = result.spread(OURS, quantity)?.median;
+    Some(Bar {
+        what: format!("{}: {word}, beside QEMU's best", result.case.name),
+        wanted: format!("≤ {theirs_ms:.1} ms ({best})"),
+        found: format!("{ours_ms:.1} ms"),
+        held: ours_ms <= theirs_ms,
+    })
+}
+
+fn at_most(result: &CaseResult, quantity: Quantity, word: &str, most_ms: f64) -> Option<Bar> {
+    let found_ms = result.spread(OURS, quantity)?.median;
+    Some(Bar {
+        what: format!("{}: {word}", result.case.name),
+        wanted: format!("≤ {most_ms} ms"),
+        found: format!("{found_ms:.1} ms"),
+        held: found_ms <= most_ms,
+    })
+}
+
+fn measured(result: &CaseResult) -> impl Iterator<Item = &Measured> {
+    result.runs_of(OURS).filter_map(|run| run.measured.as_ref())
+}
+
+/// A link with a limit is used to the full.
+fn link(result: &CaseResult) -> [Option<Bar>; 2] {
+    let Some(link) = result.case.link_bytes_per_s.map(|rate| rate as f64) else { return [None, None] };
+    let name = &result.case.name;
+    let used = Spread::of(measured(result).filter_map(|m| Some(m.first_round_bytes_per_s? / link)));
+    let time = Spread::of(measured(result).map(|m| m.total_ms / (m.sent_bytes as f64 / link * 1e3)));
+    let used = used.map(|used| Bar {
+        what: format!("{name}: share of the rate used in the first round"),
+        wanted: "≥ 95%".to_owned(),
+        found: format!("{:.1}%", used.median * 100.0),
+        held: used.median >= 0.95,
+    });
+    let time = time.map(|time| Bar {
+        what: format!("{name}: total, to bytes / rate"),
+        wanted: "≤ 1.03".to_owned(),
+        found: format!("{:.3}", time.median),
+        held: time.median <= 1.03,
+    });
+    [used, time]
+}
+
+/// The guest's program loses no more than under QEMU's own.
+fn lost_work(result: &CaseResult) -> Option<Bar> {
+    no_longer(result, Quantity::Lost, "lost work")
+}
+
+/// Agents stay small: the largest share of what each may have, over all cases.
+fn agents_memory(cases: &[CaseResult]) -> Bar {
+    let share = |result: &CaseResult| {
+        let may_have = f64::from(64 << 20) + (result.case.memory_mib << 20) as f64 / 1000.0;
+        let peaks = measured(result)
+            .flat_map(|m| [m.source_agent_peak_bytes, m.destination_agent_peak_bytes])
+            .max()
+            .unwrap_or(0);
+        (peaks as f64 / may_have, peaks, result.case.name.clone())
+    };
+    let worst = cases.iter().map(share).max_by(|a, b| a.0.total_cmp(&b.0));
+    let (share, peak, name) = worst.unwrap_or_default();
+    Bar {
+        what: "memory of an agent at its peak, all cases".to_owned(),
+        wanted: "≤ 64 MiB + 0.1% of the guest's".to_owned(),
+        found: format!(
+            "{:.1} MiB ({name}, {:.0}% of what it may have)",
+            peak as f64 / f64::from(1 << 20),
+            share * 100.0
+        ),
+        held: share <= 1.0,
+    }
+}

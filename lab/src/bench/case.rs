@@ -1,0 +1,259 @@
+//! What is measured: a guest, what it does, the link, and who moves it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::environment::QemuVersion;
+use crate::spec::LoadMode;
+
+/// One guest on one link, moved in turn by all contenders.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Case {
+    /// Its name, unlike all others of a run.
+    pub name: String,
+    /// The QEMU on both sides.
+    pub qemu: QemuVersion,
+    /// What runs in the guest.
+    pub program: Program,
+    /// The guest's memory, MiB.
+    pub memory_mib: u64,
+    /// RAM blocks (NUMA nodes) that share it evenly.
+    pub regions: u64,
+    /// With VGA, USB and five virtio devices: disk, network, balloon, random numbers, serial.
+    pub devices: bool,
+    /// Memory of the guest: a shared memfd rather than anonymous.
+    pub memfd: bool,
+    /// Bytes per second that the link lets through. None: as fast as this machine can.
+    pub link_bytes_per_s: Option<u64>,
+    /// Encrypted and authenticated, on both sides of the comparison.
+    pub tls: bool,
+    /// A migration that has not ended by then is given up, seconds.
+    pub patience_s: u64,
+}
+
+/// What runs in a guest.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum Program {
+    /// The load generator: fills memory with random content, and rewrites a part of it.
+    Load {
+        /// Filled, MiB.
+        fill_mib: u64,
+        /// Rewritten over and over, MiB.
+        wss_mib: u64,
+        /// How fast, MiB/s of pages touched. 0: not at all.
+        rate_mib_per_s: u64,
+        /// Verified (read), MiB/s.
+        verify_mib_per_s: u64,
+        /// A few bytes of each page, rather than all of it.
+        few: bool,
+    },
+    /// Debian with nginx and SQLite, that has booted and waits.
+    Debian,
+}
+
+/// Who moves a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Contender {
+    /// Nobody: what the guest's program does by itself.
+    Nobody,
+    /// Whimbrel, with so many data streams; None: as many as it chooses.
+    Whimbrel(Option<u16>),
+    /// QEMU's own migration.
+    Qemu(Mode),
+}
+
+/// A way to set up QEMU's own migration, as its documentation advises. In all of them the bandwidth is not limited and
+/// the downtime aimed at is the one that Whimbrel aims at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Mode {
+    /// One connection, nothing more.
+    Default,
+    /// Capability `multifd` with so many channels.
+    Multifd(u8),
+    /// The same with two channels and compression by zstd.
+    MultifdZstd,
+    /// Capability `xbzrle` with a cache for the whole guest.
+    Xbzrle,
+    /// Capabilities `postcopy-ram` and `postcopy-preempt`, switched over after the first pass.
+    PostCopy,
+    /// Capability `auto-converge`.
+    AutoConverge,
+}
+
+impl Contender {
+    /// All ways of QEMU, then Whimbrel.
+    pub fn all() -> Vec<Self> {
+        let modes = [
+            Mode::Default,
+            Mode::Multifd(2),
+            Mode::Multifd(4),
+            Mode::MultifdZstd,
+            Mode::Xbzrle,
+            Mode::PostCopy,
+            Mode::AutoConverge,
+        ];
+        modes.map(Self::Qemu).into_iter().chain([Self::Whimbrel(None)]).collect()
+    }
+
+    /// Whether it is one of QEMU's own ways.
+    pub fn is_qemu(self) -> bool {
+        matches!(self, Self::Qemu(_))
+    }
+}
+
+impl fmt::Display for Contender {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nobody => f.write_str("nobody"),
+            Self::Whimbrel(None) => f.write_str("whimbrel"),
+            Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
+            Self::Qemu(Mode::Default) => f.write_str("qemu"),
+            Self::Qemu(Mode::Multifd(channels)) => write!(f, "multifd-{channels}"),
+            Self::Qemu(Mode::MultifdZstd) => f.write_str("multifd-zstd"),
+            Self::Qemu(Mode::Xbzrle) => f.write_str("xbzrle"),
+            Self::Qemu(Mode::PostCopy) => f.write_str("post-copy"),
+            Self::Qemu(Mode::AutoConverge) => f.write_str("auto-converge"),
+        }
+    }
+}
+
+impl FromStr for Contender {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let fixed = [Self::Nobody].into_iter().chain(Self::all()).find(|one| one.to_string() == name);
+        let counted = || {
+            let (kind, count) = name.rsplit_once('-')?;
+            match kind {
+                "whimbrel" => count.parse().ok().filter(|count| *count > 0).map(|n| Self::Whimbrel(Some(n))),
+                "multifd" => {
+                    count.parse().ok().filter(|count| *count > 0).map(|n| Self::Qemu(Mode::Multifd(n)))
+                }
+                _ => None,
+            }
+        };
+        fixed.or_else(counted).ok_or_else(|| {
+            let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
+            format!("no such contender: {name}; there are nobody, {known}, and whimbrel-N and multifd-N for N streams")
+        })
+    }
+}
+
+impl TryFrom<String> for Contender {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        name.parse()
+    }
+}
+
+impl From<Contender> for String {
+    fn from(contender: Contender) -> Self {
+        contender.to_string()
+    }
+}
+
+impl Case {
+    /// A guest of 1 GiB, 700 MiB of it random, that does nothing but read a little of its memory, on a link without limit.
+    pub fn idle(name: &str, qemu: QemuVersion) -> Self {
+        Self {
+            name: name.to_owned(),
+            qemu,
+            program: Program::Load {
+                fill_mib: 700,
+                wss_mib: 0,
+                rate_mib_per_s: 0,
+                verify_mib_per_s: 4,
+                few: false,
+            },
+            memory_mib: 1024,
+            regions: 1,
+            devices: false,
+            memfd: false,
+            link_bytes_per_s: None,
+            tls: false,
+            patience_s: 90,
+        }
+    }
+
+    /// The same, but a part of the memory is rewritten.
+    #[must_use]
+    pub fn writing(mut self, wss: u64, rate: u64, mode: LoadMode) -> Self {
+        if let Program::Load { wss_mib, rate_mib_per_s, few, verify_mib_per_s, .. } = &mut self.program {
+            (*wss_mib, *rate_mib_per_s, *few, *verify_mib_per_s) = (wss, rate, mode == LoadMode::Few, 0);
+        }
+        self
+    }
+
+    /// The same with another amount of memory and of random content in it, both in MiB.
+    #[must_use]
+    pub fn sized(mut self, memory: u64, fill: u64) -> Self {
+        self.memory_mib = memory;
+        if let Program::Load { fill_mib, .. } = &mut self.program {
+            *fill_mib = fill;
+        }
+        self
+    }
+
+    /// In words, for people.
+    pub fn describe(&self) -> String {
+        let memory = self.memory_mib;
+        let mut words = vec![match &self.program {
+            Program::Debian => format!("Debian in {memory} MiB"),
+            Program::Load { fill_mib, .. } => format!("{memory} MiB, {fill_mib} of them random"),
+        }];
+        match self.program {
+            Program::Load { rate_mib_per_s: rate_mib_per_s @ 1.., wss_mib, few, .. } => {
+                let how = if few { "a few bytes of each page" } else { "whole pages" };
+                words.push(format!("{wss_mib} MiB rewritten at {rate_mib_per_s} MiB/s ({how})"));
+            }
+            Program::Load { verify_mib_per_s: verify_mib_per_s @ 1.., .. } => {
+                words.push(format!("{verify_mib_per_s} MiB/s read"));
+            }
+            _ => {}
+        }
+        words.push(match self.qemu {
+            QemuVersion::Installed => "QEMU of the distribution".to_owned(),
+            QemuVersion::Newer => "newer QEMU".to_owned(),
+        });
+        let more = [
+            (self.memfd, "shared memfd"),
+            (self.devices, "VGA, USB, disk, network, balloon, random numbers, serial"),
+            (self.tls, "TLS"),
+        ];
+        words.extend(more.into_iter().filter(|(has, _)| *has).map(|(_, word)| word.to_owned()));
+        if self.regions > 1 {
+            words.push(format!("{} RAM blocks", self.regions));
+        }
+        words.push(match self.link_bytes_per_s {
+            None => "no limit".to_owned(),
+            Some(rate) => format!("{} Mb/s", rate * 8 / 1_000_000),
+        });
+        words.join(", ")
+    }
+
+    /// Whether the guest's program says what it does.
+    pub fn has_load(&self) -> bool {
+        matches!(self.program, Program::Load { .. })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contenders_are_named_and_found_by_their_names() {
+        let more = [Contender::Nobody, Contender::Whimbrel(Some(3)), Contender::Qemu(Mode::Multifd(8))];
+        for contender in Contender::all().into_iter().chain(more) {
+            assert_eq!(contender.to_string().parse(), Ok(contender));
+        }
+        for wrong in ["", "whimbrel-0", "whimbrel-x", "multifd-", "xbz-3"] {
+            assert!(wrong.parse::<Contender>().unwrap_err().contains("there are nobody"), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Measuring: turn by turn, contender by contender.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use super::case::{Case, Contender};
+use super::mover::{End, Moved, by_qemu, by_whimbrel, forget, runs};
+use super::program::{Disturbance, Moments, judge};
+use super::result::{CaseResult, Measured, Run};
+use super::subject::{Subject, VM, clear};
+use super::usage::{cpu_time, peak_bytes, processes_of, reset_peak, sent_bytes};
+use crate::agents::Agents;
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+use crate::follow::DEADLINE;
+use crate::guest::Guest;
+use crate::lab::{Lab, LabConfig};
+use crate::pki::{Identity, Pki};
+use crate::run::Daemon;
+use crate::serial::Serial;
+
+/// How long the guest runs undisturbed before it is moved, and on after it has arrived, by its own clock.
+const UNDISTURBED: Duration = Duration::from_secs(1);
+
+/// A laboratory with agents, for one case.
+#[derive(Debug)]
+pub struct Bench {
+    case: Case,
+    environment: Environment,
+    whimbrel: PathBuf,
+    subject: Subject,
+    identities: [Identity; 2],
+    agents: Agents,
+    // Ended before the laboratory is taken down.
+    _daemons: Vec<Daemon>,
+    lab: Lab,
+}
+
+impl Bench {
+    /// Makes a laboratory for a case, with agents by the program `whimbrel`; boots the guest and saves it.
+    pub fn prepare(prefix: &str, case: Case, whimbrel: &Path) -> Result<Self> {
+        let environment = Environment::discover();
+        let lab = Lab::up(&LabConfig::new(prefix))?;
+        lab.set_rate(case.link_bytes_per_s)?;
+        let mut agents = Agents::new(&lab, &environment, whimbrel).with_qemu(case.qemu);
+        if !case.tls {
+            agents = agents.plain();
+        }
+        agents.write()?;
+        let daemons = agents.all().iter().map(|host| agents.start(host)).collect::<Result<Vec<_>>>()?;
+        for (host, daemon) in agents.all().iter().zip(&daemons) {
+            daemon.follow()?.wait_for("the agent's socket", DEADLINE, |_| Agents::socket(host).exists())?;
+        }
+        let pki = Pki::new(&lab.a.directory().with_file_name("qemu-pki"))?;
+        let issue = |host: &crate::Host| pki.issue(host.name(), &[host.address().into()]);
+        let identities = [issue(&lab.a)?, issue(&lab.b)?];
+        let subject = Subject::save(&lab, &environment, &case)?;
+        let whimbrel = whimbrel.to_owned();
+        Ok(Self { case, environment, whimbrel, subject, identities, agents, _daemons: daemons, lab })
+    }
+
+    /// Has all contenders move the guest so many times, after a warm-up; `say` is told what was measured.
+    pub fn run(&self, contenders: &[Contender], turns: u32, mut say: impl FnMut(&Run)) -> Result<CaseResult> {
+        let mut result = CaseResult { case: self.case.clone(), runs: Vec::new() };
+        for turn in 0..=turns {
+            for &contender in contenders {
+                let run = self.measure(contender, turn)?;
+                say(&run);
+                if turn > 0 {
+                    result.runs.push(run);
+                }
+            }
+        }
+        Ok(result)
+    }
+
+    fn measure(&self, contender: Contender, turn: u32) -> Result<Run> {
+        let guest = self.subject.start(&self.lab.a, &self.environment)?;
+        let clock = Clock { serial: guest.serial(), tells: self.case.has_load() };
+        self.subject.warm_memory(&self.lab.b, &self.environment)?;
+        let settled = clock.now()?;
+        clock.wait_until(settled + UNDISTURBED)?;
+
+        let requested = clock.now()?;
+        let (measured, disturbance) = if contender == Contender::Nobody {
+            clock.wait_until(requested + 2 * UNDISTURBED)?;
+            (None, Self::disturbance(&clock, settled, requested, None)?)
+        } else {
+            match self.move_guest(contender, &guest)? {
+                None => (None, None),
+                Some((measured, moved)) => {
+                    let clock = Clock { serial: &moved.serial, tells: self.case.has_load() };
+                    let judged = Self::disturbance(&clock, settled, requested, Some(moved.resumed))?;
+                    if turn == 0 && self.case.has_load() && !moved.serial.check()?.ok {
+                        return Err(Error::Config(format!("{contender}: memory is wrong after the move")));
+                    }
+                    (Some(measured), judged)
+                }
+            }
+        };
+        drop(guest);
+        forget(&self.lab, &self.agents);
+        clear([&self.lab.a, &self.lab.b])?;
+        Ok(Run { contender, turn, measured, disturbance })
+    }
+
+    /// None if it was given up.
+    fn move_guest(&self, contender: Contender, guest: &Guest) -> Result<Option<(Measured, Box<Moved>)>> {
+        let agents = [&self.lab.a, &self.lab.b].map(|host| processes_of(host, runs(&self.whimbrel)));
+        let [ours, theirs] = agents;
+        let (ours, theirs) = (ours?, theirs?);
+        let agents_cpu =
+            || -> Result<Duration> { ours.iter().chain(&theirs).map(|pid| cpu_time(*pid)).sum() };
+        for pid in ours.iter().chain(&theirs) {
+            reset_peak(*pid)?;
+        }
+        let (sent, received) = (sent_bytes(&self.lab.a)?, sent_bytes(&self.lab.b)?);
+        let (source_before, agents_before) = (cpu_time(guest.pid())?, agents_cpu()?);
+        let end = match contender {
+            Contender::Whimbrel(streams) => by_whimbrel(&self.lab, &self.agents, guest, streams)?,
+            Contender::Qemu(mode) => {
+                let identities = &self.identities;
+                by_qemu(&self.lab, &self.environment, &self.subject, guest, &self.case, mode, identities)?
+            }
+            Contender::Nobody => End::GivenUp,
+        };
+        let End::Moved(moved) = end else { return Ok(None) };
+        let agents_cpu = agents_cpu()?.saturating_sub(agents_before);
+        let cpu = cpu_time(guest.pid())?.saturating_sub(source_before)
+            + cpu_time(moved.destination.pid())?
+            + agents_cpu;
+        let peak = |pids: &[u32]| -> Result<u64> { pids.iter().map(|pid| peak_bytes(*pid)).sum() };
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let rate = |(bytes, time): (u64, Duration)| bytes as f64 / time.as_secs_f64().max(1e-6);
+        let measured = Measured {
+            total_ms: ms(moved.total),
+            start_ms: ms(moved.start),
+            downtime_ms: ms(moved.downtime),
+            parts: moved.parts,
+            sent_bytes: sent_bytes(&self.lab.a)? - sent,
+            received_bytes: sent_bytes(&self.lab.b)? - received,
+            cpu_ms: ms(cpu),
+            agents_cpu_ms: ms(agents_cpu),
+            source_agent_peak_bytes: peak(&ours)?,
+            destination_agent_peak_bytes: peak(&theirs)?,
+            rounds: moved.rounds,
+            first_round_bytes_per_s: moved.first_round.map(rate),
+        };
+        Ok(Some((measured, moved)))
+    }
+
+    /// What the guest's program noted, where it does, after having run on for a while.
+    fn disturbance(
+        clock: &Clock<'_>,
+        settled: Duration,
+        requested: Duration,
+        resumed: Option<SystemTime>,
+    ) -> Result<Option<Disturbance>> {
+        if !clock.tells {
+            return Ok(None);
+        }
+        let now = clock.now()?;
+        let since = resumed.and_then(|resumed| resumed.elapsed().ok()).unwrap_or_default();
+        let resumed = if resumed.is_some() { now.saturating_sub(since).max(requested) } else { requested };
+        let seen_until = resumed + UNDISTURBED;
+        clock.wait_until(seen_until)?;
+        let progress = clock.serial.progress(settled)?;
+        Ok(Some(judge(&progress, Moments { settled, requested, resumed, seen_until })))
+    }
+
+    /// The name of the VM that is moved.
+    pub fn vm(&self) -> &'static str {
+        VM
+    }
+}
+
+/// The guest's own clock, where its program tells it.
+struct Clock<'a> {
+    serial: &'a Serial,
+    tells: bool,
+}
+
+impl Clock<'_> {
+    fn now(&self) -> Result<Duration> {
+        if self.tells { self.serial.now() } else { Ok(Duration::ZERO) }
+    }
+
+    /// Waits until then by the guest's clock; where nobody tells it, by ours.
+    fn wait_until(&self, then: Duration) -> Result<()> {
+        loop {
+            let left = then.saturating_sub(self.now()?);
+            if left.is_zero() {
+                return Ok(());
+            }
+            // A measurement needs time to pass; nothing waits for an event here.
+            std::thread::sleep(left);
+            if !self.tells {
+                return Ok(());
+            }
+        }
+    }
+}

@@ -1,0 +1,34 @@
+//! The bench: the same guest, with the same memory, over the same link, moved by Whimbrel and by QEMU's own migration.
+//!
+//! ```text
+//! boot the guest once, save it
+//! for each turn (the first is a warm-up and is not kept):
+//!     for each contender:
+//!         start the guest from what was saved ─► settle ─► move it ─► let it run on ─► note ─► end it
+//! ```
+//!
+//! Contenders take turns, so that a noisy machine is noisy for all of them, and what is compared are medians and ratios
+//! within a turn. Processor time is that of all processes on both sides, the guest's own work included; the start of the
+//! destination's QEMU is counted for all. In the warm-up the guest verifies all its memory after each move.
+
+mod bars;
+mod case;
+mod measure;
+mod mover;
+mod page;
+mod plot;
+mod program;
+mod result;
+mod subject;
+mod suite;
+mod usage;
+
+pub use bars::{Bar, bars};
+pub use case::{Case, Contender, Mode, Program};
+pub use measure::Bench;
+pub use mover::DowntimeParts;
+pub use page::{machine, put, tables};
+pub use plot::plots;
+pub use program::Disturbance;
+pub use result::{CaseResult, Measured, Quantity, Results, Run, SCHEMA, Spread};
+pub use suite::{Suite, suites};

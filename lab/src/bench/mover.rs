@@ -1,0 +1,302 @@
+//! Moving the guest: by QEMU's own migration, or by Whimbrel. Each tells the same of what it did.
+
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant, SystemTime};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::case::{Case, Mode};
+use super::subject::{Subject, UNLIMITED, VM, wait_for_status};
+use super::usage::{is_qemu, processes_of};
+use crate::agents::Agents;
+use crate::environment::Environment;
+use crate::error::{Context, Error, Result};
+use crate::guest::Guest;
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::monitor::Monitor;
+use crate::pki::Identity;
+use crate::run::{kill_pid, run};
+use crate::serial::Serial;
+
+/// What Whimbrel aims at when it is not told otherwise, and so what QEMU is told to aim at, ms.
+const DOWNTIME_LIMIT_MS: u64 = 30;
+/// Where QEMU waits for its own migration.
+const PORT: u16 = 7799;
+
+/// Parts of a downtime, ms.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DowntimeParts {
+    /// QEMU's `stop`.
+    pub stop_ms: f64,
+    /// The last pages.
+    pub last_pages_ms: f64,
+    /// The state of the devices on its way.
+    pub device_state_ms: f64,
+    /// Loading it.
+    pub load_ms: f64,
+    /// Journals, GO and RUNNING.
+    pub handover_ms: f64,
+    /// QEMU's `cont`.
+    pub continue_ms: f64,
+}
+
+/// A guest that has been moved.
+#[derive(Debug)]
+pub(super) struct Moved {
+    /// From the request to the end of the source's QEMU, with the start of the destination's.
+    pub(super) total: Duration,
+    /// From the request until the destination's QEMU was there.
+    pub(super) start: Duration,
+    pub(super) downtime: Duration,
+    pub(super) parts: Option<DowntimeParts>,
+    /// When the guest ran at its destination, by the host's calendar.
+    pub(super) resumed: SystemTime,
+    /// Bytes sent in the first round and how long it took, where that is known.
+    pub(super) first_round: Option<(u64, Duration)>,
+    /// Passes over memory, the last one included.
+    pub(super) rounds: u64,
+    pub(super) serial: Serial,
+    pub(super) destination: Destination,
+}
+
+/// The QEMU that has the guest now. Ends when this is dropped.
+#[derive(Debug)]
+pub(super) enum Destination {
+    /// Started here.
+    Guest(Guest),
+    /// Started by an agent.
+    Process(u32),
+}
+
+impl Destination {
+    pub(super) fn pid(&self) -> u32 {
+        match self {
+            Self::Guest(guest) => guest.pid(),
+            Self::Process(pid) => *pid,
+        }
+    }
+}
+
+impl Drop for Destination {
+    fn drop(&mut self) {
+        if let Self::Process(pid) = self {
+            // `Lab::down` kills what is left.
+            let _ = kill_pid(*pid);
+        }
+    }
+}
+
+/// Whether it has ended in time.
+#[derive(Debug)]
+pub(super) enum End {
+    Moved(Box<Moved>),
+    /// Given up: it did not converge.
+    GivenUp,
+}
+
+// ---- QEMU's own
+
+/// The files with which QEMU authenticates itself, in the directory and under the names that it expects.
+fn credentials(host: &Host, identity: &Identity) -> Result<String> {
+    let directory = host.directory().join("qemu-pki");
+    let prepare = || {
+        std::fs::create_dir_all(&directory)?;
+        for (file, name) in [
+            (&identity.ca, "ca-cert.pem"),
+            (&identity.certificate, "server-cert.pem"),
+            (&identity.key, "server-key.pem"),
+            (&identity.certificate, "client-cert.pem"),
+            (&identity.key, "client-key.pem"),
+        ] {
+            std::fs::copy(file, directory.join(name))?;
+        }
+        Ok::<_, std::io::Error>(())
+    };
+    prepare().map_err(|source| Error::Io { what: format!("cannot fill {}", directory.display()), source })?;
+    Ok(directory.display().to_string())
+}
+
+fn set_up(monitor: &mut Monitor, mode: Mode, case: &Case, tls: Option<&str>) -> Result<()> {
+    let mut capabilities = vec!["events"];
+    let mut parameters = json!({"max-bandwidth": UNLIMITED, "downtime-limit": DOWNTIME_LIMIT_MS});
+    match mode {
+        Mode::Default => {}
+        Mode::Multifd(channels) => {
+            capabilities.push("multifd");
+            parameters["multifd-channels"] = channels.into();
+        }
+        Mode::MultifdZstd => {
+            capabilities.push("multifd");
+            parameters["multifd-channels"] = 2.into();
+            parameters["multifd-compression"] = "zstd".into();
+        }
+        Mode::Xbzrle => {
+            capabilities.push("xbzrle");
+            parameters["xbzrle-cache-size"] = (case.memory_mib << 20).next_power_of_two().into();
+        }
+        Mode::PostCopy => {
+            capabilities.extend(["postcopy-ram", "postcopy-preempt"]);
+            parameters["max-postcopy-bandwidth"] = 0.into();
+        }
+        Mode::AutoConverge => capabilities.push("auto-converge"),
+    }
+    if let Some(host) = tls {
+        parameters["tls-creds"] = "tls0".into();
+        parameters["tls-hostname"] = host.into();
+    }
+    let capabilities: Vec<_> =
+        capabilities.iter().map(|name| json!({"capability": name, "state": true})).collect();
+    monitor.command("migrate-set-capabilities", &json!({ "capabilities": capabilities }))?;
+    monitor.command("migrate-set-parameters", &parameters)?;
+    Ok(())
+}
+
+fn add_credentials(monitor: &mut Monitor, host: &Host, identity: &Identity, endpoint: &str) -> Result<()> {
+    let directory = credentials(host, identity)?;
+    let object = json!({
+        "qom-type": "tls-creds-x509", "id": "tls0", "dir": directory, "endpoint": endpoint, "verify-peer": true
+    });
+    monitor.command("object-add", &object).map(drop)
+}
+
+/// Moves the guest by QEMU's own migration.
+pub(super) fn by_qemu(
+    lab: &Lab,
+    environment: &Environment,
+    subject: &Subject,
+    source: &Guest,
+    case: &Case,
+    mode: Mode,
+    identities: &[Identity; 2],
+) -> Result<End> {
+    let began = Instant::now();
+    let destination = subject.start_waiting(&lab.b, environment)?;
+    let (mut from, mut to) = (source.monitor()?, destination.monitor()?);
+    let start = began.elapsed();
+    let peer = case.tls.then(|| lab.b.name());
+    if case.tls {
+        add_credentials(&mut from, &lab.a, &identities[0], "client")?;
+        add_credentials(&mut to, &lab.b, &identities[1], "server")?;
+    }
+    set_up(&mut from, mode, case, peer)?;
+    set_up(&mut to, mode, case, peer.map(|_| ""))?;
+    let uri = format!("tcp:{}:{PORT}", lab.b.address());
+    to.command("migrate-incoming", &json!({ "uri": uri }))?;
+    from.command("migrate", &json!({ "uri": uri }))?;
+    from.set_patience(Duration::from_secs(case.patience_s))?;
+    let mut ended = false;
+    let mut stopped_us = None;
+    let until = began + Duration::from_secs(case.patience_s);
+    while !ended {
+        let event = match from.wait_for_event(|_| true) {
+            Ok(event) if Instant::now() < until => event,
+            // Nothing is said for so long, or too much.
+            Ok(_) | Err(Error::Io { .. }) => return Ok(End::GivenUp),
+            Err(error) => return Err(error),
+        };
+        match (event.name.as_str(), event.data["status"].as_str()) {
+            ("STOP", _) => stopped_us = Some(event.at_unix_us),
+            // The first pass is over.
+            ("MIGRATION_PASS", _) if mode == Mode::PostCopy && event.data["pass"] == 2 => {
+                from.command("migrate-start-postcopy", &json!({}))?;
+            }
+            ("MIGRATION", Some("completed")) => ended = true,
+            ("MIGRATION", Some("failed")) => wait_for_status(&mut from, "completed")?,
+            _ => {}
+        }
+    }
+    let resumed_us = to.wait_for_event(|event| event.name == "RESUME")?.at_unix_us;
+    let told = from.command("query-migrate", &json!({}))?;
+    // As whoever moves a VM does; its memory is free only then.
+    from.command("quit", &json!({}))?;
+    source.wait_for_end()?;
+    let total = began.elapsed();
+    let serial = destination.serial().clone();
+    Ok(End::Moved(Box::new(Moved {
+        total,
+        start,
+        downtime: Duration::from_micros(resumed_us.saturating_sub(stopped_us.unwrap_or(resumed_us))),
+        parts: None,
+        resumed: SystemTime::UNIX_EPOCH + Duration::from_micros(resumed_us),
+        first_round: None,
+        rounds: told["ram"]["dirty-sync-count"].as_u64().unwrap_or(0),
+        serial,
+        destination: Destination::Guest(destination),
+    })))
+}
+
+// ---- Whimbrel
+
+/// Moves the guest by Whimbrel, as a user would.
+pub(super) fn by_whimbrel(lab: &Lab, agents: &Agents, source: &Guest, streams: Option<u16>) -> Result<End> {
+    let socket = source.qmp_socket();
+    run(&mut agents.command(&lab.a, &["vm", "adopt", "--qmp", &socket.display().to_string()]))?;
+    let mut command = agents.command(&lab.a, &["migrate", VM, "--to", lab.b.name(), "--json"]);
+    if let Some(streams) = streams {
+        command.args(["--streams", &streams.to_string()]);
+    }
+    let report: Value = serde_json::from_str(&run(command.stderr(Stdio::null()))?)
+        .map_err(|error| Error::Config(format!("Whimbrel's report cannot be read: {error}")))?;
+    if report["outcome"] != "moved" {
+        return Err(Error::Config(format!("Whimbrel did not move the guest: {}", report["reason"])));
+    }
+    let event = |what: &str| {
+        let events = report["events"].as_array().into_iter().flatten();
+        let at_us = events.filter(|event| event["what"] == what).find_map(|event| event["at_us"].as_u64());
+        at_us.map(Duration::from_micros).ok_or_else(|| Error::Config(format!("no event {what} in {report}")))
+    };
+    let micros = |value: &Value| Duration::from_micros(value.as_u64().unwrap_or(0));
+    let part = |name: &str| micros(&report["downtime"][name]).as_secs_f64() * 1e3;
+    let started = Duration::from_millis(report["started_unix_ms"].as_u64().unwrap_or(0));
+    let first = &report["rounds"][0];
+    let pid = processes_of(&lab.b, is_qemu)?.pop();
+    let directory = latest_directory(&lab.b.directory().join("run/vms"))?;
+    Ok(End::Moved(Box::new(Moved {
+        total: micros(&report["total_us"]),
+        start: event("accepted")?,
+        downtime: micros(&report["downtime"]["total_us"]),
+        parts: Some(DowntimeParts {
+            stop_ms: part("stop_us"),
+            last_pages_ms: part("last_pages_us"),
+            device_state_ms: part("device_state_us"),
+            load_ms: part("load_us"),
+            handover_ms: part("handover_us"),
+            continue_ms: part("continue_us"),
+        }),
+        resumed: SystemTime::UNIX_EPOCH + started + event("running")?,
+        first_round: Some((first["sent_bytes"].as_u64().unwrap_or(0), micros(&first["duration_us"]))),
+        rounds: report["rounds"].as_array().map_or(0, Vec::len) as u64,
+        serial: Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), pid),
+        destination: Destination::Process(
+            pid.ok_or_else(|| Error::Config("the moved guest's QEMU is not there".to_owned()))?,
+        ),
+    })))
+}
+
+/// Where the VM's sockets and logs are now: the agent makes a directory for each arrival.
+fn latest_directory(all: &Path) -> Result<PathBuf> {
+    let entries = std::fs::read_dir(all).context(|| format!("cannot read {}", all.display()))?;
+    let of_vm =
+        |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(&format!("{VM}@"));
+    let found = entries.filter_map(std::result::Result::ok).filter(of_vm);
+    let latest = found.max_by_key(|entry| entry.metadata().and_then(|found| found.modified()).ok());
+    latest
+        .map(|entry| entry.path())
+        .ok_or_else(|| Error::Config(format!("{} has no directory of the moved guest", all.display())))
+}
+
+/// Has both agents forget the guest, which is gone.
+pub(super) fn forget(lab: &Lab, agents: &Agents) {
+    for host in [&lab.a, &lab.b] {
+        // It may not know it.
+        let _ = run(&mut agents.command(host, &["vm", "forget", VM]));
+    }
+}
+
+/// Whether a process runs this program.
+pub(super) fn runs(program: &Path) -> impl Fn(&Path) -> bool + '_ {
+    move |found| found == program
+}

@@ -1,0 +1,135 @@
+//! The results as tables, and their place in a page.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use super::bars::bars;
+use super::case::Contender;
+use super::result::{CaseResult, Quantity, Results};
+use super::suite::suites;
+use crate::error::{Context, Error, Result};
+
+/// What is between these marks in a page is made from the results.
+const MARKS: [&str; 2] = ["<!-- made from the results: begin -->", "<!-- made from the results: end -->"];
+
+/// A column of the tables: its heading, what it shows, and how many of it are one.
+const COLUMNS: [(&str, Quantity, f64); 7] = [
+    ("total, ms", Quantity::Total, 1.0),
+    ("downtime, ms", Quantity::Downtime, 1.0),
+    ("CPU, ms", Quantity::Cpu, 1.0),
+    ("sent, MB", Quantity::Sent, 1e6),
+    ("longest stall, ms", Quantity::Stall, 1.0),
+    ("lost work, ms", Quantity::Lost, 1.0),
+    ("brownout, ms", Quantity::Brownout, 1.0),
+];
+
+/// All results as tables, in Markdown: first what was to be reached, then suite by suite.
+pub fn tables(results: &Results) -> String {
+    let mut text = format!("Measured on {}.\n\n### What was to be reached\n\n", results.machine);
+    text.push_str("| | wanted | found | |\n|---|---|---|---|\n");
+    for bar in bars(results) {
+        let held = if bar.held { "held" } else { "**missed**" };
+        // A string takes all.
+        let _ = writeln!(text, "| {} | {} | {} | {held} |", bar.what, bar.wanted, bar.found);
+    }
+    for suite in suites() {
+        let of_suite =
+            |result: &&CaseResult| suite.cases.iter().any(|(case, _)| case.name == result.case.name);
+        let mut found = results.cases.iter().filter(of_suite).peekable();
+        if found.peek().is_some() {
+            let _ = write!(text, "\n### {}\n", suite.about);
+            found.for_each(|result| case_table(result, &mut text));
+        }
+    }
+    text
+}
+
+fn case_table(result: &CaseResult, text: &mut String) {
+    let columns: Vec<_> = COLUMNS
+        .into_iter()
+        .filter(|(_, quantity, _)| result.runs.iter().any(|run| quantity.of(run).is_some()))
+        .collect();
+    let headings = columns.iter().map(|(heading, ..)| *heading).collect::<Vec<_>>().join(" | ");
+    let line = "---|".repeat(columns.len() + 2);
+    let _ = write!(text, "\n**{}**: {}.\n\n", result.case.name, result.case.describe());
+    let _ = writeln!(text, "| | ended | {headings} |\n|{line}");
+    for contender in result.contenders() {
+        let (ended, all) = result.ended(contender);
+        let ended = if contender == Contender::Nobody { String::new() } else { format!("{ended}/{all}") };
+        let cells = columns.iter().map(|(_, quantity, one)| cell(result, contender, *quantity, *one));
+        let _ = writeln!(text, "| {contender} | {ended} |{}", cells.collect::<String>());
+    }
+    let ours = Contender::Whimbrel(None);
+    if result.spread(ours, Quantity::Total).is_some() {
+        let ratios = columns.iter().map(|(_, quantity, _)| ratio(result, ours, *quantity));
+        let _ = writeln!(text, "| *whimbrel to the best of QEMU* | |{}", ratios.collect::<String>());
+    }
+}
+
+/// Median, least and most.
+fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64) -> String {
+    let Some(spread) = result.spread(contender, quantity) else { return " |".to_owned() };
+    let number = |value: f64| {
+        let value = value / one;
+        if value.abs() < 100.0 { format!("{value:.1}") } else { format!("{value:.0}") }
+    };
+    format!(" **{}** ({}–{}) |", number(spread.median), number(spread.least), number(spread.most))
+}
+
+/// The ratio of medians, with the range of the ratios within turns.
+fn ratio(result: &CaseResult, ours: Contender, quantity: Quantity) -> String {
+    let ratio = result.best_of_qemu(quantity).and_then(|(best, _)| {
+        let ratio = result.ratio(ours, best, quantity)?;
+        let paired = result.paired(ours, best, quantity)?;
+        Some(format!(" {ratio:.2} ({:.2}–{:.2}) of {best} |", paired.least, paired.most))
+    });
+    ratio.unwrap_or_else(|| " |".to_owned())
+}
+
+/// Puts text between the marks of a page.
+///
+/// # Errors
+/// When the page cannot be read or written, or has no marks.
+pub fn put(page: &Path, text: &str) -> Result<()> {
+    let old = fs::read_to_string(page).context(|| format!("cannot read {}", page.display()))?;
+    let new = between_marks(&old, text).ok_or_else(|| {
+        Error::Config(format!("{} lacks the lines {}", page.display(), MARKS.join(" and ")))
+    })?;
+    fs::write(page, new).context(|| format!("cannot write {}", page.display()))
+}
+
+fn between_marks(page: &str, text: &str) -> Option<String> {
+    let (before, rest) = page.split_once(MARKS[0])?;
+    let (_, after) = rest.split_once(MARKS[1])?;
+    Some(format!("{before}{}\n\n{}\n\n{}{after}", MARKS[0], text.trim(), MARKS[1]))
+}
+
+/// What machine this is, in a few words.
+pub fn machine() -> String {
+    let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
+    let after = |text: &str, key: &str| {
+        let line = text.lines().find(|line| line.starts_with(key))?;
+        Some(line.split_once(':')?.1.trim().to_owned())
+    };
+    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let model = after(&read("/proc/cpuinfo"), "model name").unwrap_or_else(|| "unknown".to_owned());
+    let memory = after(&read("/proc/meminfo"), "MemTotal").unwrap_or_default();
+    let gib = memory.trim_end_matches(" kB").parse::<f64>().unwrap_or(0.0) / f64::from(1 << 20);
+    let release = read("/proc/sys/kernel/osrelease");
+    format!("{cpus} processors ({model}), {gib:.0} GiB, Linux {}", release.trim())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_between_the_marks_changes() {
+        let page = format!("a\n{}\nold\n{}\nb\n", MARKS[0], MARKS[1]);
+        let new = between_marks(&page, "new\n").unwrap();
+        assert_eq!(new, format!("a\n{}\n\nnew\n\n{}\nb\n", MARKS[0], MARKS[1]));
+        assert_eq!(between_marks(&new, "new\n").unwrap(), new);
+        assert_eq!(between_marks("no marks", "new"), None);
+    }
+}

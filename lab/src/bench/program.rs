@@ -1,0 +1,91 @@
+//! What a migration did to the guest's program, from what the program noted itself.
+//!
+//! All by the guest's clock, which stands still while the guest does: the downtime is not in it.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::serial::{Progress, SLOT};
+
+/// Slots that are looked at together: a tenth of a second.
+const WINDOW: usize = 10;
+/// The program is back at full speed when it gets so much of its usual work done.
+const FULL_SPEED: f64 = 0.9;
+
+/// What happened to the guest's program.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Disturbance {
+    /// The longest time in which the program could not run, ms.
+    pub longest_stall_ms: f64,
+    /// How much less the program got done than it usually does in that time, in ms of its usual work.
+    pub lost_ms: f64,
+    /// Brownout: how long after its arrival the program was not back at full speed, ms. Absent where it never was.
+    pub brownout_ms: Option<f64>,
+}
+
+/// The moments that matter, by the guest's clock.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Moments {
+    /// The program ran undisturbed from here …
+    pub(super) settled: Duration,
+    /// … until the migration was asked for.
+    pub(super) requested: Duration,
+    /// It ran at its destination.
+    pub(super) resumed: Duration,
+    /// The last that was seen of it.
+    pub(super) seen_until: Duration,
+}
+
+/// Judges what the program noted.
+pub(super) fn judge(progress: &Progress, moments: Moments) -> Disturbance {
+    let known = progress.work.len().min(progress.gap.len());
+    let slots = |from: Duration, to: Duration| {
+        let slot = |at: Duration| (at.as_millis() / SLOT.as_millis()) as u64;
+        let index = |at: u64| (at.saturating_sub(progress.first) as usize).min(known);
+        index(slot(from))..index(slot(to))
+    };
+    let mean = |work: &[u32]| f64::from(work.iter().sum::<u32>()) / work.len().max(1) as f64;
+    let usual = mean(&progress.work[slots(moments.settled, moments.requested)]);
+    let during = slots(moments.requested, moments.seen_until);
+    let gap = progress.gap[during.clone()].iter().copied().max().unwrap_or(0);
+    let work = &progress.work[during];
+    let lost =
+        if usual > 0.0 { work.len() as f64 - f64::from(work.iter().sum::<u32>()) / usual } else { 0.0 };
+    let after = &progress.work[slots(moments.resumed, moments.seen_until)];
+    let back = after.windows(WINDOW).position(|window| mean(window) >= FULL_SPEED * usual);
+    let slot_ms = SLOT.as_secs_f64() * 1e3;
+    Disturbance {
+        longest_stall_ms: f64::from(gap) / 10.0,
+        lost_ms: lost * slot_ms,
+        brownout_ms: back.map(|slots| slots as f64 * slot_ms),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stalls_lost_work_and_brownout_are_seen() {
+        // Half a second of ten pages a slot; then a migration: half speed for 20 slots, arrival, 5 slots of nothing, full speed.
+        let mut work = vec![10; 50];
+        work.extend([5; 20]);
+        work.extend([0; 5]);
+        work.extend([10; 30]);
+        let mut gap = vec![12; work.len()];
+        gap[72] = 480;
+        gap[10] = 900;
+        let progress = Progress { first: 100, work, gap };
+        let at = |slot: u64| Duration::from_millis((100 + slot) * 10);
+        let moments = Moments { settled: at(0), requested: at(50), resumed: at(70), seen_until: at(105) };
+        let judged = judge(&progress, moments);
+        assert!((judged.longest_stall_ms - 48.0).abs() < 1e-9, "{judged:?}");
+        assert!((judged.lost_ms - 150.0).abs() < 1e-9, "{judged:?}");
+        // The first tenth of a second with nine tenths of the usual work begins four slots after the arrival.
+        assert_eq!(judged.brownout_ms, Some(40.0));
+
+        let nothing = judge(&Progress::default(), moments);
+        assert_eq!(nothing, Disturbance { brownout_ms: None, ..Disturbance::default() });
+    }
+}

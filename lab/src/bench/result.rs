@@ -1,0 +1,223 @@
+//! What was measured, as it is kept, and what is made of it: medians, spreads, ratios.
+
+use serde::{Deserialize, Serialize};
+
+use super::case::{Case, Contender};
+use super::mover::DowntimeParts;
+use super::program::Disturbance;
+
+/// Name and version of the document.
+pub const SCHEMA: &str = "whimbrel.bench/1";
+
+/// All that a bench has measured.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Results {
+    /// Always [`SCHEMA`].
+    pub schema: String,
+    /// The machine, in a few words.
+    pub machine: String,
+    /// Case by case.
+    pub cases: Vec<CaseResult>,
+}
+
+/// What was measured of a case.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct CaseResult {
+    /// The case.
+    pub case: Case,
+    /// Measurements in the order in which they were made, the warm-up not among them.
+    pub runs: Vec<Run>,
+}
+
+/// One measurement.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Run {
+    /// Who moved the guest.
+    pub contender: Contender,
+    /// Which turn, from 1 on: runs of one turn were made one after the other.
+    pub turn: u32,
+    /// What was measured; absent where the migration did not end in time.
+    pub measured: Option<Measured>,
+    /// What happened to the guest's program, where it tells.
+    pub disturbance: Option<Disturbance>,
+}
+
+/// What was measured of one migration.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Measured {
+    /// From the request to the end, the start of the destination's QEMU included, ms.
+    pub total_ms: f64,
+    /// The start of the destination's QEMU and all before it, ms.
+    pub start_ms: f64,
+    /// From the stop of the guest to its going on, ms.
+    pub downtime_ms: f64,
+    /// Its parts, where they are known.
+    pub parts: Option<DowntimeParts>,
+    /// Over the link from source to destination, with all headers, bytes.
+    pub sent_bytes: u64,
+    /// Over the link back, bytes.
+    pub received_bytes: u64,
+    /// Of both QEMUs and both agents, from the request to the end, ms.
+    pub cpu_ms: f64,
+    /// The part of it that the agents used, ms.
+    pub agents_cpu_ms: f64,
+    /// The most memory that the source's agent and its injector had, bytes.
+    pub source_agent_peak_bytes: u64,
+    /// The same at the destination, bytes.
+    pub destination_agent_peak_bytes: u64,
+    /// Passes over the guest's memory.
+    pub rounds: u64,
+    /// The sending rate of the first of them, where it is known, bytes per second.
+    pub first_round_bytes_per_s: Option<f64>,
+}
+
+/// A median with the least and the most.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spread {
+    /// The median.
+    pub median: f64,
+    /// The least.
+    pub least: f64,
+    /// The most.
+    pub most: f64,
+}
+
+impl Spread {
+    /// Of numbers; None of none.
+    pub fn of(numbers: impl IntoIterator<Item = f64>) -> Option<Self> {
+        let mut numbers: Vec<f64> = numbers.into_iter().collect();
+        numbers.sort_by(f64::total_cmp);
+        let (least, most) = (*numbers.first()?, *numbers.last()?);
+        let middle = numbers.len() / 2;
+        let median = if numbers.len() % 2 == 1 {
+            numbers[middle]
+        } else {
+            f64::midpoint(numbers[middle - 1], numbers[middle])
+        };
+        Some(Self { median, least, most })
+    }
+}
+
+/// Something that is measured of a migration. Less is better.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Quantity {
+    /// Total time, ms.
+    Total,
+    /// Downtime, ms.
+    Downtime,
+    /// Processor time, ms.
+    Cpu,
+    /// Bytes sent.
+    Sent,
+    /// The longest stall of the guest's program, ms.
+    Stall,
+    /// The work that the guest's program lost, ms.
+    Lost,
+    /// Brownout, ms.
+    Brownout,
+}
+
+impl Quantity {
+    /// Its value in a run.
+    pub fn of(self, run: &Run) -> Option<f64> {
+        let measured = run.measured.as_ref();
+        let disturbance = run.disturbance.as_ref();
+        match self {
+            Self::Total => measured.map(|m| m.total_ms),
+            Self::Downtime => measured.map(|m| m.downtime_ms),
+            Self::Cpu => measured.map(|m| m.cpu_ms),
+            Self::Sent => measured.map(|m| m.sent_bytes as f64),
+            Self::Stall => disturbance.map(|d| d.longest_stall_ms),
+            Self::Lost => disturbance.map(|d| d.lost_ms),
+            Self::Brownout => disturbance.and_then(|d| d.brownout_ms),
+        }
+    }
+}
+
+impl CaseResult {
+    /// Who took part, in a fixed order.
+    pub fn contenders(&self) -> Vec<Contender> {
+        let mut contenders: Vec<_> = self.runs.iter().map(|run| run.contender).collect();
+        contenders.sort_unstable();
+        contenders.dedup();
+        contenders
+    }
+
+    /// The runs of a contender.
+    pub fn runs_of(&self, contender: Contender) -> impl Iterator<Item = &Run> {
+        self.runs.iter().filter(move |run| run.contender == contender)
+    }
+
+    /// How many of a contender's migrations ended in time, and how many there were.
+    pub fn ended(&self, contender: Contender) -> (usize, usize) {
+        let ended = self.runs_of(contender).filter(|run| run.measured.is_some()).count();
+        (ended, self.runs_of(contender).count())
+    }
+
+    /// A quantity over all runs of a contender that ended.
+    pub fn spread(&self, contender: Contender, quantity: Quantity) -> Option<Spread> {
+        Spread::of(self.runs_of(contender).filter_map(|run| quantity.of(run)))
+    }
+
+    /// QEMU's way with the least median, among those that always ended.
+    pub fn best_of_qemu(&self, quantity: Quantity) -> Option<(Contender, f64)> {
+        self.contenders()
+            .into_iter()
+            .filter(|one| one.is_qemu() && self.ended(*one).0 == self.ended(*one).1)
+            .filter_map(|one| Some((one, self.spread(one, quantity)?.median)))
+            .min_by(|(_, a), (_, b)| a.total_cmp(b))
+    }
+
+    /// Ratio of medians of a quantity: a contender's to another's.
+    pub fn ratio(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<f64> {
+        let (own, others) = (self.spread(contender, quantity)?, self.spread(other, quantity)?);
+        (others.median > 0.0).then_some(own.median / others.median)
+    }
+
+    /// Ratios of a quantity turn by turn: a contender's to another's in the same turn.
+    pub fn paired(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<Spread> {
+        let ratios = self.runs_of(contender).filter_map(|run| {
+            let pair = self.runs_of(other).find(|pair| pair.turn == run.turn)?;
+            let (own, others) = (quantity.of(run)?, quantity.of(pair)?);
+            (others > 0.0).then_some(own / others)
+        });
+        Spread::of(ratios)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::case::Mode;
+    use super::*;
+    use crate::environment::QemuVersion;
+
+    fn run(contender: Contender, turn: u32, total_ms: Option<f64>) -> Run {
+        let measured = total_ms.map(|total_ms| Measured { total_ms, ..Measured::default() });
+        Run { contender, turn, measured, disturbance: None }
+    }
+
+    #[test]
+    fn the_best_is_among_those_that_end_and_ratios_are_paired() {
+        let ours = Contender::Whimbrel(None);
+        let (default, multifd) = (Contender::Qemu(Mode::Default), Contender::Qemu(Mode::Multifd(2)));
+        let runs = vec![
+            run(ours, 1, Some(10.0)),
+            run(default, 1, Some(20.0)),
+            run(multifd, 1, Some(5.0)),
+            run(ours, 2, Some(12.0)),
+            run(default, 2, Some(30.0)),
+            run(multifd, 2, None),
+            run(ours, 3, Some(11.0)),
+            run(default, 3, Some(10.0)),
+            run(multifd, 3, Some(5.0)),
+        ];
+        let result = CaseResult { case: Case::idle("x", QemuVersion::Newer), runs };
+        assert_eq!(result.best_of_qemu(Quantity::Total), Some((default, 20.0)));
+        assert_eq!(result.ended(multifd), (2, 3));
+        assert_eq!(result.ratio(ours, default, Quantity::Total), Some(0.55));
+        let paired = result.paired(ours, default, Quantity::Total).unwrap();
+        assert_eq!(paired, Spread { median: 0.5, least: 0.4, most: 1.1 });
+        assert_eq!(Spread::of([1.0, 2.0, 4.0, 9.0]).unwrap().median, 3.0);
+        assert_eq!(Spread::of([]), None);
+    }
+}

@@ -1,0 +1,173 @@
+//! The guest that is moved: booted once, saved, and started from what was saved for each measurement, so that all
+//! contenders move the same guest with the same memory at the same moment of its life.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde_json::json;
+
+use super::case::{Case, Program};
+use crate::demo::debian_guest;
+use crate::disk::overlay;
+use crate::environment::Environment;
+use crate::error::{Context, Result};
+use crate::guest::Guest;
+use crate::host::Host;
+use crate::lab::{Lab, vm_address};
+use crate::monitor::Monitor;
+use crate::spec::{Device, Disk, GuestSpec, Load, LoadMode, Net, Ram};
+
+/// Its name.
+pub(super) const VM: &str = "bench";
+
+/// A guest as it was saved.
+#[derive(Debug)]
+pub(super) struct Subject {
+    spec: GuestSpec,
+    /// What QEMU saved.
+    state: PathBuf,
+    /// Its disk while it runs, and as it was when it was saved.
+    disk: Option<(PathBuf, PathBuf)>,
+}
+
+impl Subject {
+    /// Boots the guest of a case, waits until its program runs, and saves it.
+    pub(super) fn save(lab: &Lab, environment: &Environment, case: &Case) -> Result<Self> {
+        let directory = lab.shared_directory()?;
+        let mut subject =
+            Self { spec: spec(lab, environment, case)?, state: directory.join("bench.state"), disk: None };
+        let disk = subject.spec.devices.iter().find_map(|device| match device {
+            Device::Disk(disk) => Some(disk.path.clone()),
+            _ => None,
+        });
+        for device in &subject.spec.devices {
+            if let Device::Net(net) = device {
+                lab.b.tap(&net.tap)?;
+            }
+        }
+        let mut guest = Guest::start(&lab.a, environment, &subject.spec)?;
+        match case.program {
+            Program::Load { .. } => guest.wait_for_load().map(|_| ())?,
+            Program::Debian => guest.serial().follow()?.wait_for_text("SERVING").map(|_| ())?,
+        }
+        let mut monitor = guest.monitor()?;
+        monitor.set_patience(Duration::from_mins(5))?;
+        monitor.command("stop", &json!({}))?;
+        let capabilities = json!([{"capability": "events", "state": true}]);
+        monitor.command("migrate-set-capabilities", &json!({ "capabilities": capabilities }))?;
+        monitor.command("migrate-set-parameters", &json!({"max-bandwidth": UNLIMITED}))?;
+        monitor.command("migrate", &json!({"uri": format!("exec:cat > {}", subject.state.display())}))?;
+        wait_for_status(&mut monitor, "completed")?;
+        drop(monitor);
+        guest.kill()?;
+        if let Some(disk) = disk {
+            let saved = disk.with_extension("saved");
+            copy(&disk, &saved)?;
+            subject.disk = Some((disk, saved));
+        }
+        Ok(subject)
+    }
+
+    /// Starts the guest from what was saved; it runs when this returns.
+    pub(super) fn start(&self, host: &Host, environment: &Environment) -> Result<Guest> {
+        if let Some((disk, saved)) = &self.disk {
+            copy(saved, disk)?;
+        }
+        let guest = self.start_waiting(host, environment)?;
+        let mut monitor = guest.monitor()?;
+        monitor.set_patience(Duration::from_mins(5))?;
+        let capabilities = json!([{"capability": "events", "state": true}]);
+        monitor.command("migrate-set-capabilities", &json!({ "capabilities": capabilities }))?;
+        monitor.command("migrate-incoming", &json!({"uri": format!("exec:cat {}", self.state.display())}))?;
+        wait_for_status(&mut monitor, "completed")?;
+        let capabilities = json!([{"capability": "events", "state": false}]);
+        monitor.command("migrate-set-capabilities", &json!({ "capabilities": capabilities }))?;
+        monitor.command("cont", &json!({}))?;
+        Ok(guest)
+    }
+
+    /// Starts a QEMU that waits for a guest to come.
+    pub(super) fn start_waiting(&self, host: &Host, environment: &Environment) -> Result<Guest> {
+        let mut spec = self.spec.clone();
+        spec.extra.extend(["-incoming".to_owned(), "defer".to_owned()]);
+        Guest::start(host, environment, &spec)
+    }
+
+    /// Has a QEMU take as much memory as the guest has, and more, write to it, and give it back. A machine that is itself
+    /// virtual may have to get memory from its host at the first touch, which takes several times as long as a
+    /// migration, and hits whoever comes first.
+    pub(super) fn warm_memory(&self, host: &Host, environment: &Environment) -> Result<()> {
+        let mut spec = GuestSpec::tiny("warm", Load::default());
+        spec.memory_mib = self.spec.memory_mib + 128;
+        spec.extra = vec!["-S".to_owned(), "-mem-prealloc".to_owned()];
+        Guest::start(host, environment, &spec).map(drop)
+    }
+}
+
+/// More than any link carries, in bytes per second.
+pub(super) const UNLIMITED: u64 = 100_000_000_000;
+
+/// Waits until QEMU says that its migration has come to a state, or has failed.
+pub(super) fn wait_for_status(monitor: &mut Monitor, wanted: &str) -> Result<()> {
+    let event = monitor.wait_for_event(|event| {
+        event.name == "MIGRATION" && [wanted, "failed"].map(Some).contains(&event.data["status"].as_str())
+    })?;
+    if event.data["status"] == wanted { Ok(()) } else { Err(failed(monitor)) }
+}
+
+/// Why QEMU's migration has failed.
+fn failed(monitor: &mut Monitor) -> crate::Error {
+    match monitor.command("query-migrate", &json!({})) {
+        Ok(told) => crate::Error::Config(format!("QEMU's own migration has failed: {told}")),
+        Err(error) => error,
+    }
+}
+
+/// Removes what a measurement has left.
+pub(super) fn clear(hosts: [&Host; 2]) -> Result<()> {
+    for host in hosts {
+        let directory = host.directory().join(VM);
+        if directory.exists() {
+            fs::remove_dir_all(&directory).context(|| format!("cannot remove {}", directory.display()))?;
+        }
+    }
+    Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::copy(from, to).context(|| format!("cannot copy {} to {}", from.display(), to.display())).map(drop)
+}
+
+/// What to start for a case.
+fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> {
+    let mut spec = match &case.program {
+        Program::Debian => debian_guest(lab, environment, VM, 1)?,
+        Program::Load { fill_mib, wss_mib, rate_mib_per_s, verify_mib_per_s, few } => {
+            let mode = if *few { LoadMode::Few } else { LoadMode::Random };
+            let load = Load {
+                fill_mib: *fill_mib,
+                wss_mib: *wss_mib,
+                rate_mib_per_s: *rate_mib_per_s,
+                verify_mib_per_s: *verify_mib_per_s,
+                mode,
+                address: case.devices.then(|| vm_address(1)),
+                ..Load::default()
+            };
+            GuestSpec::tiny(VM, load)
+        }
+    };
+    if case.devices && case.has_load() {
+        let disk = lab.shared_directory()?.join(format!("{VM}.qcow2"));
+        overlay(&environment.qemu(case.qemu)?, &disk, &environment.debian_disk()?, "qcow2")?;
+        spec.devices.extend([Device::Disk(Disk::new("disk0", &disk, "qcow2")), Device::Net(Net::new(1))]);
+        spec = spec.with_many_devices();
+    }
+    spec.qemu = case.qemu;
+    spec.memory_mib = case.memory_mib;
+    spec.numa_nodes = case.regions;
+    spec.ram = if case.memfd { Ram::Memfd } else { Ram::Anonymous };
+    // Whimbrel's agent holds the first monitor.
+    spec.second_monitor = true;
+    Ok(spec)
+}

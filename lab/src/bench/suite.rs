@@ -1,0 +1,135 @@
+//! What `make bench` measures.
+
+use super::case::{Case, Contender, Mode, Program};
+use crate::environment::QemuVersion;
+use crate::spec::LoadMode;
+
+/// Cases that belong together.
+#[derive(Clone, Debug)]
+pub struct Suite {
+    /// Its name.
+    pub name: &'static str,
+    /// What it shows.
+    pub about: &'static str,
+    /// The cases, each with who takes part.
+    pub cases: Vec<(Case, Vec<Contender>)>,
+}
+
+/// MB/s of a link of so many Mb/s, in bytes per second.
+const fn megabits(per_s: u64) -> u64 {
+    per_s * 1_000_000 / 8
+}
+
+const OURS: Contender = Contender::Whimbrel(None);
+const DEFAULT: Contender = Contender::Qemu(Mode::Default);
+const MULTIFD_2: Contender = Contender::Qemu(Mode::Multifd(2));
+const MULTIFD_4: Contender = Contender::Qemu(Mode::Multifd(4));
+const ZSTD: Contender = Contender::Qemu(Mode::MultifdZstd);
+const XBZRLE: Contender = Contender::Qemu(Mode::Xbzrle);
+const POST_COPY: Contender = Contender::Qemu(Mode::PostCopy);
+const AUTO: Contender = Contender::Qemu(Mode::AutoConverge);
+
+/// All suites, in the order in which they are measured.
+pub fn suites() -> Vec<Suite> {
+    use QemuVersion::{Installed, Newer};
+    let idle = |name: &str| Case::idle(name, Newer);
+    let everybody = || [vec![Contender::Nobody], Contender::all()].concat();
+    let few = || vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, POST_COPY];
+
+    let debian = Case { program: Program::Debian, memory_mib: 512, ..idle("debian") };
+    let idle_suite = vec![
+        (idle("idle"), everybody()),
+        (Case::idle("idle-7.2", Installed), everybody()),
+        (Case { tls: true, ..idle("idle-tls") }, vec![OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD]),
+        (debian, vec![OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD, XBZRLE, POST_COPY]),
+    ];
+
+    let streams = [1, 2, 4]
+        .into_iter()
+        .flat_map(|n| [Contender::Whimbrel(Some(n)), Contender::Qemu(Mode::Multifd(n as u8))]);
+    let streams: Vec<_> = streams.collect();
+    let stream_suite =
+        vec![(idle("streams"), streams.clone()), (Case { tls: true, ..idle("streams-tls") }, streams)];
+
+    let devices = |name: &str| Case { devices: true, ..idle(name) }.sized(512, 200);
+    let downtime = vec![
+        (idle("tiny-idle").sized(256, 100), few()),
+        (idle("tiny-128-150").sized(256, 140).writing(128, 150, LoadMode::Random), few()),
+        (devices("devices-idle"), few()),
+        (devices("devices-128-150").writing(128, 150, LoadMode::Random), few()),
+    ];
+
+    let mut writing = Vec::new();
+    for wss in [16, 64, 128] {
+        for rate in [20, 80, 150] {
+            for (mode, word) in [(LoadMode::Random, "random"), (LoadMode::Few, "few")] {
+                let case =
+                    idle(&format!("write-{wss}-{rate}-{word}")).sized(512, 300).writing(wss, rate, mode);
+                let mut contenders = few();
+                if mode == LoadMode::Few {
+                    contenders.push(XBZRLE);
+                }
+                writing.push((case, contenders));
+            }
+        }
+    }
+
+    let mut links = Vec::new();
+    for (megabit, name) in [(10_000, "10g"), (1_000, "1g"), (100, "100m")] {
+        let linked = |case: Case| Case { link_bytes_per_s: Some(megabits(megabit)), ..case };
+        // A hundredth of the rate: less memory, or it takes all day.
+        let (memory, fill) = if megabit == 100 { (256, 64) } else { (1024, 700) };
+        links.push((
+            linked(idle(&format!("idle-{name}")).sized(memory, fill)),
+            vec![OURS, DEFAULT, MULTIFD_2, ZSTD],
+        ));
+        let (wss, rate) = if megabit == 100 { (16, 4) } else { (64, 80) };
+        links.push((
+            linked(idle(&format!("write-{name}")).sized(memory, fill).writing(wss, rate, LoadMode::Few)),
+            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, XBZRLE, AUTO, POST_COPY],
+        ));
+    }
+
+    let mut sizes = Vec::new();
+    for (memory, fill) in [(256, 128), (512, 384), (1024, 896), (2048, 1920), (4096, 3968), (8192, 8064)] {
+        sizes.push((idle(&format!("size-{memory}")).sized(memory, fill), vec![OURS, MULTIFD_2]));
+    }
+    for wss in [8, 32, 128] {
+        let case = idle(&format!("dirty-{wss}")).sized(512, 300).writing(wss, 2 * wss, LoadMode::Random);
+        sizes.push((case, vec![OURS, MULTIFD_2]));
+    }
+    for regions in [2, 8, 32] {
+        sizes.push((
+            Case { regions, ..idle(&format!("regions-{regions}")).sized(1024, 500) },
+            vec![OURS, MULTIFD_2],
+        ));
+    }
+
+    vec![
+        Suite { name: "idle", about: "Guests that do next to nothing", cases: idle_suite },
+        Suite { name: "downtime", about: "How long the guest stands still", cases: downtime },
+        Suite { name: "streams", about: "Parallel streams", cases: stream_suite },
+        Suite { name: "writing", about: "Guests that write", cases: writing },
+        Suite { name: "links", about: "Links with a limit", cases: links },
+        Suite { name: "sizes", about: "How cost grows", cases: sizes },
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn no_two_cases_have_the_same_name_and_guests_have_room() {
+        let mut names = BTreeSet::new();
+        for (case, contenders) in suites().into_iter().flat_map(|suite| suite.cases) {
+            assert!(names.insert(case.name.clone()), "{}", case.name);
+            assert!(contenders.contains(&OURS) || case.name.starts_with("streams"), "{}", case.name);
+            if let Program::Load { fill_mib, wss_mib, .. } = case.program {
+                assert!(fill_mib + 96 <= case.memory_mib && wss_mib <= fill_mib, "{}", case.name);
+            }
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! What a migration costs, read from the kernel: processor time, memory, bytes on the link.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use rustix::param::clock_ticks_per_second;
+use serde_json::Value;
+
+use crate::error::{Context, Error, Result};
+use crate::host::Host;
+use crate::lab::MIGRATION_LINK;
+
+/// Processor time that a process has used so far, with its children that have ended. Also of one that has ended and was
+/// not waited for. The kernel counts it exactly and tells it in hundredths of a second.
+pub(super) fn cpu_time(pid: u32) -> Result<Duration> {
+    let path = format!("/proc/{pid}/stat");
+    let text = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
+    parse_cpu(&text).ok_or_else(|| Error::Config(format!("{path} cannot be understood: {text}")))
+}
+
+fn parse_cpu(stat: &str) -> Option<Duration> {
+    // The name, in parentheses, may hold anything.
+    let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace().skip(11);
+    let mut ticks = 0;
+    for _ in 0..4 {
+        ticks += fields.next()?.parse::<u64>().ok()?;
+    }
+    Some(Duration::from_millis(ticks * 1000 / clock_ticks_per_second()))
+}
+
+/// The processes of a host that run this program.
+pub(super) fn processes_of(host: &Host, is_wanted: impl Fn(&Path) -> bool) -> Result<Vec<u32>> {
+    let program = |pid: &u32| fs::read_link(format!("/proc/{pid}/exe"));
+    Ok(host.processes()?.into_iter().filter(|pid| program(pid).is_ok_and(|path| is_wanted(&path))).collect())
+}
+
+/// Whether a program is QEMU.
+pub(super) fn is_qemu(program: &Path) -> bool {
+    program.file_name().is_some_and(|name| name.to_string_lossy().starts_with("qemu-system"))
+}
+
+/// Forgets how much memory a process had at most.
+pub(super) fn reset_peak(pid: u32) -> Result<()> {
+    let path = format!("/proc/{pid}/clear_refs");
+    fs::write(&path, "5").context(|| format!("cannot write {path}"))
+}
+
+/// The most memory that a process had since then, in bytes.
+pub(super) fn peak_bytes(pid: u32) -> Result<u64> {
+    let path = format!("/proc/{pid}/status");
+    let text = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
+    let peak = text.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib = peak.and_then(|peak| peak.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    kib.map(|kib| kib << 10).ok_or_else(|| Error::Config(format!("{path} tells no peak of memory")))
+}
+
+/// Bytes that a host has sent over the migration link so far.
+pub(super) fn sent_bytes(host: &Host) -> Result<u64> {
+    let text = host.run(&["ip", "-json", "-stats", "link", "show", "dev", MIGRATION_LINK])?;
+    let told: Value =
+        serde_json::from_str(&text).map_err(std::io::Error::from).context(|| "cannot read `ip`")?;
+    told[0]["stats64"]["tx"]["bytes"]
+        .as_u64()
+        .ok_or_else(|| Error::Config(format!("`ip` tells no bytes: {text}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processor_time_is_read_behind_any_name() {
+        let stat = "7 (a) b) c) S 1 7 7 0 -1 4194560 1 2 3 4 50 25 10 15 20 0 1 0 9";
+        let ticks = clock_ticks_per_second();
+        assert_eq!(parse_cpu(stat), Some(Duration::from_millis(100 * 1000 / ticks)));
+        assert_eq!(parse_cpu("7 (a) S 1"), None);
+        let own = std::process::id();
+        let before = cpu_time(own).unwrap();
+        while cpu_time(own).unwrap() == before {}
+        assert!(peak_bytes(own).unwrap() > 0);
+    }
+}

@@ -11,6 +11,7 @@ use crate::config::Config;
 use crate::fault::Faults;
 use crate::journal::Journal;
 use crate::names::Names;
+use crate::preflight::Emulators;
 use crate::register::Register;
 
 /// What all parts of an agent share.
@@ -35,6 +36,8 @@ pub(crate) struct Context {
     pub(crate) arrivals: Arc<Arrivals>,
     /// Names of VMs that somebody has to himself.
     pub(crate) names: Names,
+    /// What the QEMUs of this host have said of themselves.
+    pub(crate) emulators: Emulators,
     /// Parts of the downtime that do not depend on memory, as measured here.
     pub(crate) fixed_costs: Mutex<CostHistory>,
 }

@@ -26,6 +26,7 @@ use crate::context::Context;
 use crate::fault::Faults;
 use crate::journal::{Journal, JournalError};
 use crate::names::Names;
+use crate::preflight::Emulators;
 use crate::progress::Publisher;
 use crate::register::{Register, RegisterError, SqliteRegister, WitnessClient, WitnessServer};
 use crate::{destination, source};
@@ -92,6 +93,7 @@ impl Agent {
             router: Router::default(),
             arrivals: Arc::default(),
             names: Names::default(),
+            emulators: Emulators::default(),
             fixed_costs: Mutex::default(),
             boot_id: boot_id.trim().to_owned(),
             journal,

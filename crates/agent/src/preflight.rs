@@ -5,7 +5,7 @@
 
 mod binaries;
 
-pub(crate) use binaries::end_probes;
+pub(crate) use binaries::{Emulators, end_probes};
 
 use std::time::{Duration, Instant};
 
@@ -74,9 +74,9 @@ pub(crate) enum SurveyError {
     /// Its process was not found.
     #[error("QEMU's process was not found")]
     Find(#[from] find::FindError),
-    /// Its memory was not found, or its monitor failed.
+    /// Its monitor failed.
     #[error("QEMU did not tell what it is")]
-    Gather(#[from] qemu::ram::RamError),
+    Gather(#[from] qemu::qmp::QmpError),
     /// What was found cannot be put into JSON.
     #[error("what was found cannot be sent")]
     Json(#[from] serde_json::Error),
@@ -92,7 +92,8 @@ struct Facts {
 /// Looks at a VM that is to leave.
 pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, SurveyError> {
     let process = find::find(&Selector::Pid(vm.process.pid()))?;
-    let facts = gather::source(vm.monitor()?, &process)?;
+    let blocks = vm.blocks.clone();
+    let facts = gather::source(vm.monitor()?, &process, blocks)?;
     let mut findings = description_findings(&facts.vm, allowed);
     // Only what ends it here: the rest the destination tells, together with what it finds itself.
     for found in rules::check_source(&facts).into_iter().map(finding) {
@@ -189,11 +190,14 @@ pub(crate) fn destination(
             .collect(),
         ram: plan,
         allow_options: config.allow_options.iter().chain(&proposal.allow_options).cloned().collect(),
-        ..HostRules::new(binaries::choose(&config.binaries, &theirs.vm.program.version), &traces.directory)
+        ..HostRules::new(
+            context.emulators.choose(&config.binaries, &theirs.vm.program.version),
+            &traces.directory,
+        )
     };
     let built = command::build(&theirs.vm, &here);
     let problems = built.as_ref().err().map(|error| error.problems.clone()).unwrap_or_default();
-    let mut probe = binaries::Probe::start(context, &here).map_err(|error| {
+    let emulator = context.emulators.ask(context, &here).map_err(|error| {
         vec![Finding {
             severity: Severity::Blocker,
             code: "qemu-start".to_owned(),
@@ -201,9 +205,7 @@ pub(crate) fn destination(
             advice: "name a QEMU that works under [qemu] binaries on the destination".to_owned(),
         }]
     })?;
-    let mut ours = gather::destination(&mut probe.qmp, &theirs.vm, &files, &here, &shared(context), problems)
-        .map_err(|error| unreadable("this host's QEMU does not answer", &error))?;
-    drop(probe);
+    let mut ours = gather::destination(&emulator, &theirs.vm, &files, &here, &shared(context), problems);
     let no_way_back = no_way_back(context, from, id, &proposal.reply_to);
     // Until the memory is promised nobody else may look at what is free.
     let arrivals = context.arrivals.look();

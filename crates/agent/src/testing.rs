@@ -25,6 +25,7 @@ use crate::context::Context;
 use crate::fault::Faults;
 use crate::journal::{Journal, NewMigration, State, VmRecord};
 use crate::names::Names;
+use crate::preflight::Emulators;
 use crate::register::Register;
 
 /// How long a test waits for what has to happen.
@@ -129,6 +130,7 @@ impl World {
             boot_id: "this boot".to_owned(),
             arrivals: Arc::default(),
             names: Names::default(),
+            emulators: Emulators::default(),
             fixed_costs: Mutex::default(),
             config,
         };

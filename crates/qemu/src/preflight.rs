@@ -118,6 +118,15 @@ pub struct DiskSight {
     pub locked: bool,
 }
 
+/// What a QEMU says of itself without a guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Emulator {
+    /// Its version, `major.minor.micro`.
+    pub version: String,
+    /// The machine types that it knows.
+    pub machine_types: BTreeSet<String>,
+}
+
 /// What is known of the destination.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DestinationFacts {

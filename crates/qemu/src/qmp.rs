@@ -159,6 +159,21 @@ impl Qmp {
         self.execute("human-monitor-command", json!({ "command-line": command_line }))
     }
 
+    /// Runs many commands of the human monitor and returns what each of them printed, in their order. All are asked before
+    /// the first answer is awaited: QEMU answers one after the other, but nobody waits for anybody to wake up in between.
+    pub fn human_all(&mut self, command_lines: &[String]) -> Result<Vec<String>, QmpError> {
+        const COMMAND: &str = "human-monitor-command";
+        let deadline = Instant::now() + self.timeout;
+        let first = self.next_id;
+        let mut lines = Vec::new();
+        for command_line in command_lines {
+            let arguments = json!({ "command-line": command_line });
+            lines.extend(self.message(COMMAND, arguments).1);
+        }
+        self.send(COMMAND, &lines, None, deadline)?;
+        (first..self.next_id).map(|id| self.answer(COMMAND, id, deadline)).collect()
+    }
+
     /// The next event of that name: the oldest collected one, or else the first that comes before
     /// the deadline. Events of other names stay collected.
     pub fn wait_event(&mut self, name: &str, deadline: Instant) -> Result<Event, QmpError> {
@@ -203,7 +218,13 @@ impl Qmp {
         fd: Option<BorrowedFd<'_>>,
         deadline: Instant,
     ) -> Result<T, QmpError> {
-        let started = Instant::now();
+        let (id, line) = self.message(command, args);
+        self.send(command, &line, fd, deadline)?;
+        self.answer(command, id, deadline)
+    }
+
+    /// A command as it is sent, and its number.
+    fn message(&mut self, command: &str, args: Value) -> (u64, Vec<u8>) {
         let id = self.next_id;
         self.next_id += 1;
         let mut message = json!({ "execute": command, "id": id });
@@ -212,7 +233,16 @@ impl Qmp {
         }
         let mut line = message.to_string().into_bytes();
         line.push(b'\n');
-        self.send(command, &line, fd, deadline)?;
+        (id, line)
+    }
+
+    fn answer<T: DeserializeOwned>(
+        &mut self,
+        command: &str,
+        id: u64,
+        deadline: Instant,
+    ) -> Result<T, QmpError> {
+        let started = Instant::now();
         loop {
             let message = self.read_message(deadline, command).map_err(|error| match error {
                 QmpError::Timeout { waiting_for, .. } => {

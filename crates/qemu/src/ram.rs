@@ -168,29 +168,29 @@ fn checked(
 /// [`RamError::Contradiction`] at the first difference.
 pub fn cross_check(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<usize, RamError> {
     let tree = qmp.human("info mtree -f")?;
-    let mut compared = 0;
+    let mut places = Vec::new();
     for range in text::guest_ranges(&tree) {
         let Some(block) = named(blocks, &range.name) else { continue };
-        for (guest, offset) in [
-            (range.start, range.offset),
-            (range.last & !0xfff, range.offset + ((range.last & !0xfff) - range.start)),
-        ] {
-            let said = qmp.human(&format!("gpa2hva 0x{guest:x}"))?;
-            let expected = block.host_address + offset;
-            match text::host_address(&said) {
-                Some(address) if address == expected => compared += 1,
-                Some(address) => {
-                    return Err(RamError::Contradiction {
-                        block: block.name.clone(),
-                        what: format!(
-                            "guest address {guest:#x} should lie at {expected:#x}, but gpa2hva says {address:#x}"
-                        ),
-                    });
-                }
-                // The map may have changed between the two questions (the firmware opens and
-                // closes windows while the guest boots).
-                None => {}
+        let last_page = range.last & !0xfff;
+        places.push((block, range.start, block.host_address + range.offset));
+        places.push((block, last_page, block.host_address + range.offset + (last_page - range.start)));
+    }
+    let questions: Vec<String> = places.iter().map(|(_, guest, _)| format!("gpa2hva 0x{guest:x}")).collect();
+    let mut compared = 0;
+    for ((block, guest, expected), said) in places.into_iter().zip(qmp.human_all(&questions)?) {
+        match text::host_address(&said) {
+            Some(address) if address == expected => compared += 1,
+            Some(address) => {
+                return Err(RamError::Contradiction {
+                    block: block.name.clone(),
+                    what: format!(
+                        "guest address {guest:#x} should lie at {expected:#x}, but gpa2hva says {address:#x}"
+                    ),
+                });
             }
+            // The map may have changed between the two questions (the firmware opens and closes
+            // windows while the guest boots).
+            None => {}
         }
     }
     Ok(compared)

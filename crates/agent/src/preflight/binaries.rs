@@ -1,25 +1,107 @@
 //! The QEMUs of this host: which one an arriving VM gets, and what it can do.
 
+use std::collections::HashMap;
+use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use qemu::command::{HostRules, QMP_FILE};
+use qemu::preflight::{Emulator, gather};
 use qemu::process::{Launch, StartError};
-use qemu::qmp::Qmp;
+use qemu::qmp::{Qmp, QmpError};
 use tracee::{Process, Signal};
 
 use crate::context::Context;
 use crate::destination::find_by_monitor;
 
-/// The QEMU for a VM that ran under a version: the first of the same one (`major.minor`), else the first newer one,
-/// else the first, about which pre-flight will have something to say.
-pub(super) fn choose(binaries: &[PathBuf], wanted: &str) -> PathBuf {
-    let wanted = parse(wanted);
-    let versions: Vec<_> = binaries.iter().map(|binary| (binary, version(binary))).collect();
-    let same = versions.iter().find(|(_, found)| found.is_some() && *found == wanted);
-    let newer = versions.iter().find(|(_, found)| found.is_some() && *found > wanted);
-    same.or(newer).or(versions.first()).map_or_else(PathBuf::new, |(binary, _)| (*binary).clone())
+/// What the QEMUs of this host have said of themselves. To start one only to ask it takes as long as to start it for a VM,
+/// so it is asked once, and again when its file is another.
+#[derive(Debug, Default)]
+pub(crate) struct Emulators(Mutex<HashMap<File, Known>>);
+
+/// A program as it lies on the disk.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct File {
+    path: PathBuf,
+    device: u64,
+    inode: u64,
+    bytes: u64,
+    changed_ns: i128,
+}
+
+/// What is known of a program; nothing at first.
+#[derive(Clone, Debug, Default)]
+struct Known {
+    /// Major and minor number.
+    version: Option<(u64, u64)>,
+    emulator: Option<Arc<Emulator>>,
+}
+
+impl File {
+    fn of(path: &Path) -> io::Result<Self> {
+        let found = std::fs::metadata(path)?;
+        let changed_ns = i128::from(found.ctime()) * 1_000_000_000 + i128::from(found.ctime_nsec());
+        let (device, inode, bytes) = (found.dev(), found.ino(), found.len());
+        Ok(Self { path: path.to_owned(), device, inode, bytes, changed_ns })
+    }
+}
+
+impl Emulators {
+    fn known(&self) -> MutexGuard<'_, HashMap<File, Known>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The QEMU for a VM that ran under a version: the first of the same one (`major.minor`), else the first newer one,
+    /// else the first, about which pre-flight will have something to say.
+    pub(super) fn choose(&self, binaries: &[PathBuf], wanted: &str) -> PathBuf {
+        let wanted = parse(wanted);
+        let versions: Vec<_> = binaries.iter().map(|binary| (binary, self.version(binary))).collect();
+        let same = versions.iter().find(|(_, found)| found.is_some() && *found == wanted);
+        let newer = versions.iter().find(|(_, found)| found.is_some() && *found > wanted);
+        same.or(newer).or(versions.first()).map_or_else(PathBuf::new, |(binary, _)| (*binary).clone())
+    }
+
+    fn version(&self, binary: &Path) -> Option<(u64, u64)> {
+        let file = File::of(binary).ok()?;
+        if let Some(version) = self.known().get(&file).and_then(|known| known.version) {
+            return Some(version);
+        }
+        let version = version(binary);
+        self.known().entry(file).or_default().version = version;
+        version
+    }
+
+    /// What the QEMU that these rules name is.
+    pub(super) fn ask(&self, context: &Context, rules: &HostRules) -> Result<Arc<Emulator>, AskError> {
+        let file = File::of(&rules.qemu_binary).map_err(|source| AskError::File { source })?;
+        if let Some(emulator) = self.known().get(&file).and_then(|known| known.emulator.clone()) {
+            return Ok(emulator);
+        }
+        let mut probe = Probe::start(context, rules)?;
+        let emulator = Arc::new(gather::emulator(&mut probe.qmp)?);
+        self.known().entry(file).or_default().emulator = Some(Arc::clone(&emulator));
+        Ok(emulator)
+    }
+}
+
+/// Why a QEMU did not say what it is.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum AskError {
+    /// It cannot be looked at.
+    #[error("it cannot be found")]
+    File {
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It does not start.
+    #[error(transparent)]
+    Start(#[from] StartError),
+    /// It does not answer.
+    #[error("it does not answer")]
+    Monitor(#[from] QmpError),
 }
 
 /// Major and minor number.
@@ -56,14 +138,14 @@ pub(crate) fn end_probes(context: &Context) {
 }
 
 /// A QEMU without a guest that can be asked questions. Ends when dropped.
-pub(super) struct Probe {
-    pub(super) qmp: Qmp,
+struct Probe {
+    qmp: Qmp,
     process: Option<Process>,
     directory: PathBuf,
 }
 
 impl Probe {
-    pub(super) fn start(context: &Context, rules: &HostRules) -> Result<Self, StartError> {
+    fn start(context: &Context, rules: &HostRules) -> Result<Self, StartError> {
         let name = format!("{PREFIX}{:?}", std::thread::current().id());
         let name: String = name.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').collect();
         let directory = context.config.run_dir.join(name);
@@ -130,6 +212,32 @@ mod tests {
             std::thread::yield_now();
         }
         child
+    }
+
+    /// A program is asked once, and again when it was replaced.
+    #[test]
+    fn a_replaced_program_is_asked_again() {
+        use std::os::unix::fs::PermissionsExt as _;
+
+        let directory = tempfile::tempdir().unwrap();
+        let (program, asked) = (directory.path().join("qemu"), directory.path().join("asked"));
+        let write = |version: &str| {
+            let new = directory.path().join("new");
+            let text =
+                format!("#!/bin/sh\necho x >>{}\necho QEMU emulator version {version}\n", asked.display());
+            std::fs::write(&new, text).unwrap();
+            std::fs::set_permissions(&new, std::fs::Permissions::from_mode(0o755)).unwrap();
+            std::fs::rename(&new, &program).unwrap();
+        };
+        let emulators = Emulators::default();
+        assert_eq!(emulators.version(&program), None);
+        for (version, wanted, times) in [("7.2.1", (7, 2), 1), ("10.0.2", (10, 0), 2)] {
+            write(version);
+            assert_eq!(emulators.version(&program), Some(wanted));
+            assert_eq!(emulators.version(&program), Some(wanted));
+            assert_eq!(std::fs::read_to_string(&asked).unwrap().lines().count(), times);
+        }
+        assert_eq!(emulators.choose(std::slice::from_ref(&program), "10.0"), program);
     }
 
     /// A QEMU that waits for an agent that has been killed is ended by the next; whoever else names its monitor is not.

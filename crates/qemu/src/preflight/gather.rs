@@ -3,22 +3,25 @@
 use super::checks::two;
 use super::facts::{self, HostFacts};
 use super::files::{NeededFile, see_files};
-use super::{DestinationFacts, SourceFacts};
+use super::{DestinationFacts, Emulator, SourceFacts};
 use crate::command::{HostRules, RamPlan};
 use crate::control;
 use crate::describe::{Problem, VmDescription, describe};
 use crate::find::{QemuProcess, restart_warning};
 use crate::qmp::{Qmp, QmpError};
-use crate::ram::{RamBlock, RamError, ram_blocks};
+use crate::ram::RamBlock;
 use crate::tree;
 
-/// The facts of the source: its guest is described, its memory found.
+/// The facts of the source: its guest is described; its memory was found already, see [`crate::ram::ram_blocks`].
 ///
 /// # Errors
-/// When the monitor fails, or when the guest's memory cannot be found.
-pub fn source(qmp: &mut Qmp, process: &QemuProcess) -> Result<SourceFacts, RamError> {
+/// When the monitor fails.
+pub fn source(
+    qmp: &mut Qmp,
+    process: &QemuProcess,
+    ram_blocks: Vec<RamBlock>,
+) -> Result<SourceFacts, QmpError> {
     let vm = describe(qmp, &process.origin())?;
-    let ram_blocks = ram_blocks(qmp, process.pid)?;
     Ok(SourceFacts {
         host: HostFacts::gather(),
         run_state: control::status(qmp)?.status,
@@ -61,25 +64,33 @@ pub fn missing_interfaces(vm: &VmDescription, rules: &HostRules) -> Vec<String> 
     wanted.filter(|name| !name.is_empty() && !there.contains(&name.as_str())).collect()
 }
 
-/// The facts of a destination that has not started anything yet. `qmp` is a monitor of a QEMU of
-/// its kind, started without a guest (`-machine none`), see [`crate::process`].
+/// What a QEMU is. `qmp` is a monitor of one that was started without a guest (`-machine none`), see
+/// [`crate::process`].
+///
+/// # Errors
+/// When the monitor fails.
+pub fn emulator(qmp: &mut Qmp) -> Result<Emulator, QmpError> {
+    Ok(Emulator { version: qmp.version().to_string(), machine_types: control::machine_types(qmp)? })
+}
+
+/// The facts of a destination that would start a QEMU of this kind for the guest, and has not yet.
 pub fn destination(
-    qmp: &mut Qmp,
+    emulator: &Emulator,
     vm: &VmDescription,
     files: &[NeededFile],
     rules: &HostRules,
     shared: &[String],
     problems: Vec<Problem>,
-) -> Result<DestinationFacts, QmpError> {
+) -> DestinationFacts {
     let hugepage_bytes = match rules.ram {
         RamPlan::Memfd { hugepage_bytes } => hugepage_bytes,
         RamPlan::Anonymous => None,
     };
-    Ok(DestinationFacts {
+    DestinationFacts {
         host: HostFacts::gather(),
         user: rustix::process::geteuid().as_raw(),
-        qemu_version: qmp.version().to_string(),
-        machine_types: control::machine_types(qmp)?,
+        qemu_version: emulator.version.clone(),
+        machine_types: emulator.machine_types.clone(),
         hugepage_bytes,
         disks: see_files(files, rules, shared),
         missing_interfaces: missing_interfaces(vm, rules),
@@ -88,7 +99,7 @@ pub fn destination(
         ram_blocks: None,
         device_differences: None,
         cpu_unavailable: None,
-    })
+    }
 }
 
 /// Adds what only a QEMU that was started for the guest can tell, before anything was loaded into it: its RAM blocks,

@@ -45,6 +45,30 @@ fn fake(script: impl FnOnce(&mut Fake) + Send + 'static) -> (Qmp, JoinHandle<()>
     (Qmp::connect(&path, Duration::from_secs(20)).unwrap(), thread, dir)
 }
 
+/// All are asked before any is answered, and an error among the answers does not shift the others.
+#[test]
+fn many_commands_are_asked_at_once() {
+    let (mut qmp, thread, _dir) = fake(|fake| {
+        let asked: Vec<Value> = (0..3).map(|_| fake.hear()).collect();
+        for (number, asked) in asked.iter().enumerate() {
+            fake.answer(&asked["id"], &json!(format!("{} {number}", asked["arguments"]["command-line"])));
+        }
+        let asked: Vec<Value> = (0..2).map(|_| fake.hear()).collect();
+        fake.say(
+            &json!({"error": {"class": "GenericError", "desc": "no"}, "id": asked[0]["id"]}).to_string(),
+        );
+        fake.answer(&asked[1]["id"], &json!("late"));
+        let asked = fake.hear();
+        fake.answer(&asked["id"], &json!({"status": "running"}));
+    });
+    let lines = ["a", "b", "c"].map(str::to_owned);
+    assert_eq!(qmp.human_all(&lines).unwrap(), ["\"a\" 0", "\"b\" 1", "\"c\" 2"]);
+    assert!(matches!(qmp.human_all(&lines[..2]), Err(QmpError::CommandFailed { .. })));
+    let answer: Value = qmp.execute("query-status", Value::Null).unwrap();
+    assert_eq!(answer["status"], "running");
+    thread.join().unwrap();
+}
+
 #[test]
 fn events_between_are_collected_and_answers_matched() {
     let (mut qmp, thread, _dir) = fake(|fake| {

@@ -93,21 +93,33 @@ fn search_mapping(
 
 /// Adds to `candidates[i]` every host address that a structure for `listed[i]` in `chunk` names.
 fn search(chunk: &[u8], maps: &Maps, listed: &[Listed], candidates: &mut [BTreeSet<u64>]) {
-    let words: Vec<u64> =
-        chunk.chunks_exact(8).map(|word| word.try_into().map_or(0, u64::from_le_bytes)).collect();
-    for (at, triple) in words.windows(3).enumerate() {
-        let [offset, used, max] = *triple else { continue };
+    let (words, _) = chunk.as_chunks::<8>();
+    let word = |at: usize| words.get(at).map(|bytes| u64::from_le_bytes(*bytes));
+    // Nearly every word of a heap is none of the sizes: one look at a table of 64 bits tells of most of them.
+    let sizes = listed.iter().fold(0, |sizes, block| sizes | size_bit(block.max_bytes));
+    for (at, bytes) in words.iter().enumerate().skip(2) {
+        let max = u64::from_le_bytes(*bytes);
+        if sizes & size_bit(max) == 0 {
+            continue;
+        }
         for (block, found) in listed.iter().zip(candidates.iter_mut()) {
-            if block.max_bytes != max || block.used_bytes != used || block.offset != offset {
-                continue;
+            let is_it = block.max_bytes == max
+                && word(at - 1) == Some(block.used_bytes)
+                && word(at - 2) == Some(block.offset)
+                && name_follows(chunk, (at + 1) * 8, &block.name);
+            if is_it {
+                let before = (at - 2).saturating_sub(WORDS_BEFORE)..at - 2;
+                found.extend(before.filter_map(word).filter(|address| is_start(*address, max, maps)));
             }
-            if !name_follows(chunk, (at + 3) * 8, &block.name) {
-                continue;
-            }
-            let before = words.get(at.saturating_sub(WORDS_BEFORE)..at).unwrap_or_default();
-            found.extend(before.iter().copied().filter(|address| is_start(*address, max, maps)));
         }
     }
+}
+
+/// One of 64 bits, by the bits of a size that vary: sizes are multiples of pages.
+const fn size_bit(bytes: u64) -> u64 {
+    let mixed = (bytes >> 12).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    // A heap is full of zeros and small numbers, which are no whole pages.
+    if bytes == 0 || !bytes.is_multiple_of(4096) { 0 } else { 1 << (mixed >> 58) }
 }
 
 fn name_follows(chunk: &[u8], from: usize, name: &str) -> bool {

@@ -265,7 +265,7 @@ fn what_qemu_itself_would_not_move_is_a_blocker() {
         let drive = "-machine q35 -drive file=d.vdi,format=vdi,if=virtio";
         let mut source = version.start(dir.path(), "a", &args(drive));
         let process = find(&Selector::Pid(source.pid())).unwrap();
-        let facts = gather::source(&mut source.qmp, &process).unwrap();
+        let facts = gather::source(&mut source.qmp, &process, Vec::new()).unwrap();
         let found = check_source(&facts);
         let blocked = found.iter().find(|finding| finding.code == "qemu-blocks");
         let blocked = blocked.unwrap_or_else(|| panic!("{found:#?}"));
@@ -296,12 +296,13 @@ fn preflight_of_a_real_guest() {
             tap: [("whq-none".to_owned(), "whq-other".to_owned())].into(),
             ..HostRules::new(&version.binary, &run_dir)
         };
-        let facts = gather::source(&mut source.qmp, &process).unwrap();
+        let blocks = ram_blocks(&mut source.qmp, process.pid).unwrap();
+        let facts = gather::source(&mut source.qmp, &process, blocks).unwrap();
         let files = files::needed_files(&facts.vm);
         assert_eq!(files.len(), 2);
         let mut probe = version.start(dir.path(), "probe", &args("-machine none"));
-        let mut there =
-            gather::destination(&mut probe.qmp, &facts.vm, &files, &rules, &[], Vec::new()).unwrap();
+        let emulator = gather::emulator(&mut probe.qmp).unwrap();
+        let mut there = gather::destination(&emulator, &facts.vm, &files, &rules, &[], Vec::new());
         let findings = check(&facts, &there);
         let codes: Vec<&str> = findings.iter().map(|finding| finding.code.as_str()).collect();
         assert!(is_possible(&findings), "{findings:#?}");

@@ -4,6 +4,9 @@
 #   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
 #   make soak    the long tests too: all fault points, many seeds: hours
 #   make lint    format, lints and licences alone
+#   make bench-functions   how long the functions take that matter (docs/performance.md)
+#   make callgrind         how many instructions their inner loops take, compared with docs/callgrind.txt;
+#   make callgrind-update  puts what it finds there
 #   make guests  makes the guests and the newer QEMU anew
 #
 # At the end `test` and `soak` list what could not be tried on this machine. With WHIMBREL_REQUIRE_QEMU_10=1 they fail
@@ -17,7 +20,7 @@ CARGO := cargo
 PATH := $(PATH):$(HOME)/.cargo/bin
 export PATH
 
-.PHONY: test demo soak lint guests
+.PHONY: test demo soak lint bench-functions callgrind callgrind-update guests
 
 test: lint
 	scripts/setup newer-qemu tiny-guest
@@ -38,6 +41,18 @@ demo:
 	scripts/setup packages newer-qemu debian-guest
 	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
 	target/release/whimbrel-demo target/release/whimbrel
+
+bench-functions:
+	scripts/setup packages
+	$(CARGO) bench --locked -p whimbrel-proto -p whimbrel-link -p whimbrel-memory -p whimbrel-tracee --bench functions
+
+callgrind:
+	scripts/setup packages bench
+	scripts/callgrind
+
+callgrind-update:
+	scripts/setup packages bench
+	scripts/callgrind --update
 
 guests:
 	REBUILD=1 scripts/setup packages newer-qemu tiny-guest debian-guest

@@ -1,0 +1,73 @@
+//! What is done to the sets of pages of 1 GiB in each round.
+
+use std::hint::black_box;
+use std::ops::Range;
+
+use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
+use whimbrel_memory::DirtyBitmap;
+
+use crate::harness::{Amount, Benches};
+
+const BYTES: u64 = 1 << 30;
+const PAGES: u64 = BYTES / PAGE_BYTES;
+
+/// Pages as a scan finds them, in runs.
+fn written(kind: &str) -> Vec<Range<u64>> {
+    match kind {
+        // One page of every eighth chunk.
+        "few" => (0..PAGES).step_by(8 * CHUNK_PAGES as usize).map(|page| page..page + 1).collect(),
+        // Every second page: as many runs as can be.
+        "scattered" => (0..PAGES).step_by(2).map(|page| page..page + 1).collect(),
+        "all" => vec![0..PAGES],
+        other => panic!("no kind {other}"),
+    }
+}
+
+fn bitmap(kind: &str) -> DirtyBitmap {
+    let mut bitmap = DirtyBitmap::new(BYTES);
+    written(kind).into_iter().for_each(|run| bitmap.set(run));
+    bitmap
+}
+
+pub(crate) fn cases(benches: &mut Benches) {
+    for kind in ["few", "scattered", "all"] {
+        let gib = Amount::Of(1, "GiB");
+        benches.counted(&format!("bitmap, set_bytes/{kind}"), gib, || {
+            let (runs, mut bitmap) = (written(kind), DirtyBitmap::new(BYTES));
+            move || {
+                for run in black_box(&runs) {
+                    bitmap.set_bytes(run.start * PAGE_BYTES..run.end * PAGE_BYTES);
+                }
+                black_box(&bitmap);
+            }
+        });
+        benches.counted(&format!("bitmap, runs/{kind}"), gib, || {
+            let bitmap = bitmap(kind);
+            move || {
+                black_box(black_box(&bitmap).runs().map(|run| run.end - run.start).sum::<u64>());
+            }
+        });
+        benches.counted(&format!("bitmap, dirty_chunks/{kind}"), gib, || {
+            let bitmap = bitmap(kind);
+            move || {
+                black_box(black_box(&bitmap).dirty_chunks().sum::<u64>());
+            }
+        });
+    }
+    // These look at every word, whatever is in it.
+    let gib = Amount::Of(1, "GiB");
+    benches.counted("bitmap, insert", gib, || {
+        let (other, mut bitmap) = (bitmap("few"), bitmap("few"));
+        move || bitmap.insert(black_box(&other))
+    });
+    benches.counted("bitmap, clear all", gib, || {
+        let mut bitmap = bitmap("all");
+        move || black_box(&mut bitmap).clear(0..PAGES)
+    });
+    benches.counted("bitmap, count", gib, || {
+        let bitmap = bitmap("few");
+        move || {
+            black_box(black_box(&bitmap).count());
+        }
+    });
+}

@@ -1,0 +1,148 @@
+//! The sender's loop: read pages, find zeros and holes, build frames. The memory is made up and the connection takes
+//! everything at once, so that what is left is the loop.
+
+use std::convert::Infallible;
+use std::ops::Range;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use link::LinkError;
+use proto::frame::Kind;
+use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
+use proto::pages::{decode_round_end, encode_ack};
+use whimbrel_memory::{
+    BlockReader, DataStream, DirtyBitmap, DirtyLog, FrameSink, FrameSource, HangUp, Owed, RamError,
+    ScanError, ScanStats, Sender, Sent,
+};
+
+use crate::harness::{Amount, Benches};
+
+const PAGE: usize = PAGE_BYTES as usize;
+
+/// Takes every frame, and tells the other half when a round has ended.
+struct Sink(mpsc::Sender<Vec<u8>>);
+
+impl FrameSink for Sink {
+    fn set_deadline(&mut self, _: Option<Instant>) {}
+
+    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
+        if kind == Kind::RoundEnd {
+            let (seq, _) = decode_round_end(payload[0]).unwrap();
+            self.0.send(encode_ack(seq).to_vec()).unwrap();
+        }
+        Ok(())
+    }
+
+    fn flush(&mut self) -> Result<(), LinkError> {
+        Ok(())
+    }
+}
+
+/// Acknowledges rounds.
+struct Source(mpsc::Receiver<Vec<u8>>);
+
+impl FrameSource for Source {
+    fn receive(&mut self, payload: &mut Vec<u8>) -> Result<Kind, LinkError> {
+        *payload = self.0.recv().map_err(|_| LinkError::Ended)?;
+        Ok(Kind::Ack)
+    }
+
+    fn has_more(&mut self) -> bool {
+        false
+    }
+}
+
+/// Ends both halves, because the acknowledgements end.
+struct End(mpsc::Sender<Vec<u8>>);
+
+impl HangUp for End {
+    fn hang_up(&self) {
+        // What cannot be read as an acknowledgement ends the thread that reads them.
+        let _ = self.0.send(Vec::new());
+    }
+}
+
+/// A block of so many chunks whose pages are all of one kind, or of all kinds in turn.
+struct Memory {
+    kind: &'static str,
+    chunks: u64,
+}
+
+impl BlockReader for Memory {
+    fn name(&self) -> &'static str {
+        "made up"
+    }
+
+    fn bytes(&self) -> u64 {
+        self.chunks * CHUNK_BYTES
+    }
+
+    /// Puts as little into the buffer as tells the kinds apart: what copying costs is not asked here.
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        for (page, bytes) in (offset / PAGE_BYTES..).zip(into.chunks_exact_mut(PAGE)) {
+            let (first, last) = match self.kind {
+                "zeros" | "holes" => (0, 0),
+                "last byte" => (0, 1),
+                "data" => (1, 0),
+                "mixed" => (u8::from(page % 2 == 0), 0),
+                other => panic!("no kind {other}"),
+            };
+            (bytes[0], bytes[PAGE - 1]) = (first, last);
+        }
+        Ok(())
+    }
+
+    fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
+        Ok(if self.kind == "holes" { range.end } else { range.start })
+    }
+}
+
+/// Says of some pages that they were written.
+struct Written(DirtyBitmap);
+
+impl DirtyLog for Written {
+    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+        into[0].insert(&self.0);
+        Ok(ScanStats::default())
+    }
+}
+
+/// Rounds of the same pages, one for each call.
+fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap) -> impl FnMut() {
+    let (acks, arriving) = mpsc::channel();
+    let stream = DataStream {
+        sink: Box::new(Sink(acks.clone())),
+        source: Box::new(Source(arriving)),
+        hang_up: Box::new(End(acks)),
+    };
+    let memory: Box<dyn BlockReader> = Box::new(Memory { kind, chunks });
+    let sender = Sender::start([memory].into(), vec![stream]).unwrap();
+    let nothing = Owed::everything([chunks * CHUNK_BYTES]);
+    let mut state = Some((sender, nothing));
+    let mut log = Written(written);
+    let mut round = move || {
+        let (sender, owed) = state.take().unwrap();
+        let readable = owed.clear_marks(&mut log).unwrap().drain(|| Ok::<_, Infallible>(())).unwrap();
+        let Sent { sender, owed, .. } = sender.send_round(readable).unwrap();
+        state = Some((sender, owed));
+    };
+    // The first one is of everything.
+    round();
+    round
+}
+
+pub(crate) fn cases(benches: &mut Benches) {
+    const CHUNKS: u64 = 16;
+    for kind in ["zeros", "last byte", "data", "mixed", "holes"] {
+        let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
+        benches.counted(&format!("frames, build/{kind}"), pages, || {
+            rounds(kind, CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES))
+        });
+    }
+    // Which stream sends what is decided anew in each round.
+    benches.counted("round of few pages/64 in 1 GiB", Amount::Of(1, "round"), || {
+        let mut written = DirtyBitmap::new(1 << 30);
+        (0..64).for_each(|page| written.set(page * 8 * CHUNK_PAGES..page * 8 * CHUNK_PAGES + 1));
+        rounds("data", 512, written)
+    });
+}

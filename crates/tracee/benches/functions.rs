@@ -1,0 +1,109 @@
+//! Scans of a real process, reading its memory, and what is done with sets of ranges.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "for developers")]
+
+#[path = "../tests/common/mod.rs"]
+mod common;
+#[path = "../../../benches/harness.rs"]
+mod harness;
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use common::{Victim, injector};
+use harness::{Amount, Benches};
+use whimbrel_tracee::{AddressRange, PAGE_SIZE, RemoteMemory, WriteTracker, merge_from};
+
+const BYTES: u64 = 256 << 20;
+
+fn main() {
+    let mut benches = Benches::from_arguments();
+    scans(&mut benches);
+    reads(&mut benches);
+    ranges(&mut benches);
+    benches.finish();
+}
+
+fn scans(benches: &mut Benches) {
+    for kind in ["anonymous", "memfd"] {
+        // Distance of the pages that are written before each scan.
+        for (name, every) in
+            [("nothing", None), ("64 pages", Some(1024)), ("every second", Some(2)), ("all", Some(1))]
+        {
+            benches.timed_in_part(
+                &format!("scan, {kind}/{name}"),
+                Amount::Of(BYTES / PAGE_SIZE, "page"),
+                || {
+                    let mut victim = Victim::start(&["mode-memory"]);
+                    let range = victim.map(kind, BYTES);
+                    victim.ask(&format!("write 0 {BYTES} 1"));
+                    let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+                    let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
+                    let memory = RemoteMemory::new(&victim.process).unwrap();
+                    let written: Vec<AddressRange> = every.map_or(Vec::new(), |every| {
+                        let first_bytes = (range.start..range.end).step_by(every * PAGE_SIZE as usize);
+                        first_bytes.map(|at| AddressRange::with_len(at, 1)).collect()
+                    });
+                    let bytes = vec![9; written.len()];
+                    let mut dirty = Vec::new();
+                    move || {
+                        let _keep = &victim;
+                        memory.write_runs(&written, &bytes).unwrap();
+                        dirty.clear();
+                        let started = Instant::now();
+                        tracker.take_dirty(range, &mut dirty).unwrap();
+                        let time = started.elapsed();
+                        let pages = dirty.iter().map(AddressRange::len).sum::<u64>() / PAGE_SIZE;
+                        assert_eq!(pages, written.len() as u64, "what was written was found");
+                        time
+                    }
+                },
+            );
+        }
+    }
+}
+
+fn reads(benches: &mut Benches) {
+    const READ: u64 = 256 << 10;
+    benches.timed("remote memory, read/256 KiB", Amount::Bytes(READ), || {
+        let mut victim = Victim::start(&["mode-memory"]);
+        let range = victim.map("anonymous", READ);
+        victim.ask(&format!("write 0 {READ} 1"));
+        let memory = RemoteMemory::new(&victim.process).unwrap();
+        let mut bytes = vec![0; READ as usize];
+        move || {
+            let _keep = &victim;
+            memory.read(range.start, &mut bytes).unwrap();
+        }
+    });
+}
+
+/// As many runs as 256 MiB can have: every second page, from a page on.
+fn stripes(first: u64) -> Vec<AddressRange> {
+    (first..BYTES / PAGE_SIZE)
+        .step_by(2)
+        .map(|page| AddressRange::with_len(page * PAGE_SIZE, PAGE_SIZE))
+        .collect()
+}
+
+fn ranges(benches: &mut Benches) {
+    let amount = Amount::Of(BYTES / PAGE_SIZE / 2, "range");
+    benches.counted("ranges, merge/in order", amount, || {
+        let (found, mut ranges) = (stripes(0), Vec::new());
+        move || {
+            ranges.clone_from(&found);
+            merge_from(black_box(&mut ranges), 0);
+        }
+    });
+    benches.counted("ranges, merge/all touch", amount, || {
+        let mut found = stripes(0);
+        for range in &mut found {
+            range.end += PAGE_SIZE;
+        }
+        let mut ranges = Vec::new();
+        move || {
+            ranges.clone_from(&found);
+            merge_from(black_box(&mut ranges), 0);
+        }
+    });
+}

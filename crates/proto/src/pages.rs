@@ -58,6 +58,33 @@ impl Run {
     pub fn len_bytes(self) -> u64 {
         u64::from(self.pages) * PAGE_BYTES
     }
+
+    fn encode(self) -> [u8; RUN_BYTES] {
+        let [f0, f1] = self.first_page.to_le_bytes();
+        let [p0, p1] = self.pages.to_le_bytes();
+        let [c0, c1] = (self.content as u16).to_le_bytes();
+        [f0, f1, p0, p1, c0, c1, 0, 0]
+    }
+
+    /// Reads a run that begins at `next_page` or later.
+    fn decode(bytes: [u8; RUN_BYTES], next_page: u64) -> Result<Self, BadPages> {
+        let [f0, f1, p0, p1, c0, c1, reserved @ ..] = bytes;
+        let content = match u16::from_le_bytes([c0, c1]) {
+            1 => Content::Data,
+            2 => Content::Zero,
+            3 => Content::Hole,
+            other => return Err(BadPages::Content(other)),
+        };
+        let run =
+            Self { first_page: u16::from_le_bytes([f0, f1]), pages: u16::from_le_bytes([p0, p1]), content };
+        let in_order = u64::from(run.first_page) >= next_page && run.end_page() <= CHUNK_PAGES;
+        if reserved == [0; 2] && run.pages > 0 && in_order { Ok(run) } else { Err(BadPages::Runs) }
+    }
+
+    /// The first page after it.
+    fn end_page(self) -> u64 {
+        u64::from(self.first_page) + u64::from(self.pages)
+    }
 }
 
 /// The part of a `Pages` frame before the runs.
@@ -98,10 +125,9 @@ impl PagesHeader {
         out.extend_from_slice(&self.block.to_le_bytes());
         out.extend_from_slice(&(runs.len() as u16).to_le_bytes());
         out.extend_from_slice(&self.chunk.to_le_bytes());
+        out.reserve(runs.len() * RUN_BYTES);
         for run in runs {
-            for field in [run.first_page, run.pages, run.content as u16, 0] {
-                out.extend_from_slice(&field.to_le_bytes());
-            }
+            out.extend_from_slice(&run.encode());
         }
     }
 
@@ -118,31 +144,21 @@ impl PagesHeader {
         let header = Self { chunk: u64::from_le_bytes(at.take()?), ..header };
 
         runs.clear();
+        let (encoded, data) =
+            at.0.split_at_checked(usize::from(count) * RUN_BYTES).ok_or(BadPages::Truncated)?;
+        runs.reserve(usize::from(count));
         let mut next_page = 0;
         let mut data_bytes = 0;
-        for _ in 0..count {
-            let first_page = u16::from_le_bytes(at.take()?);
-            let pages = u16::from_le_bytes(at.take()?);
-            let content = match u16::from_le_bytes(at.take()?) {
-                1 => Content::Data,
-                2 => Content::Zero,
-                3 => Content::Hole,
-                other => return Err(BadPages::Content(other)),
-            };
-            let reserved = u16::from_le_bytes(at.take()?);
-            let end = u64::from(first_page) + u64::from(pages);
-            if reserved != 0 || pages == 0 || u64::from(first_page) < next_page || end > CHUNK_PAGES {
-                return Err(BadPages::Runs);
-            }
-            next_page = end;
-            let run = Run { first_page, pages, content };
-            if content == Content::Data {
+        for bytes in encoded.as_chunks().0 {
+            let run = Run::decode(*bytes, next_page)?;
+            next_page = run.end_page();
+            if run.content == Content::Data {
                 data_bytes += run.len_bytes() as usize;
             }
             runs.push(run);
         }
-        match at.0.len().checked_sub(data_bytes) {
-            Some(0) => Ok((header, at.0)),
+        match data.len().checked_sub(data_bytes) {
+            Some(0) => Ok((header, data)),
             Some(surplus) => Err(BadPages::Surplus(surplus)),
             None => Err(BadPages::Truncated),
         }

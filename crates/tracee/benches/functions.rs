@@ -12,7 +12,7 @@ use std::time::Instant;
 
 use common::{Victim, injector};
 use harness::{Amount, Benches};
-use whimbrel_tracee::{AddressRange, PAGE_SIZE, RemoteMemory, WriteTracker, merge_from};
+use whimbrel_tracee::{AddressRange, PAGE_SIZE, RemoteMemory, WriteTracker, intersect, merge_from, subtract};
 
 const BYTES: u64 = 256 << 20;
 
@@ -106,4 +106,19 @@ fn ranges(benches: &mut Benches) {
             merge_from(black_box(&mut ranges), 0);
         }
     });
+    // The other set takes each range wholly, or stands between them.
+    for (name, first) in [("the same", 0), ("beside", 1)] {
+        benches.counted(&format!("ranges, subtract/{name}"), amount, || {
+            let (one, other) = (stripes(0), stripes(first));
+            move || {
+                black_box(subtract(black_box(&one), black_box(&other)));
+            }
+        });
+        benches.counted(&format!("ranges, intersect/{name}"), amount, || {
+            let (one, other) = (stripes(0), stripes(first));
+            move || {
+                black_box(intersect(black_box(&one), black_box(&other)));
+            }
+        });
+    }
 }

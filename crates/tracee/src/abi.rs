@@ -97,7 +97,7 @@ pub(crate) fn uffd_write_protect(uffd: &impl AsFd, start: u64, len: u64) -> io::
 }
 
 /// What a scan looks for: pages whose categories, after turning over `inverted`, include all of
-/// `required`.
+/// `required` and, unless it is empty, one of `any_of`. What it returns is not turned over.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ScanQuery {
     pub(crate) flags: u64,

@@ -10,7 +10,7 @@
 //!   file, and a hole that was not one before counts as written.
 //! - Private mappings of files, and hugetlbfs, whose files do not tell holes: all that are new
 //!   among them (and not in swap) count as written.
-//! - Anonymous memory leaves no marker; the second pass of the scan finds such pages.
+//! - Anonymous memory leaves no marker; the scan finds such pages by themselves.
 //!
 //! What remains:
 //!
@@ -58,6 +58,11 @@ impl GivenBack {
             _ => Sign::Marker,
         };
         Ok(Self { sign, known: Vec::new() })
+    }
+
+    /// Whether [`GivenBack::update`] has nothing to find, because the scan finds all.
+    pub(crate) fn needs_nothing(&self) -> bool {
+        matches!(self.sign, Sign::NoEntry)
     }
 
     /// Whether pages in swap have to be left out of what [`GivenBack::update`] is told.

@@ -36,6 +36,6 @@ pub use kernel::{Feature, Kernel, MissingFeatures};
 pub use pagemap::Pagemap;
 pub use process::{Process, ProcessError, Signal, Status};
 pub use ram_file::{FileRange, RamFile, RamFileError, RamFileKind};
-pub use range::{AddressRange, PAGE_SIZE, merge_from};
+pub use range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 pub use remote::{RemoteError, RemoteMemory};
 pub use tracker::{TrackError, TrackerStart, WriteTracker};

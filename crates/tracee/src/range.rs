@@ -83,7 +83,7 @@ pub fn merge_from(ranges: &mut Vec<AddressRange>, from: usize) {
 }
 
 /// What is in `from` but not in `without`; all three sorted and joined.
-pub(crate) fn subtract(from: &[AddressRange], without: &[AddressRange]) -> Vec<AddressRange> {
+pub fn subtract(from: &[AddressRange], without: &[AddressRange]) -> Vec<AddressRange> {
     let mut left = Vec::new();
     let mut without = without.iter().copied().peekable();
     for &range in from {
@@ -107,7 +107,7 @@ pub(crate) fn subtract(from: &[AddressRange], without: &[AddressRange]) -> Vec<A
 }
 
 /// What is in both; all three sorted and joined.
-pub(crate) fn intersect(one: &[AddressRange], other: &[AddressRange]) -> Vec<AddressRange> {
+pub fn intersect(one: &[AddressRange], other: &[AddressRange]) -> Vec<AddressRange> {
     subtract(one, &subtract(one, other))
 }
 

@@ -6,11 +6,11 @@
 //! protected any more and protects them again **in the same step**; a write in between two steps
 //! would be lost otherwise.
 //!
-//! Two passes are needed for each scan. The first finds pages marked as written. The second finds
-//! pages that are not present. After a whole range was protected every page has an entry in the
-//! page table, if only a marker; so one without was dropped since (balloon, reclaim), and its mark
-//! with it, and counts as written. And those that were given back but kept a mark of being clean
-//! are found among the others that are not present: see `given_back`.
+//! A scan asks for pages that are marked as written **or** not present. After a whole range was
+//! protected every page has an entry in the page table, if only a marker; so one without was
+//! dropped since (balloon, reclaim), and its mark with it, and counts as written. And those that
+//! were given back but kept a mark of being clean are found among the others that are not present:
+//! see `given_back`. One question for both, so that the page table is walked once.
 //!
 //! The order for a reader is: scan, let DMA that was in flight land, then read. What is read
 //! after the scan is at least as new as the scan; what is written after it is in the next one.
@@ -186,8 +186,7 @@ impl WriteTracker {
     /// What is not present in the page table.
     fn absent(&mut self, range: AddressRange) -> Result<Vec<AddressRange>, TrackError> {
         let mut absent = Vec::new();
-        let query = ScanQuery { flags: 0, ..NOT_PRESENT };
-        let scanned = self.pagemap.scan(range, query, |part, _| absent.push(part));
+        let scanned = self.pagemap.scan(range, ABSENT, |part, _| absent.push(part));
         scanned.map_err(|source| TrackError::Io { action: "scan", range, source })?;
         merge_from(&mut absent, 0);
         Ok(absent)
@@ -221,17 +220,17 @@ impl WriteTracker {
         Ok(self.process.check_alive()?)
     }
 
-    /// Both passes. `dirty` is empty at first, and in no order at the end.
+    /// `dirty` is empty at first, and in no order at the end.
     fn scan(&mut self, range: AddressRange, dirty: &mut Vec<AddressRange>) -> Result<(), TrackError> {
         let mut absent = Vec::new();
-        let written = self.pagemap.scan(range, WRITTEN, |part, _| dirty.push(part));
-        let scanned = written.and_then(|()| {
-            self.pagemap.scan(range, NOT_PRESENT, |part, categories| {
-                // Without an entry, or swapped out with a mark that the first pass came too early
-                // for.
-                let is_clean = categories == IS_SWAPPED;
-                if is_clean { &mut absent } else { &mut *dirty }.push(part);
-            })
+        let scanned = self.pagemap.scan(range, WRITTEN_OR_ABSENT, |part, categories| {
+            // What is neither present nor in swap (nor has a marker) has no entry, so it was dropped.
+            if categories != IS_SWAPPED {
+                dirty.push(part);
+            }
+            if categories & IS_PRESENT == 0 {
+                absent.push(part);
+            }
         });
         scanned.map_err(|source| match source.raw_os_error() {
             Some(nix::libc::EPERM) => TrackError::Lost { range },
@@ -240,14 +239,14 @@ impl WriteTracker {
         })?;
         merge_from(&mut absent, 0);
         merge_from(dirty, 0);
-        let written = dirty.clone();
-        for area in &mut self.registered.areas {
-            if let Some(part) = area.range.intersection(&range) {
-                let absent = intersect(&absent, &[part]);
-                area.update_given_back(&self.pagemap, part, &written, &absent, dirty)?;
-            }
-        }
-        Ok(())
+        let mut given_back = Vec::new();
+        let areas = self.registered.areas.iter_mut();
+        let mut parts = areas.filter_map(|area| Some((area.range.intersection(&range)?, area)));
+        let result = parts.try_for_each(|(part, area)| {
+            area.update_given_back(&self.pagemap, part, dirty, &absent, &mut given_back)
+        });
+        dirty.append(&mut given_back);
+        result
     }
 
     /// Ends tracking, and says if that failed. Dropping does the same and keeps silent.
@@ -272,7 +271,7 @@ impl WriteTracker {
 }
 
 impl Area {
-    /// See [`GivenBack::update`].
+    /// See [`GivenBack::update`]; `absent` may go beyond the range.
     fn update_given_back(
         &mut self,
         pagemap: &Pagemap,
@@ -281,6 +280,10 @@ impl Area {
         absent: &[AddressRange],
         dirty: &mut Vec<AddressRange>,
     ) -> Result<(), TrackError> {
+        if self.given_back.needs_nothing() {
+            return Ok(());
+        }
+        let absent = intersect(absent, &[range]);
         let mut swapped = Vec::new();
         if self.given_back.looks_at_markers() && self.page_size == PAGE_SIZE {
             let read =
@@ -288,7 +291,7 @@ impl Area {
             read.map_err(|source| TrackError::Io { action: "scan", range, source })?;
             merge_from(&mut swapped, 0);
         }
-        let absent = subtract(absent, &swapped);
+        let absent = subtract(&absent, &swapped);
         Ok(self.given_back.update(range, written, &absent, dirty)?)
     }
 }
@@ -299,17 +302,17 @@ const IS_PRESENT: u64 = raw::PAGE_IS_PRESENT as u64;
 /// Protect what is found, in the same step; fail if something is not tracked.
 const TAKE: u64 = (raw::PM_SCAN_WP_MATCHING | raw::PM_SCAN_CHECK_WPASYNC) as u64;
 
-/// The first pass.
-const WRITTEN: ScanQuery =
-    ScanQuery { flags: TAKE, inverted: 0, required: IS_WRITTEN, any_of: 0, returned: IS_WRITTEN };
-/// The second pass.
-const NOT_PRESENT: ScanQuery = ScanQuery {
+/// What was written, and what is not in the page table.
+const WRITTEN_OR_ABSENT: ScanQuery = ScanQuery {
     flags: TAKE,
     inverted: IS_PRESENT,
-    required: IS_PRESENT,
-    any_of: 0,
-    returned: IS_WRITTEN | IS_SWAPPED,
+    required: 0,
+    any_of: IS_WRITTEN | IS_PRESENT,
+    returned: IS_WRITTEN | IS_PRESENT | IS_SWAPPED,
 };
+/// The latter alone, which is left as it is.
+const ABSENT: ScanQuery =
+    ScanQuery { flags: 0, inverted: IS_PRESENT, required: IS_PRESENT, any_of: 0, returned: IS_SWAPPED };
 
 impl Drop for Registered {
     fn drop(&mut self) {

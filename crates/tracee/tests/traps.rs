@@ -175,13 +175,13 @@ fn trap_3_a_page_that_was_given_back_is_written() {
         let range = victim.map(kind, 8 * MIB);
         victim.ask(&format!("write 0 {} 1", range.len()));
 
-        // One pass is not enough: clean pages that are given back. Shared memory keeps markers,
+        // To ask for what was written is not enough: clean pages that are given back. Shared memory keeps markers,
         // and of a whole page table of anonymous memory the kernel keeps nothing (since 6.14).
         let planted = Planted::start(&victim, range);
         assert!(planted.written(true).is_empty());
         victim.ask(&format!("drop {} {}", 2 * MIB, 4 * MIB));
         let missed = 4 * MIB - planted.written(true).iter().map(AddressRange::len).sum::<u64>();
-        println!("{kind}: one pass misses {} of 1024 pages", missed / PAGE_SIZE);
+        println!("{kind}: that alone misses {} of 1024 pages", missed / PAGE_SIZE);
         if kind == "memfd" {
             assert!(missed > 0, "the kernel marks punched pages now?");
         }

@@ -127,12 +127,18 @@ impl FrameBuilder {
         let copy = &mut self.data[start..start + (pages.end - pages.start) as usize * PAGE];
         reader.read(offset, copy).map_err(|source| ReadFailed { offset, source })?;
 
+        let place = |page: u64| start + (page - pages.start) as usize * PAGE;
         let mut page = pages.start;
+        // Each page is looked at once: the one that ends a run is the next one's first.
+        let mut next_is_zero = is_zero(&self.data[place(page)..place(page + 1)]);
         while page < pages.end {
-            let place = |page: u64| start + (page - pages.start) as usize * PAGE;
-            let zero = is_zero(&self.data[place(page)..place(page + 1)]);
+            let zero = next_is_zero;
             let mut end = page + 1;
-            while end < pages.end && is_zero(&self.data[place(end)..place(end + 1)]) == zero {
+            while end < pages.end {
+                next_is_zero = is_zero(&self.data[place(end)..place(end + 1)]);
+                if next_is_zero != zero {
+                    break;
+                }
                 end += 1;
             }
             if zero {

@@ -23,10 +23,25 @@ impl ChunkPages {
     /// The pages of a range, which is cut at the chunk's end.
     pub fn from_range(pages: Range<u64>) -> Self {
         let mut set = Self::EMPTY;
-        for (index, word) in set.0.iter_mut().enumerate() {
-            *word = word_mask(&pages, index as u64 * 64);
-        }
+        set.for_words(&pages, |word, mask| *word = mask);
         set
+    }
+
+    /// The words in which the range has pages, each with the bits of those. What a scan finds is mostly single pages, so
+    /// the others are not looked at.
+    fn for_words(&mut self, pages: &Range<u64>, mut each: impl FnMut(&mut u64, u64)) {
+        let (start, end) = (pages.start, pages.end.min(CHUNK_PAGES));
+        if start >= end {
+            return;
+        }
+        let (first, last) = ((start / 64) as usize, ((end - 1) / 64) as usize);
+        let (from, to) = (u64::MAX << (start % 64), u64::MAX >> (63 - (end - 1) % 64));
+        if first == last {
+            return each(&mut self.0[first], from & to);
+        }
+        each(&mut self.0[first], from);
+        self.0[first + 1..last].iter_mut().for_each(|word| each(word, u64::MAX));
+        each(&mut self.0[last], to);
     }
 
     /// Whether there is no page in it.
@@ -92,13 +107,6 @@ impl Iterator for Runs {
     }
 }
 
-/// The bits of the word that begins at page `base` for which the range has pages.
-fn word_mask(pages: &Range<u64>, base: u64) -> u64 {
-    let start = pages.start.clamp(base, base + 64) - base;
-    let end = pages.end.clamp(base, base + 64) - base;
-    if start >= end { 0 } else { u64::MAX >> (64 - (end - start)) << start }
-}
-
 /// A set of pages of one RAM block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DirtyBitmap {
@@ -132,16 +140,17 @@ impl DirtyBitmap {
 
     /// Adds a range of pages; what lies beyond the block's end is ignored.
     pub fn set(&mut self, pages: Range<u64>) {
-        self.for_parts(pages, |chunk, part| {
-            for (index, word) in chunk.0.iter_mut().enumerate() {
-                *word |= word_mask(&part, index as u64 * 64);
-            }
-        });
+        self.for_parts(pages, |chunk, part| chunk.for_words(&part, |word, mask| *word |= mask));
     }
 
     /// Takes a range of pages out; what lies beyond the block's end is ignored.
     pub fn clear(&mut self, pages: Range<u64>) {
-        self.for_parts(pages, |chunk, part| chunk.remove(&ChunkPages::from_range(part)));
+        self.for_parts(pages, |chunk, part| chunk.for_words(&part, |word, mask| *word &= !mask));
+    }
+
+    /// Takes all pages out.
+    pub fn clear_all(&mut self) {
+        self.chunks.fill(ChunkPages::EMPTY);
     }
 
     /// Adds a range of bytes: every page that it touches.
@@ -232,6 +241,7 @@ mod tests {
     enum Op {
         Set(Range<u64>),
         Clear(Range<u64>),
+        ClearAll,
         SetBytes(Range<u64>),
         Insert(Vec<Range<u64>>),
         RemoveChunk(u64, Range<u64>),
@@ -249,6 +259,7 @@ mod tests {
         prop_oneof![
             ranges(max).prop_map(Op::Set),
             ranges(max).prop_map(Op::Clear),
+            Just(Op::ClearAll),
             ranges(max * PAGE_BYTES).prop_map(Op::SetBytes),
             prop::collection::vec(ranges(max), 0..4).prop_map(Op::Insert),
             (0..pages / 512 + 2, ranges(600)).prop_map(|(chunk, range)| Op::RemoveChunk(chunk, range)),
@@ -271,6 +282,10 @@ mod tests {
                     Op::Clear(range) => {
                         bitmap.clear(range.clone());
                         oracle.retain(|page| !range.contains(page));
+                    }
+                    Op::ClearAll => {
+                        bitmap.clear_all();
+                        oracle.clear();
                     }
                     Op::SetBytes(range) => {
                         bitmap.set_bytes(range.clone());

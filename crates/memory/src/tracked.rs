@@ -125,7 +125,7 @@ impl DirtyLog for TrackedRam {
         for (block, into) in self.blocks.iter_mut().zip(into) {
             let result = block.take(&mut self.tracker, self.compared, &mut self.found);
             into.insert(&block.dirty);
-            block.dirty.clear(0..block.dirty.pages());
+            block.dirty.clear_all();
             pages += result.map_err(|source| ScanError { block: block.region.name.clone(), source })?;
         }
         self.compared = false;

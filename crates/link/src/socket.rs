@@ -1,14 +1,17 @@
 //! A TCP socket that never blocks by itself: waiting is done in `poll`, with a deadline, and ends at once when another
 //! thread shuts the socket down.
 
-use std::io::{self, IoSlice};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::net::TcpStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recv, sendmsg, shutdown, sockopt};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendFlags, Shutdown, recvmsg, sendmsg, shutdown,
+    sockopt,
+};
 
 use crate::error::LinkError;
 
@@ -71,6 +74,15 @@ impl Socket {
 
     /// Receives at least one byte; 0 says that the peer has ended the connection.
     pub(crate) fn recv(&self, into: &mut [u8], deadline: Option<Instant>) -> Result<usize, LinkError> {
+        self.recv_parts(&mut [IoSliceMut::new(into)], deadline)
+    }
+
+    /// The same into several buffers, the first of them first.
+    pub(crate) fn recv_parts(
+        &self,
+        into: &mut [IoSliceMut<'_>],
+        deadline: Option<Instant>,
+    ) -> Result<usize, LinkError> {
         loop {
             match self.try_recv(into, RecvFlags::empty()) {
                 Err(LinkError::TimedOut) => self.wait(PollFlags::IN, deadline)?,
@@ -87,7 +99,7 @@ impl Socket {
     pub(crate) fn peek(&self, deadline: Instant) -> Result<Option<u8>, LinkError> {
         let mut byte = [0];
         loop {
-            match self.try_recv(&mut byte, RecvFlags::PEEK) {
+            match self.try_recv(&mut [IoSliceMut::new(&mut byte)], RecvFlags::PEEK) {
                 Err(LinkError::TimedOut) => self.wait(PollFlags::IN, Some(deadline))?,
                 Ok(0) => return Ok(None),
                 Ok(_) => return Ok(Some(byte[0])),
@@ -136,15 +148,18 @@ impl Socket {
         Some(asked[0].revents())
     }
 
-    fn try_recv(&self, into: &mut [u8], flags: RecvFlags) -> Result<usize, LinkError> {
+    fn try_recv(&self, into: &mut [IoSliceMut<'_>], flags: RecvFlags) -> Result<usize, LinkError> {
         loop {
             if self.is_closed() {
                 return Err(LinkError::Closed);
             }
-            match recv(&self.stream, &mut *into, flags | RecvFlags::DONTWAIT) {
+            let mut control = RecvAncillaryBuffer::default();
+            match recvmsg(&self.stream, into, &mut control, flags | RecvFlags::DONTWAIT)
+                .map(|told| told.bytes)
+            {
                 // A shutdown on this side also reads as the end.
-                Ok((_, 0)) if self.is_closed() => return Err(LinkError::Closed),
-                Ok((_, bytes)) => return Ok(bytes),
+                Ok(0) if self.is_closed() => return Err(LinkError::Closed),
+                Ok(bytes) => return Ok(bytes),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Err(LinkError::TimedOut),
                 Err(errno) => return Err(self.lost(errno)),

@@ -11,7 +11,7 @@
 //! Records leave in the order of encryption, because they are taken from the session's own queue under the lock. Key
 //! updates are rustls' work: answers to them are put into the queue and go with the next write.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -27,6 +27,10 @@ const PIECE_BYTES: usize = 256 << 10;
 
 /// How much is received at once where it is not received in place, in bytes.
 const INPUT_BYTES: usize = 256 << 10;
+
+/// How much of what follows is received along with what is received in place, in bytes: the next header and more. Little,
+/// because it has to be copied.
+const AHEAD_BYTES: usize = 4 << 10;
 
 /// Most parts of one system call (`IOV_MAX`).
 const MAX_PARTS: usize = 1024;
@@ -156,12 +160,13 @@ impl ByteReader {
 
     fn read_plain(&mut self, into: &mut [u8], deadline: Option<Instant>) -> Result<usize, LinkError> {
         if self.start == self.end {
-            if into.len() >= self.input.len() {
-                return self.shared.socket.recv(into, deadline);
-            }
-            if self.receive(deadline)? == 0 {
-                return Ok(0);
-            }
+            let ahead = &mut self.input[..AHEAD_BYTES];
+            let mut parts = [IoSliceMut::new(&mut *into), IoSliceMut::new(ahead)];
+            let bytes = self.shared.socket.recv_parts(&mut parts, deadline)?;
+            let in_place = bytes.min(into.len());
+            (self.start, self.end) = (0, bytes - in_place);
+            self.first = self.first.or(into[..in_place].first().copied());
+            return Ok(in_place);
         }
         let bytes = into.len().min(self.end - self.start);
         into[..bytes].copy_from_slice(&self.input[self.start..self.start + bytes]);

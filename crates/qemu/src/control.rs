@@ -16,6 +16,14 @@ pub struct Status {
     pub running: bool,
 }
 
+impl Status {
+    /// Whether the guest stands still because somebody wants that. One that was started with `-S` has not run yet; nothing
+    /// else tells it from a paused one.
+    pub fn is_paused(&self) -> bool {
+        ["paused", "prelaunch"].contains(&self.status.as_str())
+    }
+}
+
 /// Asks for the run state.
 pub fn status(qmp: &mut Qmp) -> Result<Status, QmpError> {
     qmp.execute("query-status", Value::Null)

@@ -13,7 +13,7 @@
 //! '--- header --'  '------ configuration ------'  '- as QEMU wrote them, EOF too -'   '--- description ---'
 //! ```
 //!
-//! The guest must be stopped before ([`save`] refuses otherwise): then saving also gives up the
+//! The guest must be stopped before ([`StateFile::capture`] refuses otherwise): then saving also gives up the
 //! disk images with their locks, and `cont` takes them back. A QEMU before 10.0 that is asked to give
 //! them up a second time aborts (seen with 7.2), and a guest that stays paused keeps them given up:
 //! after a migration that came to nothing, and after one that brought it here. So who did not stop
@@ -24,7 +24,7 @@ mod incoming;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read as _, Seek as _};
-use std::os::fd::{AsFd, AsRawFd as _, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
 use serde::Deserialize;
 use serde_json::json;
@@ -144,56 +144,81 @@ impl Graph {
     }
 }
 
-/// Saves the device state into `fd`, which must be open for writing **only** (QEMU compares the
-/// access mode), e.g. the write end of a pipe or a file opened so. Works when QEMU runs without
-/// privileges or in a chroot, because it gets the descriptor through the monitor.
+/// A file into which QEMU saves its device state: made, and known to QEMU, before the guest is stopped, so that nothing
+/// but the saving itself falls into the downtime.
 ///
-/// Afterwards the disks are given up, whosever they were before. That an earlier save has not been
-/// followed by `cont` is nothing that QEMU itself finds out in time.
-///
-/// # Errors
-/// [`StateError::NotStopped`] when the guest runs.
-pub fn save(qmp: &mut Qmp, fd: BorrowedFd<'_>, disks: Disks) -> Result<(), StateError> {
-    #[derive(Deserialize)]
-    struct Added {
-        #[serde(rename = "fdset-id")]
-        set: u64,
-    }
-    let status = control::status(qmp)?;
-    if status.running {
-        return Err(StateError::NotStopped { status: status.status });
-    }
-    let added: Added = qmp.execute_with_fd("add-fd", json!({}), fd)?;
-    let saved = qmp.run(
-        "xen-save-devices-state",
-        // "Live" means: give the disks up.
-        json!({ "filename": format!("/dev/fdset/{}", added.set), "live": disks == Disks::Held }),
-    );
-    // The set is taken away whether saving worked or not, and saving's own error comes first.
-    let removed = qmp.run("remove-fd", json!({ "fdset-id": added.set }));
-    saved?;
-    removed?;
-    Ok(())
+/// QEMU gets it through the monitor, so that it works without privileges and in a chroot. One that is not
+/// [removed](StateFile::remove) is forgotten by QEMU when the monitor's connection ends and the guest runs.
+#[derive(Debug)]
+pub struct StateFile {
+    memory: File,
+    /// QEMU's number for it.
+    set: u64,
 }
 
-/// Saves the device state as [`save`] does, and returns it as QEMU wrote it.
-pub fn capture(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
-    let failed = |what| move |source| StateError::File { what, source };
-    let memory: OwnedFd = rustix::fs::memfd_create("whimbrel-device-state", rustix::fs::MemfdFlags::CLOEXEC)
-        .map_err(|errno| failed("make")(errno.into()))?;
-    let write_only = OpenOptions::new()
-        .write(true)
-        .open(format!("/proc/self/fd/{}", memory.as_raw_fd()))
-        .map_err(failed("reopen"))?;
-    save(qmp, write_only.as_fd(), disks)?;
-    let mut file = File::from(memory);
-    let length = file.metadata().map_err(failed("measure"))?.len();
-    if length > MAX_STATE_BYTES {
-        return Err(StateError::Format { what: format!("it has {length} bytes") });
+impl StateFile {
+    /// Makes it.
+    pub fn prepare(qmp: &mut Qmp) -> Result<Self, StateError> {
+        #[derive(Deserialize)]
+        struct Added {
+            #[serde(rename = "fdset-id")]
+            set: u64,
+        }
+        let failed = |what| move |source| StateError::File { what, source };
+        let memory: OwnedFd =
+            rustix::fs::memfd_create("whimbrel-device-state", rustix::fs::MemfdFlags::CLOEXEC)
+                .map_err(|errno| failed("make")(errno.into()))?;
+        // Open for writing only: QEMU compares the access mode.
+        let write_only = OpenOptions::new()
+            .write(true)
+            .open(format!("/proc/self/fd/{}", memory.as_raw_fd()))
+            .map_err(failed("reopen"))?;
+        let added: Added = qmp.execute_with_fd("add-fd", json!({}), write_only.as_fd())?;
+        Ok(Self { memory: File::from(memory), set: added.set })
     }
-    let mut raw = Vec::new();
-    file.rewind().map_err(failed("read"))?;
-    file.take(MAX_STATE_BYTES).read_to_end(&mut raw).map_err(failed("read"))?;
+
+    /// Has QEMU save the device state of the stopped guest, and returns it as QEMU wrote it.
+    ///
+    /// Afterwards the disks are given up, whosever they were before. That an earlier save has not been
+    /// followed by `cont` is nothing that QEMU itself finds out in time.
+    ///
+    /// # Errors
+    /// [`StateError::NotStopped`] when the guest runs, or stands still for another reason than that it was stopped.
+    pub fn capture(&mut self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
+        let failed = |what| move |source| StateError::File { what, source };
+        let status = control::status(qmp)?;
+        if !status.is_paused() {
+            return Err(StateError::NotStopped { status: status.status });
+        }
+        qmp.run(
+            "xen-save-devices-state",
+            // "Live" means: give the disks up.
+            json!({ "filename": format!("/dev/fdset/{}", self.set), "live": disks == Disks::Held }),
+        )?;
+        let length = self.memory.metadata().map_err(failed("measure"))?.len();
+        if length > MAX_STATE_BYTES {
+            return Err(StateError::Format { what: format!("it has {length} bytes") });
+        }
+        let mut raw = Vec::with_capacity(length as usize);
+        self.memory.rewind().map_err(failed("read"))?;
+        (&self.memory).take(MAX_STATE_BYTES).read_to_end(&mut raw).map_err(failed("read"))?;
+        Ok(raw)
+    }
+
+    /// Has QEMU forget it.
+    pub fn remove(self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        qmp.run("remove-fd", json!({ "fdset-id": self.set }))
+    }
+}
+
+/// Saves the device state of a stopped guest, and returns it as QEMU wrote it: all steps of [`StateFile`].
+pub fn capture(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
+    let mut file = StateFile::prepare(qmp)?;
+    let raw = file.capture(qmp, disks);
+    // It is taken away whether saving worked or not, and saving's own error comes first.
+    let removed = file.remove(qmp);
+    let raw = raw?;
+    removed?;
     Ok(raw)
 }
 

@@ -100,11 +100,11 @@ impl Driver {
         let sender = self.open_streams(tracked)?;
         let (sender, owed) = self.pre_copy(sender, tracked)?;
         self.stop()?;
-        let state = self.last_pages(sender, owed, tracked)?;
+        let (state, sender) = self.last_pages(sender, owed, tracked)?;
         if self.controls.aims().verify {
             self.verify()?;
         }
-        self.load(&state)
+        self.load(&state, sender)
     }
 
     fn prepare(&mut self) -> Result<(), Failure> {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use engine::handover::Found;
 use engine::handover::source::SourceEvent;
 use proto::message::RamBlock as ProposedBlock;
-use qemu::device_state::{self, Disks, StateError};
+use qemu::device_state::{self, Disks, StateError, StateFile};
 use qemu::find;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::ram::{RamBlock, RamError};
@@ -75,8 +75,12 @@ pub(crate) struct SourceVm {
     /// What QEMU made for itself, to be removed after it.
     leavings: Leavings,
     qmp_patience: Duration,
+    /// Whether it ran when it was last asked.
+    ran: bool,
     /// Whose the disks were at the stop.
     disks: Disks,
+    /// Where QEMU is to save its device state.
+    state_file: Option<StateFile>,
     watch: Option<Watch>,
 }
 
@@ -112,7 +116,9 @@ impl SourceVm {
             ram_table: String::new(),
             devices: DeviceTree::default(),
             qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
+            ran: false,
             disks: Disks::Held,
+            state_file: None,
             watch: None,
         })
     }
@@ -154,12 +160,8 @@ impl SourceVm {
     /// destination would make a paused guest of one whose disk has failed or that has crashed (design, trap 17).
     pub(crate) fn runs_or_is_paused(&mut self) -> Result<bool, VmError> {
         let status = self.ask(qemu::control::status)?;
-        match status.status.as_str() {
-            "running" => Ok(true),
-            // One that was started with `-S` has not run yet; nothing else tells it from a paused one.
-            "paused" | "prelaunch" => Ok(false),
-            _ => Err(VmError::RunState(status.status)),
-        }
+        self.ran = status.status == "running";
+        if self.ran || status.is_paused() { Ok(self.ran) } else { Err(VmError::RunState(status.status)) }
     }
 
     /// What a restarted agent finds. A process held by SIGSTOP is not asked.
@@ -180,16 +182,13 @@ impl SourceVm {
         self.ask(qemu::control::drain)
     }
 
-    /// Stops the guest. One that was paused by its user stays as it is, and its disks may be given up already: it came
-    /// here paused, or was to leave before.
+    /// Stops the guest, if it ran when it was last asked. One that was paused by its user stays as it is, and its disks
+    /// may be given up already: it came here paused, or was to leave before.
     pub(crate) fn stop(&mut self) -> Result<(), VmError> {
+        let ran = self.ran;
         self.disks = self.ask(|qmp| {
             qmp.forget_events("RESUME");
-            if qemu::control::status(qmp)?.running {
-                qemu::control::stop(qmp).map(|()| Disks::Held)
-            } else {
-                device_state::disks(qmp)
-            }
+            if ran { qemu::control::stop(qmp).map(|()| Disks::Held) } else { device_state::disks(qmp) }
         })?;
         Ok(())
     }
@@ -200,11 +199,35 @@ impl SourceVm {
         self.ask(qemu::control::cont)
     }
 
-    /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads.
+    /// Makes the file into which QEMU will save its device state.
+    pub(crate) fn prepare_to_save(&mut self) -> Result<(), VmError> {
+        self.state_file = Some(StateFile::prepare(self.monitor()?)?);
+        Ok(())
+    }
+
+    /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads. A guest that has come
+    /// into a state in which it is not moved, since it was stopped or right before, is refused.
     pub(crate) fn save_devices(&mut self) -> Result<Vec<u8>, VmError> {
         let disks = self.disks;
-        let raw = device_state::capture(self.monitor()?, disks)?;
-        Ok(device_state::complete(&raw, &self.machine_type)?)
+        let mut file = match self.state_file.take() {
+            Some(file) => file,
+            None => StateFile::prepare(self.monitor()?)?,
+        };
+        let raw = file.capture(self.monitor()?, disks);
+        self.state_file = Some(file);
+        match raw {
+            Ok(raw) => Ok(device_state::complete(&raw, &self.machine_type)?),
+            Err(StateError::NotStopped { status }) if status != "running" => Err(VmError::RunState(status)),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Has a QEMU that keeps its guest forget the file for its device state.
+    pub(crate) fn forget_state_file(&mut self) {
+        let Some(file) = self.state_file.take() else { return };
+        if let Err(error) = self.ask(|qmp| file.remove(qmp)) {
+            warn!(error = crate::chain(&error), "QEMU keeps the file for its device state until it ends");
+        }
     }
 
     /// Whether anything was plugged or unplugged since the start (design, trap 12). Takes some milliseconds: to be

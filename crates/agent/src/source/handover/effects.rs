@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
+use std::time::Instant;
 
 use engine::handover::register::{RegisterAnswer, Use};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
@@ -74,7 +75,10 @@ impl Machine for Driver {
     fn perform(&mut self, effect: &SourceEffect) -> Result<(), EffectError> {
         match effect {
             SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
-            SourceEffect::StopVm => self.with_vm(SourceVm::stop)?,
+            SourceEffect::StopVm => {
+                self.clock.stopped_at = Some(Instant::now());
+                self.with_vm(SourceVm::stop)?;
+            }
             SourceEffect::PauseQemu => self.with_vm(SourceVm::hold)?,
             SourceEffect::ResumeQemu => self.with_vm(SourceVm::release)?,
             SourceEffect::ContinueVm => {
@@ -99,6 +103,9 @@ impl Machine for Driver {
                 // Held for a handover that did not come about; a guest that is to run was let go by its `cont`.
                 if let Err(error) = self.with_vm(SourceVm::release) {
                     warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU is not let go");
+                }
+                if let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) {
+                    vm.forget_state_file();
                 }
             }
             SourceEffect::SendGo { incarnation, run } => {

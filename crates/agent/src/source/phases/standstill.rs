@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{DirtyLog, Interrupted, Owed, ScanFailed, Sender, Sent};
+use ::memory::{DirtyLog, Interrupted, Owed, RoundStats, ScanFailed, Sender, Sent};
 use engine::handover::source::{SourceEvent, SourceState};
 use proto::message::Message;
 use tracing::warn;
@@ -28,7 +28,7 @@ enum RoundFailed {
     Link(Box<Interrupted>),
 }
 
-/// Sends what is owed and what the log has. No drain: QEMU's `stop` has drained.
+/// Sends what is owed and what the log has; where that is nothing, nothing is sent. No drain: QEMU's `stop` has drained.
 fn stopped_round(
     sender: Sender,
     owed: Owed,
@@ -37,6 +37,11 @@ fn stopped_round(
 ) -> Result<StoppedRound, RoundFailed> {
     let cleared = owed.clear_marks(log).map_err(RoundFailed::Scan)?;
     let (dirty_pages, scan_us) = (cleared.pages(), cleared.scan().duration_us);
+    if dirty_pages == 0 {
+        let owed = cleared.give_up();
+        let stats = RoundStats { round: owed.round() + 1, ..RoundStats::default() };
+        return Ok(StoppedRound { sent: Sent { sender, owed, stats }, dirty_pages, scan_us });
+    }
     let sent = sender.send_round_by(cleared.stopped_before(), acknowledged_by).map_err(RoundFailed::Link)?;
     Ok(StoppedRound { sent, dirty_pages, scan_us })
 }
@@ -60,25 +65,25 @@ impl Driver {
     pub(super) fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
         let cannot = |error: VmError| Failure::local("the guest is not moved", &error);
+        let prepared = self.vm()?.prepare_to_save();
+        prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;
+        // What becomes of the guest from here on is seen when its devices are saved.
         let run = self.vm()?.runs_or_is_paused().map_err(cannot)?;
-        self.clock.stopped_at = Some(Instant::now());
         self.feed(&SourceEvent::Stop { run })
             .map_err(|error| Failure::local("cannot stop the guest", &error))?;
-        // Its state may have changed in between.
-        self.vm()?.runs_or_is_paused().map_err(cannot)?;
         self.clock.measured.stop_us = self.since_stop_us();
         self.note("stopped", "");
         Ok(())
     }
 
-    /// Finds and sends what is left. Meanwhile QEMU saves its device state; because saving may write guest memory, one
+    /// Finds and sends what is left; returns the device state, and the sender, which has done its work. Meanwhile QEMU saves its device state; because saving may write guest memory, one
     /// round more comes after it.
     pub(super) fn last_pages(
         &mut self,
         sender: Sender,
         owed: Owed,
         tracked: &mut memory::Tracked,
-    ) -> Result<Vec<u8>, Failure> {
+    ) -> Result<(Vec<u8>, Sender), Failure> {
         let began = Instant::now();
         let acknowledged_by = self.standstill_ends();
         // Nothing gives memory back any more. Without a comparison the guest does not stand still for it.
@@ -91,14 +96,17 @@ impl Driver {
         let sent = self.last_round(round)?;
         let state = saved
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
-            .map_err(|error| Failure::local("cannot save the device state", &error))?;
+            .map_err(|error| match error {
+                VmError::RunState(_) => Failure::local("the guest is not moved", &error),
+                _ => Failure::local("cannot save the device state", &error),
+            })?;
         let round = stopped_round(sent.sender, sent.owed, tracked.log(), self.standstill_ends());
-        self.last_round(round)?;
+        let sender = self.last_round(round)?.sender;
         self.inbox.interrupts(None);
         self.telemetry.follow(None);
         self.take_notices()?;
         self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
-        Ok(state)
+        Ok((state, sender))
     }
 
     /// What is said to the destination while the guest stands still waits no longer than until then.
@@ -194,7 +202,8 @@ impl Driver {
         Ok(different)
     }
 
-    pub(super) fn load(&mut self, state: &[u8]) -> Result<Ready, Failure> {
+    /// The sender is not needed any more; to end its threads takes time, which the destination needs for loading anyway.
+    pub(super) fn load(&mut self, state: &[u8], sender: Sender) -> Result<Ready, Failure> {
         self.phase(Phase::DeviceState);
         let began = Instant::now();
         let digest = blake3::hash(state).to_hex().to_string();
@@ -204,6 +213,7 @@ impl Driver {
             self.send("cannot send the device state", |writer| writer.send_blob(piece))?;
         }
         // While the destination loads. That it is ready then implies that this side is held.
+        drop(sender);
         self.check_unchanged()?;
         self.hold()?;
         let run = !matches!(self.state, SourceState::Stopped { run: false });

@@ -13,8 +13,8 @@ use crate::dirty::ChunkPages;
 use crate::ram::zero::is_zero;
 use crate::ram::{BlockReader, RamError};
 
-/// Most pages of data in one frame: 512 KiB.
-pub const FRAME_PAGES: u64 = 128;
+/// Most pages of data in one frame: 256 KiB.
+pub const FRAME_PAGES: u64 = 64;
 
 /// Shortest run for which it pays to ask where memory is before reading: asking costs as much as reading a few pages.
 const ASK_FIRST_PAGES: u64 = 16;

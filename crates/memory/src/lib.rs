@@ -23,6 +23,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+mod background;
 mod chunk;
 pub mod dirty;
 pub mod ram;

@@ -27,6 +27,7 @@ use proto::frame::Kind;
 use proto::limits::CHUNK_BYTES;
 use proto::pages::{BadPages, Content, PagesHeader, Run, decode_round_end, encode_ack};
 
+use crate::background::give_way;
 use crate::lock;
 use crate::ram::{BlockWriter, RamError};
 use crate::send::stream_of;
@@ -263,10 +264,12 @@ impl Receiver {
             applied: 0,
             acked: 0,
             bytes_since_ack: 0,
+            written: Vec::new(),
         };
         let thread = thread::Builder::new()
             .name(format!("apply-{stream}"))
             .spawn(move || {
+                give_way();
                 let cause = worker.run();
                 worker.guard.broken(cause);
             })
@@ -370,6 +373,8 @@ struct StreamWorker {
     /// Sequence number of the last frame that was acknowledged.
     acked: u64,
     bytes_since_ack: u64,
+    /// Where the data of a frame goes. Reused.
+    written: Vec<Range<u64>>,
 }
 
 impl StreamWorker {
@@ -423,22 +428,22 @@ impl StreamWorker {
         }
 
         let _open = shared.gate.read().unwrap_or_else(PoisonError::into_inner);
-        let mut data = data;
+        let failed =
+            |offset, source| ReceiveError::Memory { block: writer.name().to_owned(), offset, source };
+        self.written.clear();
+        // Runs do not overlap: it does not matter which comes first.
         for run in runs.iter() {
-            let offset = base + run.offset_bytes();
-            let written = match run.content {
-                Content::Data => {
-                    let (mine, rest) = data.split_at(run.len_bytes() as usize);
-                    data = rest;
-                    writer.write(offset, mine)
+            let place = base + run.offset_bytes()..base + run.offset_bytes() + run.len_bytes();
+            match run.content {
+                Content::Data => self.written.push(place),
+                Content::Zero | Content::Hole => {
+                    let offset = place.start;
+                    writer.drop_pages(place).map_err(|source| failed(offset, source))?;
                 }
-                Content::Zero | Content::Hole => writer.drop_pages(offset..offset + run.len_bytes()),
-            };
-            written.map_err(|source| ReceiveError::Memory {
-                block: writer.name().to_owned(),
-                offset,
-                source,
-            })?;
+            }
+        }
+        if let Some(first) = self.written.first() {
+            writer.write_runs(&self.written, data).map_err(|source| failed(first.start, source))?;
         }
         let pages = runs.iter().map(|run| u64::from(run.pages)).sum();
         shared.pages.fetch_add(pages, Ordering::Relaxed);

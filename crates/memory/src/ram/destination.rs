@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use proto::limits::PAGE_BYTES;
-use tracee::{Pagemap, Process, RamFile, RamFileKind, RemoteMemory};
+use tracee::{AddressRange, Pagemap, Process, RamFile, RamFileKind, RemoteMemory};
 
 use super::place::{Place, find};
 use super::{BlockWriter, RamError, RamRegion};
@@ -141,13 +141,22 @@ impl BlockWriter for ProcessWriter {
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
-        let written = pages(&(offset..offset + data.len() as u64));
+        self.write_runs(std::slice::from_ref(&(offset..offset + data.len() as u64)), data)
+    }
+
+    /// One system call for many pages here and there.
+    fn write_runs(&self, runs: &[Range<u64>], data: &[u8]) -> Result<(), RamError> {
         let mut state = lock(&self.state);
-        // Before the bytes: if writing fails half-way, they count as written.
-        state.dirty.set(written.clone());
-        state.zeroed.clear(written);
+        for run in runs {
+            // Before the bytes: if writing fails half-way, they count as written.
+            state.dirty.set(pages(run));
+            state.zeroed.clear(pages(run));
+        }
         drop(state);
-        Ok(self.memory.write(self.region.address + offset, data)?)
+        let address = self.region.address;
+        let there: Vec<AddressRange> =
+            runs.iter().map(|run| AddressRange::new(address + run.start, address + run.end)).collect();
+        Ok(self.memory.write_runs(&there, data)?)
     }
 
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {

@@ -113,6 +113,17 @@ pub trait BlockWriter: Send + Sync {
     /// Puts bytes into the block.
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError>;
 
+    /// Puts bytes into several ranges of the block, one after the other; together they are as long as the data.
+    fn write_runs(&self, runs: &[Range<u64>], data: &[u8]) -> Result<(), RamError> {
+        let mut rest = data;
+        for run in runs {
+            let (mine, behind) = rest.split_at((run.end - run.start) as usize);
+            self.write(run.start, mine)?;
+            rest = behind;
+        }
+        Ok(())
+    }
+
     /// Makes a range of bytes (pages) read as zeros, whatever was there before, and gives its memory back where that
     /// can be done (trap 5).
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError>;

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use super::case::{Case, Contender};
 use super::mover::{End, Moved, by_qemu, by_whimbrel, forget, runs};
-use super::program::{Disturbance, Moments, judge};
+use super::program::{Disturbance, Moments, UNDISTURBED, judge};
 use super::result::{CaseResult, Measured, Run};
 use super::subject::{Subject, VM, clear};
 use super::usage::{cpu_time, peak_bytes, processes_of, reset_peak, sent_bytes};
@@ -18,9 +18,6 @@ use crate::lab::{Lab, LabConfig};
 use crate::pki::{Identity, Pki};
 use crate::run::Daemon;
 use crate::serial::Serial;
-
-/// How long the guest runs undisturbed before it is moved, and on after it has arrived, by its own clock.
-const UNDISTURBED: Duration = Duration::from_secs(1);
 
 /// A laboratory with agents, for one case.
 #[derive(Debug)]
@@ -77,9 +74,10 @@ impl Bench {
     fn measure(&self, contender: Contender, turn: u32) -> Result<Run> {
         let guest = self.subject.start(&self.lab.a, &self.environment)?;
         let clock = Clock { serial: guest.serial(), tells: self.case.has_load() };
-        self.subject.warm_memory(&self.lab.b, &self.environment)?;
         let settled = clock.now()?;
         clock.wait_until(settled + UNDISTURBED)?;
+        // Right before the request: the machine's host may take free memory back soon.
+        self.subject.warm_memory(&self.lab.b, &self.environment)?;
 
         let requested = clock.now()?;
         let (measured, disturbance) = if contender == Contender::Nobody {

@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::serial::{Progress, SLOT};
 
+/// How long the guest runs undisturbed before it is moved, and on after it has arrived, by its own clock.
+pub(super) const UNDISTURBED: Duration = Duration::from_secs(1);
 /// Slots that are looked at together: a tenth of a second.
 const WINDOW: usize = 10;
 /// The program is back at full speed when it gets so much of its usual work done.
@@ -27,9 +29,9 @@ pub struct Disturbance {
 /// The moments that matter, by the guest's clock.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Moments {
-    /// The program ran undisturbed from here …
+    /// The program ran undisturbed from here on, for [`UNDISTURBED`].
     pub(super) settled: Duration,
-    /// … until the migration was asked for.
+    /// The migration was asked for.
     pub(super) requested: Duration,
     /// It ran at its destination.
     pub(super) resumed: Duration,
@@ -46,7 +48,7 @@ pub(super) fn judge(progress: &Progress, moments: Moments) -> Disturbance {
         index(slot(from))..index(slot(to))
     };
     let mean = |work: &[u32]| f64::from(work.iter().sum::<u32>()) / work.len().max(1) as f64;
-    let usual = mean(&progress.work[slots(moments.settled, moments.requested)]);
+    let usual = mean(&progress.work[slots(moments.settled, moments.settled + UNDISTURBED)]);
     let during = slots(moments.requested, moments.seen_until);
     let gap = progress.gap[during.clone()].iter().copied().max().unwrap_or(0);
     let work = &progress.work[during];
@@ -68,17 +70,17 @@ mod tests {
 
     #[test]
     fn stalls_lost_work_and_brownout_are_seen() {
-        // Half a second of ten pages a slot; then a migration: half speed for 20 slots, arrival, 5 slots of nothing, full speed.
-        let mut work = vec![10; 50];
+        // A second of ten pages a slot; then a migration: half speed for 20 slots, arrival, 5 slots of nothing, full speed.
+        let mut work = vec![10; 100];
         work.extend([5; 20]);
         work.extend([0; 5]);
         work.extend([10; 30]);
         let mut gap = vec![12; work.len()];
-        gap[72] = 480;
+        gap[122] = 480;
         gap[10] = 900;
         let progress = Progress { first: 100, work, gap };
         let at = |slot: u64| Duration::from_millis((100 + slot) * 10);
-        let moments = Moments { settled: at(0), requested: at(50), resumed: at(70), seen_until: at(105) };
+        let moments = Moments { settled: at(0), requested: at(100), resumed: at(120), seen_until: at(155) };
         let judged = judge(&progress, moments);
         assert!((judged.longest_stall_ms - 48.0).abs() < 1e-9, "{judged:?}");
         assert!((judged.lost_ms - 150.0).abs() < 1e-9, "{judged:?}");

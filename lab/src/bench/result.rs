@@ -217,7 +217,8 @@ mod tests {
         assert_eq!(result.ratio(ours, default, Quantity::Total), Some(0.55));
         let paired = result.paired(ours, default, Quantity::Total).unwrap();
         assert_eq!(paired, Spread { median: 0.5, least: 0.4, most: 1.1 });
-        assert_eq!(Spread::of([1.0, 2.0, 4.0, 9.0]).unwrap().median, 3.0);
+        let spread = Spread { median: 3.0, least: 1.0, most: 9.0 };
+        assert_eq!(Spread::of([4.0, 1.0, 9.0, 2.0]), Some(spread));
         assert_eq!(Spread::of([]), None);
     }
 }

@@ -100,6 +100,7 @@ impl Subject {
     pub(super) fn warm_memory(&self, host: &Host, environment: &Environment) -> Result<()> {
         let mut spec = GuestSpec::tiny("warm", Load::default());
         spec.memory_mib = self.spec.memory_mib + 128;
+        spec.ram = self.spec.ram.clone();
         spec.extra = vec!["-S".to_owned(), "-mem-prealloc".to_owned()];
         Guest::start(host, environment, &spec).map(drop)
     }

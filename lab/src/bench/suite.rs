@@ -60,17 +60,16 @@ pub fn suites() -> Vec<Suite> {
     ];
 
     let mut writing = Vec::new();
-    for wss in [16, 64, 128] {
-        for rate in [20, 80, 150] {
-            for (mode, word) in [(LoadMode::Random, "random"), (LoadMode::Few, "few")] {
-                let case =
-                    idle(&format!("write-{wss}-{rate}-{word}")).sized(512, 300).writing(wss, rate, mode);
-                let mut contenders = few();
-                if mode == LoadMode::Few {
-                    contenders.push(XBZRLE);
-                }
-                writing.push((case, contenders));
-            }
+    for (wss, rate) in [16, 64, 128].into_iter().flat_map(|wss| [20, 80, 150].map(|rate| (wss, rate))) {
+        let case = |mode: LoadMode, word: &str| {
+            idle(&format!("write-{wss}-{rate}-{word}")).sized(512, 300).writing(wss, rate, mode)
+        };
+        let contenders = vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2];
+        writing.push((case(LoadMode::Random, "random"), contenders.clone()));
+        // Where the two differ most, and least.
+        if [(16, 20), (64, 80), (128, 150)].contains(&(wss, rate)) {
+            let contenders = [contenders, vec![XBZRLE, POST_COPY]].concat();
+            writing.push((case(LoadMode::Few, "few"), contenders));
         }
     }
 

@@ -4,6 +4,8 @@
 #   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
 #   make soak    the long tests too: all fault points, many seeds: hours
 #   make lint    format, lints and licences alone
+#   make bench   measures migrations by Whimbrel and by QEMU itself, side by side, into docs/evaluation.md: hours, on an idle
+#                machine; SUITE=idle (or another suite, or a case) measures a part, and leaves the rest as it is
 #   make bench-functions   how long the functions take that matter (docs/performance.md)
 #   make callgrind         how many instructions their inner loops take, compared with docs/callgrind.txt;
 #   make callgrind-update  puts what it finds there
@@ -20,7 +22,7 @@ CARGO := cargo
 PATH := $(PATH):$(HOME)/.cargo/bin
 export PATH
 
-.PHONY: test demo soak lint bench-functions callgrind callgrind-update guests
+.PHONY: test demo soak lint bench bench-functions callgrind callgrind-update guests
 
 test: lint
 	scripts/setup newer-qemu tiny-guest
@@ -41,6 +43,12 @@ demo:
 	scripts/setup packages newer-qemu debian-guest
 	$(CARGO) build --locked --release -p whimbrel -p whimbrel-lab
 	target/release/whimbrel-demo target/release/whimbrel
+
+SUITE ?= all
+bench:
+	scripts/setup packages newer-qemu tiny-guest debian-guest
+	$(CARGO) build --locked --release -p whimbrel
+	. scripts/test-env && target/release/whimbrel lab bench --suite $(SUITE) --results docs/evaluation/results.json --page docs/evaluation.md --plots docs/evaluation
 
 bench-functions:
 	scripts/setup packages

@@ -48,7 +48,8 @@ impl Pki {
         let mut parameters = CertificateParams::new(vec![name.to_owned()])?;
         parameters.distinguished_name.push(DnType::CommonName, name);
         parameters.subject_alt_names.extend(addresses.iter().copied().map(SanType::IpAddress));
-        parameters.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        // QEMU's TLS wants the second, whatever the key.
+        parameters.key_usages = vec![KeyUsagePurpose::DigitalSignature, KeyUsagePurpose::KeyEncipherment];
         parameters.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let key = KeyPair::generate()?;

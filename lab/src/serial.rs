@@ -166,8 +166,9 @@ impl Serial {
 
     /// The time since the tiny guest's load began, by the guest's clock.
     pub fn now(&self) -> Result<Duration> {
-        let line = self.ask("now", "the guest's time", DEADLINE, |line| line.starts_with("NOW "))?;
-        Ok(Duration::from_micros(value(&line, "uptime_us")))
+        let answer =
+            self.ask_until_whole("now", "NOW ").map(|line| Duration::from_micros(value(&line, "uptime_us")));
+        answer.ok_or_else(|| self.does_not_come_through())
     }
 
     /// What the tiny guest's program got done from a moment of its clock on.
@@ -187,20 +188,27 @@ impl Serial {
         }
     }
 
-    /// Half a second of it. An emulated serial line loses a character now and then, so lines are short, and asked for
-    /// again where they are damaged.
+    /// Half a second of it: lines are short, so that most are whole.
     fn piece_of_progress(&self, first: u64) -> Result<Progress> {
-        for _ in 0..10 {
-            let line = self.ask(&format!("trace {first} 50"), "the guest's progress", DEADLINE, |line| {
-                line.starts_with("TRACE ") && line.contains(" sum=")
-            })?;
-            if let Some((told, sum)) = line.rsplit_once(" sum=")
-                && Some(checksum(told)) == u64::from_str_radix(sum, 16).ok()
-            {
-                return Ok(Progress::parse(told));
-            }
-        }
-        Err(Error::Config(format!("{}: the guest's progress does not come through", self.log.display())))
+        let line = self.ask_until_whole(&format!("trace {first} 50"), "TRACE ");
+        line.map(|line| Progress::parse(&line)).ok_or_else(|| self.does_not_come_through())
+    }
+
+    /// An answer that ends with its checksum, without it. An emulated serial line loses a character now and then, of the
+    /// question too, so it is asked again; None if no answer was whole.
+    fn ask_until_whole(&self, question: &str, begin: &str) -> Option<String> {
+        (0..10).find_map(|_| {
+            let patience = Duration::from_secs(5);
+            let line = self
+                .ask(question, begin, patience, |line| line.starts_with(begin) && line.contains(" sum="))
+                .ok()?;
+            let (told, sum) = line.rsplit_once(" sum=")?;
+            (Some(checksum(told)) == u64::from_str_radix(sum, 16).ok()).then(|| told.to_owned())
+        })
+    }
+
+    fn does_not_come_through(&self) -> Error {
+        Error::Config(format!("{}: the guest's answers do not come through", self.log.display()))
     }
 
     /// Changes settings of the load while it runs: `rate=100 mode=few`. See `guest/load`.

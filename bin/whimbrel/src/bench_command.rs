@@ -11,9 +11,6 @@ use crate::cli::{BenchCommand, CaseOptions};
 use crate::failure::Failure;
 use crate::output::{Output, Text};
 
-/// The laboratory in which is measured.
-const PREFIX: &str = "bench";
-
 pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failure> {
     if command.list {
         output.show(&names(), |names| names.join("\n") + "\n");
@@ -21,13 +18,16 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
     }
     let program = std::env::current_exe()
         .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
-    let cases = chosen(command)?;
     let mut results = read(command.results.as_deref())?;
+    let cases = if command.redraw { Vec::new() } else { chosen(command)? };
+    if command.redraw {
+        write(&results, command)?;
+    }
     let total = cases.len();
     for (number, (case, contenders)) in cases.into_iter().enumerate() {
         eprintln!("[{}/{total}] {}: {} contenders", number + 1, case.name, contenders.len());
         let name = case.name.clone();
-        let bench = Bench::prepare(PREFIX, case, &program)?;
+        let bench = Bench::prepare(&command.prefix, case, &program)?;
         let measured = bench.run(&contenders, command.turns, |run| eprintln!("  {}", line(run)))?;
         results.cases.retain(|known| known.case.name != name);
         results.cases.push(measured);

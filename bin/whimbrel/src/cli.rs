@@ -367,6 +367,12 @@ pub(crate) struct BenchCommand {
     /// Draw the results into this directory
     #[arg(long, value_name = "DIR", requires = "results")]
     pub plots: Option<PathBuf>,
+    /// Measure nothing; make page and plots from the results that there are
+    #[arg(long, requires = "results", conflicts_with = "suite")]
+    pub redraw: bool,
+    /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
+    #[arg(long, default_value = "bench")]
+    pub prefix: String,
     #[command(flatten)]
     pub case: CaseOptions,
 }

@@ -172,3 +172,45 @@ fn bad_prefixes() {
     lab.is_up();
     assert!(mark.exists() && lab.directory().join("a/agent.toml").exists());
 }
+
+/// The bench moves a small guest once by each, and what it writes can be read again.
+#[test]
+fn a_case_is_measured_beside_qemu() {
+    let directory = tempfile::tempdir().unwrap();
+    let (results, page) = (directory.path().join("r/results.json"), directory.path().join("page.md"));
+    let marks = ["<!-- made from the results: begin -->", "<!-- made from the results: end -->"];
+    fs::write(&page, format!("before\n{}\n{}\nafter\n", marks[0], marks[1])).unwrap();
+    let prefix = Prefix::new("bench");
+    let bench = |contenders: &[&str]| {
+        let mut command = prefix.command("bench");
+        command.args(["--installed-qemu", "--memory", "160", "--fill", "32", "--turns", "1"]);
+        command.arg("--results").arg(&results).arg("--page").arg(&page).arg("--plots").arg(directory.path());
+        for contender in contenders {
+            command.args(["--contender", contender]);
+        }
+        Said::by(&mut command)
+    };
+    let said = bench(&["nobody", "whimbrel-2", "qemu", "post-copy"]).ok().json();
+    let runs = said["cases"][0]["runs"].as_array().unwrap().clone();
+    assert_eq!(runs.len(), 4, "{said:#}");
+    for run in &runs {
+        let (by, measured) = (run["contender"].as_str().unwrap(), &run["measured"]);
+        assert_eq!(measured.is_null(), by == "nobody", "{run:#}");
+        assert!(run["disturbance"]["longest_stall_ms"].as_f64().unwrap() > 0.0, "{run:#}");
+        if by != "nobody" {
+            let sent = measured["sent_bytes"].as_u64().unwrap();
+            assert!(sent > 32 << 20 && sent < 160 << 20, "{run:#}");
+            assert!(by != "whimbrel-2" || measured["agents_cpu_ms"].as_f64().unwrap() > 0.0, "{run:#}");
+        }
+    }
+    let written: Value = serde_json::from_str(&fs::read_to_string(&results).unwrap()).unwrap();
+    assert_eq!(written, said);
+    let page = fs::read_to_string(&page).unwrap();
+    assert!(
+        page.starts_with("before") && page.ends_with("after\n") && page.contains("What was to be reached")
+    );
+    prefix.is_gone();
+    // Nothing is begun where something is wrong.
+    let refused = bench(&["nobody", "xbz"]);
+    assert!(refused.stderr.contains("there are nobody"), "{refused:?}");
+}

@@ -11,7 +11,7 @@
 //!
 //! `set KEY=VALUE …` on its input changes settings (see [`options`]); answered by `SET …`. `trace N COUNT` tells what was done in
 //! COUNT hundredths of a second from the Nth on (see [`progress`]): `TRACE slot_ms=… first=… work=… gap=… sum=…`; `now` tells the
-//! time since the load began: `NOW uptime_us=…`.
+//! time since the load began: `NOW uptime_us=… sum=…`. The sum is [`whimbrel_guest_load::checksum`] of what is before it.
 
 mod disk;
 mod memory;
@@ -114,6 +114,11 @@ fn echo(port: u16) {
             }
         });
     }
+}
+
+/// Prints a line that whoever reads it can check: serial lines lose characters.
+fn tell(line: &str) {
+    println!("{line} sum={:x}", whimbrel_guest_load::checksum(line));
 }
 
 /// Pages that may be handled by now at a given rate. It does not make up for time in which the program did not run.
@@ -274,10 +279,9 @@ impl Load {
             Some("trace") => {
                 let mut number = || words.next().and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
                 let (from, count) = (number(), number());
-                let told = format!("TRACE {}", self.progress.tell(from, count as usize));
-                println!("{told} sum={:x}", whimbrel_guest_load::checksum(&told));
+                tell(&format!("TRACE {}", self.progress.tell(from, count as usize)));
             }
-            Some("now") => println!("NOW uptime_us={}", self.start.elapsed().as_micros()),
+            Some("now") => tell(&format!("NOW uptime_us={}", self.start.elapsed().as_micros())),
             Some(word) => println!("ERROR unknown command {word}"),
             None => {}
         }

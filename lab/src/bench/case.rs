@@ -6,7 +6,11 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::environment::QemuVersion;
+use crate::error::Error;
 use crate::spec::LoadMode;
+
+/// What the tiny guest's kernel and programs take of its memory.
+const SYSTEM_MIB: u64 = 96;
 
 /// One guest on one link, moved in turn by all contenders.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -199,6 +203,23 @@ impl Case {
         self
     }
 
+    /// Whether it can be.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let Program::Load { fill_mib, wss_mib, .. } = self.program else { return Ok(()) };
+        if fill_mib + SYSTEM_MIB > self.memory_mib {
+            return Err(Error::Config(format!(
+                "a guest of {} MiB cannot fill {fill_mib}: its kernel and programs take {SYSTEM_MIB}",
+                self.memory_mib
+            )));
+        }
+        if wss_mib > fill_mib {
+            return Err(Error::Config(format!(
+                "{wss_mib} MiB cannot be rewritten where {fill_mib} are filled: it is a part of them"
+            )));
+        }
+        Ok(())
+    }
+
     /// In words, for people.
     pub fn describe(&self) -> String {
         let memory = self.memory_mib;
@@ -245,6 +266,16 @@ impl Case {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_cannot_be_is_said_before_anything_is_begun() {
+        let case = Case::idle("x", QemuVersion::Newer);
+        assert!(case.check().is_ok());
+        let full = case.clone().sized(128, 64).check().unwrap_err();
+        assert!(full.to_string().contains("a guest of 128 MiB cannot fill 64"), "{full}");
+        let beyond = case.sized(256, 64).writing(65, 10, LoadMode::Few).check().unwrap_err();
+        assert!(beyond.to_string().contains("65 MiB cannot be rewritten where 64"), "{beyond}");
+    }
 
     #[test]
     fn contenders_are_named_and_found_by_their_names() {

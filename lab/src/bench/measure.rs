@@ -36,6 +36,7 @@ pub struct Bench {
 impl Bench {
     /// Makes a laboratory for a case, with agents by the program `whimbrel`; boots the guest and saves it.
     pub fn prepare(prefix: &str, case: Case, whimbrel: &Path) -> Result<Self> {
+        case.check()?;
         let environment = Environment::discover();
         let lab = Lab::up(&LabConfig::new(prefix))?;
         lab.set_rate(case.link_bytes_per_s)?;

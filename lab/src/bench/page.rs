@@ -7,7 +7,7 @@ use std::path::Path;
 use super::bars::bars;
 use super::case::Contender;
 use super::result::{CaseResult, Quantity, Results};
-use super::suite::suites;
+use super::suite::{Suite, suites};
 use crate::error::{Context, Error, Result};
 
 /// What is between these marks in a page is made from the results.
@@ -33,16 +33,24 @@ pub fn tables(results: &Results) -> String {
         // A string takes all.
         let _ = writeln!(text, "| {} | {} | {} | {held} |", bar.what, bar.wanted, bar.found);
     }
-    for suite in suites() {
-        let of_suite =
-            |result: &&CaseResult| suite.cases.iter().any(|(case, _)| case.name == result.case.name);
-        let mut found = results.cases.iter().filter(of_suite).peekable();
-        if found.peek().is_some() {
-            let _ = write!(text, "\n### {}\n", suite.about);
-            found.for_each(|result| case_table(result, &mut text));
-        }
+    let suites = suites();
+    let is_of = |result: &CaseResult, suite: &Suite| {
+        suite.cases.iter().any(|(case, _)| case.name == result.case.name)
+    };
+    for suite in &suites {
+        section(suite.about, results.cases.iter().filter(|result| is_of(result, suite)), &mut text);
     }
+    let is_other = |result: &&CaseResult| !suites.iter().any(|suite| is_of(result, suite));
+    section("Other cases", results.cases.iter().filter(is_other), &mut text);
     text
+}
+
+fn section<'a>(heading: &str, results: impl Iterator<Item = &'a CaseResult>, text: &mut String) {
+    let mut results = results.peekable();
+    if results.peek().is_some() {
+        let _ = write!(text, "\n### {heading}\n");
+        results.for_each(|result| case_table(result, text));
+    }
 }
 
 fn case_table(result: &CaseResult, text: &mut String) {

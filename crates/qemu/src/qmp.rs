@@ -395,4 +395,4 @@ fn millis(duration: Duration) -> u64 {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -9,7 +9,7 @@ use super::*;
 const GREETING: &str =
     r#"{"QMP":{"version":{"qemu":{"micro":2,"minor":0,"major":10},"package":"x"},"capabilities":["oob"]}}"#;
 
-struct Fake {
+pub(crate) struct Fake {
     lines: BufReader<UnixStream>,
     out: UnixStream,
 }
@@ -19,18 +19,20 @@ impl Fake {
         self.out.write_all(text.as_bytes()).unwrap();
         self.out.write_all(b"\n").unwrap();
     }
-    fn hear(&mut self) -> Value {
+    pub(crate) fn hear(&mut self) -> Value {
         let mut line = String::new();
         self.lines.read_line(&mut line).unwrap();
         serde_json::from_str(&line).unwrap_or(Value::Null)
     }
-    fn answer(&mut self, id: &Value, value: &Value) {
+    pub(crate) fn answer(&mut self, id: &Value, value: &Value) {
         self.say(&json!({"return": value, "id": id}).to_string());
     }
 }
 
 /// A monitor that negotiates and then does what the test says.
-fn fake(script: impl FnOnce(&mut Fake) + Send + 'static) -> (Qmp, JoinHandle<()>, tempfile::TempDir) {
+pub(crate) fn fake(
+    script: impl FnOnce(&mut Fake) + Send + 'static,
+) -> (Qmp, JoinHandle<()>, tempfile::TempDir) {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();

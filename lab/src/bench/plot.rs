@@ -136,10 +136,11 @@ fn downtime(result: &CaseResult) -> Vec<Bar> {
         .collect()
 }
 
-/// Horizontal bars, with a thin line from the least to the most.
+/// Horizontal bars, with a thin line from the least to the most, cut off where it is very long.
 fn bars(canvas: &Canvas<'_>, title: &str, bars: &[Bar]) -> Drawn {
-    let most =
-        bars.iter().filter_map(|bar| bar.spread).map(|spread| spread.median).fold(1.0, f64::max) * 1.25;
+    // Bars end in the left half: behind them are their spreads, their numbers, and what the colours mean.
+    let longest = bars.iter().filter_map(|bar| bar.spread).map(|spread| spread.median).fold(1.0, f64::max);
+    let (most, cut) = (longest * 1.8, longest * 1.35);
     let mut kinds: Vec<&str> = Vec::new();
     for (kind, _) in bars.iter().flat_map(|bar| &bar.parts) {
         if !kinds.contains(kind) {
@@ -171,11 +172,11 @@ fn bars(canvas: &Canvas<'_>, title: &str, bars: &[Bar]) -> Drawn {
     for (row, bar) in bars.iter().enumerate() {
         let middle = count - row as f64 - 0.5;
         if let Some(Spread { median, least, most: slowest }) = bar.spread {
-            chart.draw_series([PathElement::new([(least, middle), (slowest.min(most), middle)], BLACK)])?;
+            chart.draw_series([PathElement::new([(least, middle), (slowest.min(cut), middle)], BLACK)])?;
             let text = format!("{median:.1}");
             chart.draw_series([Text::new(
                 text,
-                (slowest.min(most * 0.93), middle + 0.2),
+                (slowest.min(cut) + most * 0.01, middle + 0.2),
                 ("sans-serif", 11),
             )])?;
         }

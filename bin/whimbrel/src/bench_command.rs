@@ -110,7 +110,12 @@ fn read(path: Option<&Path>) -> Result<Results, Failure> {
     let known: Results = serde_json::from_str(&fs::read_to_string(path).map_err(file)?)
         .map_err(std::io::Error::from)
         .map_err(file)?;
-    if known.schema == SCHEMA { Ok(known) } else { Ok(none) }
+    if known.schema == SCHEMA {
+        return Ok(known);
+    }
+    let found = known.schema;
+    Err(lab::Error::Config(format!("{} holds {found}, this is {SCHEMA}: name another file", path.display()))
+        .into())
 }
 
 fn write(results: &Results, command: &BenchCommand) -> Result<(), Failure> {

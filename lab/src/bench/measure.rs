@@ -7,7 +7,7 @@ use super::case::{Case, Contender};
 use super::mover::{End, Moved, by_qemu, by_whimbrel, forget, runs};
 use super::program::{Disturbance, Moments, UNDISTURBED, judge};
 use super::result::{CaseResult, Measured, Run};
-use super::subject::{Subject, VM, clear};
+use super::subject::{Subject, clear};
 use super::usage::{cpu_time, peak_bytes, processes_of, reset_peak, sent_bytes};
 use crate::agents::Agents;
 use crate::environment::Environment;
@@ -165,11 +165,6 @@ impl Bench {
         clock.wait_until(seen_until)?;
         let progress = clock.serial.progress(settled)?;
         Ok(Some(judge(&progress, Moments { settled, requested, resumed, seen_until })))
-    }
-
-    /// The name of the VM that is moved.
-    pub fn vm(&self) -> &'static str {
-        VM
     }
 }
 

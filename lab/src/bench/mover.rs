@@ -1,6 +1,6 @@
 //! Moving the guest: by QEMU's own migration, or by Whimbrel. Each tells the same of what it did.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -8,8 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::case::{Case, Mode};
-use super::subject::{Subject, UNLIMITED, VM, wait_for_status};
-use super::usage::{is_qemu, processes_of};
+use super::subject::{Subject, UNLIMITED, VM, failed};
 use crate::agents::Agents;
 use crate::environment::Environment;
 use crate::error::{Context, Error, Result};
@@ -93,7 +92,7 @@ impl Drop for Destination {
 #[derive(Debug)]
 pub(super) enum End {
     Moved(Box<Moved>),
-    /// Given up: it did not converge.
+    /// Given up, by us or by itself: it did not converge.
     GivenUp,
 }
 
@@ -204,7 +203,7 @@ pub(super) fn by_qemu(
                 from.command("migrate-start-postcopy", &json!({}))?;
             }
             ("MIGRATION", Some("completed")) => ended = true,
-            ("MIGRATION", Some("failed")) => wait_for_status(&mut from, "completed")?,
+            ("MIGRATION", Some("failed")) => return Err(failed(&mut from)),
             _ => {}
         }
     }
@@ -238,10 +237,14 @@ pub(super) fn by_whimbrel(lab: &Lab, agents: &Agents, source: &Guest, streams: O
     if let Some(streams) = streams {
         command.args(["--streams", &streams.to_string()]);
     }
-    let report: Value = serde_json::from_str(&run(command.stderr(Stdio::null()))?)
+    // It ends with an error where the guest was not moved, and tells why in the same document.
+    let said = command.stderr(Stdio::null()).output().context(|| "cannot run Whimbrel")?;
+    let report: Value = serde_json::from_slice(&said.stdout)
         .map_err(|error| Error::Config(format!("Whimbrel's report cannot be read: {error}")))?;
-    if report["outcome"] != "moved" {
-        return Err(Error::Config(format!("Whimbrel did not move the guest: {}", report["reason"])));
+    match report["outcome"].as_str() {
+        Some("moved") => {}
+        Some("aborted") => return Ok(End::GivenUp),
+        _ => return Err(Error::Config(format!("Whimbrel did not move the guest: {report}"))),
     }
     let event = |what: &str| {
         let events = report["events"].as_array().into_iter().flatten();
@@ -252,8 +255,13 @@ pub(super) fn by_whimbrel(lab: &Lab, agents: &Agents, source: &Guest, streams: O
     let part = |name: &str| micros(&report["downtime"][name]).as_secs_f64() * 1e3;
     let started = Duration::from_millis(report["started_unix_ms"].as_u64().unwrap_or(0));
     let first = &report["rounds"][0];
-    let pid = processes_of(&lab.b, is_qemu)?.pop();
-    let directory = latest_directory(&lab.b.directory().join("run/vms"))?;
+    let shown: Value =
+        serde_json::from_str(&run(&mut agents.command(&lab.b, &["vm", "show", VM, "--json"]))?)
+            .map_err(|error| Error::Config(format!("Whimbrel does not show the guest: {error}")))?;
+    let (Some(pid), Some(qmp)) = (shown["pid"].as_u64(), shown["qmp"].as_str()) else {
+        return Err(Error::Config(format!("Whimbrel does not tell where the guest is: {shown}")));
+    };
+    let (pid, directory) = (pid as u32, Path::new(qmp).with_file_name(""));
     Ok(End::Moved(Box::new(Moved {
         total: micros(&report["total_us"]),
         start: event("accepted")?,
@@ -269,23 +277,9 @@ pub(super) fn by_whimbrel(lab: &Lab, agents: &Agents, source: &Guest, streams: O
         resumed: SystemTime::UNIX_EPOCH + started + event("running")?,
         first_round: Some((first["sent_bytes"].as_u64().unwrap_or(0), micros(&first["duration_us"]))),
         rounds: report["rounds"].as_array().map_or(0, Vec::len) as u64,
-        serial: Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), pid),
-        destination: Destination::Process(
-            pid.ok_or_else(|| Error::Config("the moved guest's QEMU is not there".to_owned()))?,
-        ),
+        serial: Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), Some(pid)),
+        destination: Destination::Process(pid),
     })))
-}
-
-/// Where the VM's sockets and logs are now: the agent makes a directory for each arrival.
-fn latest_directory(all: &Path) -> Result<PathBuf> {
-    let entries = std::fs::read_dir(all).context(|| format!("cannot read {}", all.display()))?;
-    let of_vm =
-        |entry: &std::fs::DirEntry| entry.file_name().to_string_lossy().starts_with(&format!("{VM}@"));
-    let found = entries.filter_map(std::result::Result::ok).filter(of_vm);
-    let latest = found.max_by_key(|entry| entry.metadata().and_then(|found| found.modified()).ok());
-    latest
-        .map(|entry| entry.path())
-        .ok_or_else(|| Error::Config(format!("{} has no directory of the moved guest", all.display())))
 }
 
 /// Has both agents forget the guest, which is gone.

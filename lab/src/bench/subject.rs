@@ -118,7 +118,7 @@ pub(super) fn wait_for_status(monitor: &mut Monitor, wanted: &str) -> Result<()>
 }
 
 /// Why QEMU's migration has failed.
-fn failed(monitor: &mut Monitor) -> crate::Error {
+pub(super) fn failed(monitor: &mut Monitor) -> crate::Error {
     match monitor.command("query-migrate", &json!({})) {
         Ok(told) => crate::Error::Config(format!("QEMU's own migration has failed: {told}")),
         Err(error) => error,

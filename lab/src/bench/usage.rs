@@ -35,11 +35,6 @@ pub(super) fn processes_of(host: &Host, is_wanted: impl Fn(&Path) -> bool) -> Re
     Ok(host.processes()?.into_iter().filter(|pid| program(pid).is_ok_and(|path| is_wanted(&path))).collect())
 }
 
-/// Whether a program is QEMU.
-pub(super) fn is_qemu(program: &Path) -> bool {
-    program.file_name().is_some_and(|name| name.to_string_lossy().starts_with("qemu-system"))
-}
-
 /// Forgets how much memory a process had at most.
 pub(super) fn reset_peak(pid: u32) -> Result<()> {
     let path = format!("/proc/{pid}/clear_refs");

@@ -76,8 +76,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Finds and sends what is left; returns the device state, and the sender, which has done its work. Meanwhile QEMU saves its device state; because saving may write guest memory, one
-    /// round more comes after it.
+    /// Finds and sends what is left. Meanwhile QEMU saves its device state; because saving may write guest memory, one
+    /// round more comes after it. Returns the device state, and the sender, which has done its work.
     pub(super) fn last_pages(
         &mut self,
         sender: Sender,

@@ -19,6 +19,7 @@ const BYTES: u64 = 256 << 20;
 fn main() {
     let mut benches = Benches::from_arguments();
     scans(&mut benches);
+    scan_of_a_large_range(&mut benches);
     reads(&mut benches);
     ranges(&mut benches);
     benches.finish();
@@ -61,6 +62,34 @@ fn scans(benches: &mut Benches) {
             );
         }
     }
+}
+
+/// Of a guest so large that several threads walk over its page table; most of it is never touched.
+fn scan_of_a_large_range(benches: &mut Benches) {
+    const LARGE: u64 = 4 << 30;
+    benches.timed_in_part("scan, 4 GiB/64 pages", Amount::Of(LARGE / PAGE_SIZE, "page"), || {
+        let mut victim = Victim::start(&["mode-memory"]);
+        let range = victim.map("anonymous", LARGE);
+        let uffd = injector().take_userfaultfd(&victim.process).unwrap();
+        let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
+        let memory = RemoteMemory::new(&victim.process).unwrap();
+        let written: Vec<AddressRange> = (range.start..range.end)
+            .step_by(LARGE as usize / 64)
+            .map(|at| AddressRange::with_len(at, 1))
+            .collect();
+        let bytes = vec![9; written.len()];
+        let mut dirty = Vec::new();
+        move || {
+            let _keep = &victim;
+            memory.write_runs(&written, &bytes).unwrap();
+            dirty.clear();
+            let started = Instant::now();
+            tracker.take_dirty(range, &mut dirty).unwrap();
+            let time = started.elapsed();
+            assert_eq!(dirty.len(), written.len(), "what was written was found");
+            time
+        }
+    });
 }
 
 fn reads(benches: &mut Benches) {

@@ -40,7 +40,16 @@ impl Pagemap {
         let file = File::open(process.path("pagemap"))
             .map_err(|source| process.explain("open the page table of", source))?;
         process.check_alive()?;
-        Ok(Self { file, regions: vec![page_region { start: 0, end: 0, categories: 0 }; REGIONS_PER_STEP] })
+        Ok(Self::over(file))
+    }
+
+    /// The same page table, for another thread.
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self::over(self.file.try_clone()?))
+    }
+
+    fn over(file: File) -> Self {
+        Self { file, regions: vec![page_region { start: 0, end: 0, categories: 0 }; REGIONS_PER_STEP] }
     }
 
     /// Appends to `found` the parts of `range` whose pages are present or in swap, sorted and

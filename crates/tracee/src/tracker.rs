@@ -33,9 +33,11 @@ use crate::range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 use crate::{Process, ProcessError, RamFileError, RemoteMemory};
 
 mod start;
+mod walkers;
 
 pub use start::TrackerStart;
 use start::Work;
+use walkers::Walkers;
 
 /// Why writes cannot be tracked.
 #[derive(Debug, thiserror::Error)]
@@ -98,6 +100,7 @@ pub enum TrackError {
 pub struct WriteTracker {
     registered: Registered,
     pagemap: Pagemap,
+    walkers: Walkers,
     memory: RemoteMemory,
     process: Process,
 }
@@ -155,7 +158,8 @@ impl WriteTracker {
         }
         let registered = Registered { uffd, areas: Vec::new() };
         let memory = RemoteMemory::new(process)?;
-        let tracker = Self { registered, pagemap, memory, process: process.try_clone()? };
+        let walkers = Walkers::default();
+        let tracker = Self { registered, pagemap, walkers, memory, process: process.try_clone()? };
         Ok(TrackerStart::new(tracker, found))
     }
 
@@ -223,16 +227,13 @@ impl WriteTracker {
     /// `dirty` is empty at first, and in no order at the end.
     fn scan(&mut self, range: AddressRange, dirty: &mut Vec<AddressRange>) -> Result<(), TrackError> {
         let mut absent = Vec::new();
-        let scanned = self.pagemap.scan(range, WRITTEN_OR_ABSENT, |part, categories| {
-            // What is neither present nor in swap (nor has a marker) has no entry, so it was dropped.
-            if categories != IS_SWAPPED {
-                dirty.push(part);
-            }
-            if categories & IS_PRESENT == 0 {
-                absent.push(part);
-            }
-        });
-        scanned.map_err(|source| match source.raw_os_error() {
+        let mut result = Ok(());
+        for part in self.walkers.walk(&mut self.pagemap, range, take_part) {
+            dirty.extend(part.dirty);
+            absent.extend(part.absent);
+            result = result.and(part.result);
+        }
+        result.map_err(|source| match source.raw_os_error() {
             Some(nix::libc::EPERM) => TrackError::Lost { range },
             Some(nix::libc::ESRCH) => ProcessError::Gone { pid: self.process.pid() }.into(),
             _ => TrackError::Io { action: "scan", range, source },
@@ -268,6 +269,27 @@ impl WriteTracker {
         let page_size = touched.map(|area| area.page_size).max().unwrap_or(PAGE_SIZE);
         if range.is_aligned(page_size) { Ok(()) } else { Err(TrackError::Unaligned { range, page_size }) }
     }
+}
+
+/// What a walk over a part of the page table found; also before an error, because it will not be found again.
+struct Taken {
+    dirty: Vec<AddressRange>,
+    absent: Vec<AddressRange>,
+    result: io::Result<()>,
+}
+
+fn take_part(pagemap: &mut Pagemap, range: AddressRange) -> Taken {
+    let (mut dirty, mut absent) = (Vec::new(), Vec::new());
+    let result = pagemap.scan(range, WRITTEN_OR_ABSENT, |part, categories| {
+        // What is neither present nor in swap (nor has a marker) has no entry, so it was dropped.
+        if categories != IS_SWAPPED {
+            dirty.push(part);
+        }
+        if categories & IS_PRESENT == 0 {
+            absent.push(part);
+        }
+    });
+    Taken { dirty, absent, result }
 }
 
 impl Area {

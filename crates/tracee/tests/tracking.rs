@@ -393,6 +393,34 @@ fn more_runs_than_one_scan_returns_are_all_found() {
     }
 }
 
+/// More than one thread walks over it.
+#[test]
+fn no_write_to_a_large_range_is_missed() {
+    const BYTES: u64 = 5 << 30;
+    let injector = injector();
+    let mut victim = Victim::start(&["mode-memory"]);
+    let range = victim.map("anonymous", BYTES);
+    let uffd = injector.take_userfaultfd(&victim.process).unwrap();
+    let mut tracker = WriteTracker::start(&victim.process, uffd, &[range]).unwrap();
+    let mut dirty = Vec::new();
+    // Pages on both sides of wherever the range may be cut, and at its ends.
+    let cuts = (range.start.next_multiple_of(1 << 30)..range.end).step_by(1 << 30);
+    let around = |at: u64| AddressRange::with_len(at - PAGE_SIZE, 2 * PAGE_SIZE).intersection(&range);
+    let written: Vec<_> =
+        [range.start].into_iter().chain(cuts).chain([range.end]).filter_map(around).collect();
+    for seed in 1..3 {
+        for part in &written {
+            victim.ask(&format!("write {} {} {seed}", part.start - range.start, part.len()));
+        }
+        dirty.clear();
+        tracker.take_dirty(range, &mut dirty).unwrap();
+        assert_eq!(dirty, written);
+        dirty.clear();
+        tracker.take_dirty(range, &mut dirty).unwrap();
+        assert_eq!(dirty, []);
+    }
+}
+
 #[test]
 fn no_write_of_a_running_program_is_missed() {
     let injector = injector();

@@ -1,0 +1,110 @@
+//! Walks over one page table by several threads.
+//!
+//! The walk over the page table is what a scan of few dirty pages costs, and there are two while the guest stands still.
+//! The kernel lets several threads walk at the same time (its lock of the memory map is held for reading), so the table
+//! of a large guest is cut into parts, one for each processor.
+
+use std::num::NonZero;
+use std::panic;
+use std::thread;
+
+use crate::pagemap::Pagemap;
+use crate::range::AddressRange;
+
+/// A thread has at least so much memory to walk over, in bytes: less is done before it has begun.
+const PART_BYTES: u64 = 1 << 30;
+/// Parts begin where no page can be cut in two, however large it is.
+const CUT_BYTES: u64 = 1 << 30;
+/// More threads than this are in each other's way.
+const MOST_PARTS: u64 = 16;
+
+/// The page table once more for each thread but the first.
+#[derive(Debug, Default)]
+pub(super) struct Walkers(Vec<Pagemap>);
+
+impl Walkers {
+    /// Has `each` walk over all parts of the range, and returns what it returned, in no order. What the system gives no
+    /// thread for, the caller's own thread does.
+    pub(super) fn walk<T: Send>(
+        &mut self,
+        own: &mut Pagemap,
+        range: AddressRange,
+        each: impl Fn(&mut Pagemap, AddressRange) -> T + Sync,
+    ) -> Vec<T> {
+        let processors = thread::available_parallelism().map_or(1, NonZero::get) as u64;
+        let mut parts = parts(range, processors.min(MOST_PARTS)).into_iter();
+        while self.0.len() + 1 < parts.len()
+            && let Ok(pagemap) = own.try_clone()
+        {
+            self.0.push(pagemap);
+        }
+        let first = parts.next();
+        let each = &each;
+        thread::scope(|scope| {
+            let start = |(pagemap, part)| {
+                let walk = move || each(pagemap, part);
+                thread::Builder::new().name("scan".to_owned()).spawn_scoped(scope, walk).map_err(|_| part)
+            };
+            let started: Vec<_> = self.0.iter_mut().zip(&mut parts).map(start).collect();
+            let mut walked: Vec<T> = first.into_iter().chain(parts).map(|part| each(own, part)).collect();
+            for thread in started {
+                walked.push(match thread {
+                    Ok(thread) => thread.join().unwrap_or_else(|cause| panic::resume_unwind(cause)),
+                    Err(part) => each(own, part),
+                });
+            }
+            walked
+        })
+    }
+}
+
+/// Cuts a range into at most so many parts of about the same length.
+fn parts(range: AddressRange, most: u64) -> Vec<AddressRange> {
+    let length = range.len().div_ceil((range.len() / PART_BYTES).clamp(1, most));
+    let mut parts = Vec::new();
+    let mut start = range.start;
+    while start < range.end {
+        let end =
+            (start + length).checked_next_multiple_of(CUT_BYTES).map_or(range.end, |end| end.min(range.end));
+        parts.push(AddressRange::new(start, end));
+        start = end;
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Process;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn parts_are_as_many_as_wanted_and_no_less_than_a_gib() {
+        let lengths = |start: u64, bytes: u64, most: u64| {
+            let parts = parts(AddressRange::with_len(start, bytes), most);
+            assert_eq!(parts.iter().map(AddressRange::len).sum::<u64>(), bytes);
+            assert!(parts.is_sorted_by(|one, next| one.end == next.start && next.start % CUT_BYTES == 0));
+            parts.iter().map(AddressRange::len).collect::<Vec<_>>()
+        };
+        assert_eq!(lengths(GIB, 4096, 8), [4096]);
+        assert_eq!(lengths(0, 2 * GIB - 4096, 8), [2 * GIB - 4096]);
+        assert_eq!(lengths(0, 8 * GIB, 1), [8 * GIB]);
+        assert_eq!(lengths(0, 8 * GIB, 2), [4 * GIB, 4 * GIB]);
+        assert_eq!(lengths(0, 8 * GIB, 3), [3 * GIB, 3 * GIB, 2 * GIB]);
+        // The first cut is where a page of 1 GiB may begin.
+        assert_eq!(lengths(GIB - 4096, 4 * GIB, 2), [2 * GIB + 4096, 2 * GIB - 4096]);
+    }
+
+    #[test]
+    fn each_part_is_walked_over_once() {
+        let mut own = Pagemap::open(&Process::open(std::process::id()).unwrap()).unwrap();
+        let mut walkers = Walkers::default();
+        for bytes in [4096, 5 * GIB, 2 * GIB] {
+            let range = AddressRange::with_len(4 * GIB, bytes);
+            let mut walked = walkers.walk(&mut own, range, |_, part| part);
+            crate::range::merge_from(&mut walked, 0);
+            assert_eq!(walked, [range]);
+        }
+    }
+}

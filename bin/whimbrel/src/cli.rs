@@ -112,7 +112,7 @@ pub(crate) enum Command {
         /// Cap on the sending rate: 500M or 512Mi bytes per second, 1.5Gbit, none
         #[arg(long, value_name = "RATE", group = "limits")]
         bandwidth: Option<Rate>,
-        /// Longest downtime to aim at, in milliseconds
+        /// Longest downtime, in milliseconds
         #[arg(long, value_name = "MS", group = "limits")]
         max_downtime: Option<u64>,
         /// Most rounds of pre-copy
@@ -218,7 +218,7 @@ pub(crate) struct MigrateCommand {
     /// Only look on both hosts whether it can be done; changes nothing
     #[arg(long, conflicts_with = "detach")]
     pub check: bool,
-    /// Longest downtime to aim at, in milliseconds (30)
+    /// Longest downtime, in milliseconds (300)
     #[arg(long, value_name = "MS")]
     pub max_downtime: Option<u64>,
     /// Most rounds of pre-copy (30)

@@ -139,7 +139,7 @@ pub struct Limits {
     pub streams: u16,
     /// Cap on the sending rate, in bytes per second; 0 for none.
     pub bandwidth_bytes_per_s: u64,
-    /// Longest downtime to aim at, in milliseconds.
+    /// Longest downtime, in milliseconds. Below it rounds go on as long as they make it shorter.
     pub max_downtime_ms: u64,
     /// Most rounds of pre-copy.
     pub max_rounds: u32,
@@ -152,7 +152,7 @@ impl Default for Limits {
         Self {
             streams: 4,
             bandwidth_bytes_per_s: 0,
-            max_downtime_ms: 30,
+            max_downtime_ms: 300,
             max_rounds: 30,
             on_limit: OnLimit::Abort,
         }

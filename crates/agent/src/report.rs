@@ -103,7 +103,7 @@ pub enum Outcome {
 /// What was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Objective {
-    /// Longest downtime aimed at, in milliseconds.
+    /// Longest downtime allowed, in milliseconds.
     pub max_downtime_ms: u64,
     /// Most rounds of pre-copy.
     pub max_rounds: u32,
@@ -180,6 +180,9 @@ pub struct Measured {
     pub stop_us: u64,
     /// Source: from the scan until the last page was acknowledged.
     pub last_pages_us: u64,
+    /// Source: saving the device state, beside the last pages.
+    #[serde(default)]
+    pub save_us: u64,
     /// Source: comparing memory; zero where it was not asked for.
     pub verify_us: u64,
     /// Source: from sending the device state until READY had arrived.
@@ -194,8 +197,16 @@ impl Downtime {
     /// Splits the downtime. Only durations are subtracted from one another; what no measurement explains is the
     /// handover's, and where rounding makes the parts longer than the total, the total gives way.
     pub fn from_measured(measured: Measured) -> Self {
-        let Measured { total_us, stop_us, last_pages_us, verify_us, save_to_ready_us, load_us, continue_us } =
-            measured;
+        let Measured {
+            total_us,
+            stop_us,
+            last_pages_us,
+            verify_us,
+            save_to_ready_us,
+            load_us,
+            continue_us,
+            ..
+        } = measured;
         let load_us = load_us.min(save_to_ready_us);
         let explained = [stop_us, last_pages_us, verify_us, save_to_ready_us, continue_us]
             .into_iter()

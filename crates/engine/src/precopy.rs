@@ -14,10 +14,11 @@
 //! if expected_downtime < max_downtime then stop and send the rest
 //! ```
 //!
-//! [`StopTime`] keeps its idea and changes three things. The expected downtime has a *fixed part*, because stopping,
+//! [`StopTime`] keeps its idea and changes four things. The expected downtime has a *fixed part*, because stopping,
 //! saving and loading devices and continuing take time even when no page is left; for small remainders they are most
-//! of it. The bandwidth is not that of the last interval alone (see [`StopTime`]). And there are limits: section II.B
-//! shows that a target below what is attainable keeps KVM's loop going for ever.
+//! of it. The bandwidth is not that of the last interval alone (see [`StopTime`]). Below the allowed downtime it goes on
+//! as long as a round is worth it. And there are limits: section II.B shows that a target below what is attainable keeps
+//! KVM's loop going for ever.
 //!
 //! # Replay
 //!
@@ -76,9 +77,9 @@ pub struct Aim {
 }
 
 impl Default for Aim {
-    /// 30 ms, as in the papers, and 30 rounds.
+    /// 300 ms, as QEMU's own, and 30 rounds.
     fn default() -> Self {
-        Self { max_downtime_ns: 30_000_000, max_rounds: 30 }
+        Self { max_downtime_ns: 300_000_000, max_rounds: 30 }
     }
 }
 

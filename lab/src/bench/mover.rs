@@ -20,7 +20,8 @@ use crate::pki::Identity;
 use crate::run::{kill_pid, run};
 use crate::serial::Serial;
 
-/// What Whimbrel aims at when it is not told otherwise, and so what QEMU is told to aim at, ms.
+/// What QEMU is told to aim at, ms. It stops the guest as soon as that is kept: with its own default, 300, downtimes would
+/// be longer than they have to be.
 const DOWNTIME_LIMIT_MS: u64 = 30;
 /// Where QEMU waits for its own migration.
 const PORT: u16 = 7799;

@@ -159,7 +159,7 @@ pub struct MigrateRequest {
     /// Only pre-flight.
     #[serde(default)]
     pub check_only: bool,
-    /// Longest downtime to aim at, in milliseconds.
+    /// Longest downtime, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_downtime_ms: Option<u64>,
     /// Most rounds of pre-copy.
@@ -347,7 +347,7 @@ pub struct Limits {
     /// Cap on the sending rate, in bytes per second; 0 for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bandwidth_bytes_per_s: Option<u64>,
-    /// Longest downtime to aim at, in milliseconds.
+    /// Longest downtime, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_downtime_ms: Option<u64>,
     /// Most rounds of pre-copy.

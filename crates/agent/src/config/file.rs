@@ -268,7 +268,7 @@ impl Checks<'_> {
             return Err(self.wrong(&["limits", "streams"], what));
         }
         if l.max_downtime_ms == 0 {
-            return Err(self.wrong(&["limits", "max_downtime_ms"], "cannot be 0; the default is 30"));
+            return Err(self.wrong(&["limits", "max_downtime_ms"], "cannot be 0; the default is 300"));
         }
         if l.max_rounds == 0 {
             return Err(

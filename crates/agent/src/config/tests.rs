@@ -35,7 +35,7 @@ fn the_least_configuration_has_the_documented_defaults() {
     assert_eq!(config.security, Security::Plain);
     assert_eq!(config.state_dir, PathBuf::from("/var/lib/whimbrel"));
     assert_eq!(config.api_socket, PathBuf::from("/run/whimbrel/agent.sock"));
-    assert_eq!((config.limits.max_downtime_ms, config.limits.on_limit), (30, OnLimit::Abort));
+    assert_eq!((config.limits.max_downtime_ms, config.limits.on_limit), (300, OnLimit::Abort));
     assert_eq!((config.role, config.register, config.fault_socket), (AgentRole::Host, None, None));
 }
 

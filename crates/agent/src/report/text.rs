@@ -39,7 +39,7 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     if let Some(downtime) = &report.downtime {
         writeln!(
             out,
-            "  downtime    {} of {} ms aimed at",
+            "  downtime    {} of {} ms allowed",
             milliseconds(downtime.total_us),
             report.objective.max_downtime_ms
         )?;
@@ -282,6 +282,7 @@ mod tests {
             total_us: 10_000,
             stop_us: 500,
             last_pages_us: 2_000,
+            save_us: 0,
             verify_us: 0,
             save_to_ready_us: 5_000,
             load_us: 3_000,
@@ -331,7 +332,7 @@ mod tests {
         let text = render(&sample());
         for expected in [
             "web#7 from alpha to beta: moved",
-            "downtime    10.0 ms of 30 ms aimed at",
+            "downtime    10.0 ms of 30 ms allowed",
             "all equal",
             "Warning: systemd restarts web.service",
             "* with the guest stopped",

@@ -15,7 +15,7 @@ fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: u64) -> Rou
 }
 
 fn free() -> FixedCost {
-    FixedCost { stop_ns: 0, load_ns: 0, continue_ns: 0 }
+    FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 }
 }
 
 fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> StopTime {
@@ -47,7 +47,8 @@ fn the_fixed_cost_is_what_the_best_of_the_last_migrations_showed() {
     }
     assert_eq!(history.estimate(), FixedCost { stop_ns: 60_000_000, ..guess });
     // But a host that has become slow is believed after a while.
-    let slow = FixedCost { stop_ns: 50_000_000, load_ns: 50_000_000, continue_ns: 50_000_000 };
+    let slow =
+        FixedCost { stop_ns: 50_000_000, save_ns: 50_000_000, load_ns: 50_000_000, continue_ns: 50_000_000 };
     for _ in 0..4 {
         history.learn(slow);
     }
@@ -56,7 +57,8 @@ fn the_fixed_cost_is_what_the_best_of_the_last_migrations_showed() {
     assert_eq!(history.estimate(), guess);
 }
 
-/// Algorithm 1 of the paper, where neither limits nor a fixed part matter and the rate does not change.
+/// Algorithm 1 of the paper, where neither limits nor a fixed part matter, the rate does not change, and one more round
+/// would be no shorter.
 #[test]
 fn agrees_with_kvm_s_rule_at_a_steady_rate() {
     let mut policy = policy(30, 100, OnLimit::Abort);
@@ -65,15 +67,73 @@ fn agrees_with_kvm_s_rule_at_a_steady_rate() {
         let decision = policy.decide(&round(n, dirty, 1000 * u64::from(n), 10 * u64::from(n)));
         assert_eq!(decision, Decision::NextRound { expected_downtime_ns: dirty * 10_000 });
     }
-    let decision = policy.decide(&round(5, 3_000, 5000, 50));
+    let decision = policy.decide(&round(5, 3_000, 3_000, 30));
     assert_eq!(decision, Decision::StopAndCopy { expected_downtime_ns: 30_000_000 });
+}
+
+/// 10 pages a millisecond are sent, and `dirty_per_ms` are written: how many rounds it takes to stop, and what is left.
+fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> (u32, u64) {
+    let aim = Aim { max_downtime_ns: 300_000_000, max_rounds };
+    let mut policy = StopTime::new(aim, OnLimit::Abort, fixed);
+    let (mut n, mut left) = (1, 10_000);
+    loop {
+        let duration_ms = left / 10;
+        let observed = round(n, dirty_per_ms * duration_ms, left, duration_ms);
+        match policy.decide(&observed) {
+            Decision::NextRound { .. } => (n, left) = (n + 1, observed.dirty_pages),
+            Decision::StopAndCopy { expected_downtime_ns } => return (n, expected_downtime_ns / 1_000_000),
+            Decision::GiveUp { reason } => panic!("{reason}"),
+        }
+    }
+}
+
+#[test]
+fn within_the_limit_rounds_go_on_while_they_are_worth_it() {
+    let fixed = FixedCost { load_ns: 20_000_000, ..free() };
+    // 1000 ms, then 200, 40, 8: what is left after the third round takes 8 ms, and the next would take 6 off 28.
+    assert_eq!(rounds_and_expected(fixed, 30, 2), (4, 21));
+    // With nothing fixed it goes on until nothing is left.
+    assert_eq!(rounds_and_expected(free(), 30, 2), (6, 0));
+    // Rounds have a limit.
+    assert_eq!(rounds_and_expected(fixed, 2, 2), (2, 60));
+    // Nine of ten pages are written again: the limit is all that can be kept.
+    assert_eq!(rounds_and_expected(free(), 30, 9), (12, 280));
+}
+
+/// A working set that is written to again and again is what every round leaves, however short it is.
+#[test]
+fn within_the_limit_a_round_that_left_no_less_is_the_last() {
+    let mut policy = policy(300, 30, OnLimit::Abort);
+    assert!(matches!(policy.decide(&round(1, 500, 100_000, 1000)), Decision::NextRound { .. }));
+    assert!(matches!(policy.decide(&round(2, 499, 500, 5)), Decision::StopAndCopy { .. }));
+}
+
+/// What a round takes beside sending is no shorter when there is less to send.
+#[test]
+fn the_time_between_rounds_counts() {
+    let decide = |interval_ms: u64| {
+        let observed = RoundObservation { interval_ns: interval_ms * 1_000_000, ..round(1, 500, 1000, 10) };
+        policy(300, 30, OnLimit::Abort).decide(&observed)
+    };
+    assert!(matches!(decide(10), Decision::NextRound { .. }));
+    assert!(matches!(decide(60), Decision::StopAndCopy { .. }));
+}
+
+/// The device state is saved while the last pages go.
+#[test]
+fn saving_counts_where_it_takes_longer_than_the_last_pages() {
+    let fixed = FixedCost { save_ns: 5_000_000, ..free() };
+    let decide = |dirty| {
+        expected(StopTime::new(Aim::default(), OnLimit::Abort, fixed).decide(&round(1, dirty, 1000, 10)))
+    };
+    assert_eq!((decide(0), decide(400), decide(600)), (5_000_000, 5_000_000, 6_000_000));
 }
 
 #[test]
 fn the_fixed_part_counts() {
     let aim = Aim::default();
     let fixed = FixedCost { load_ns: aim.max_downtime_ns, ..free() };
-    let decide = |fixed| StopTime::new(aim, OnLimit::Abort, fixed).decide(&round(1, 1, 1000, 10));
+    let decide = |fixed| StopTime::new(aim, OnLimit::Abort, fixed).decide(&round(1, 1000, 1000, 10));
     assert!(matches!(decide(free()), Decision::StopAndCopy { .. }));
     assert!(matches!(decide(fixed), Decision::NextRound { .. }));
 }

@@ -92,6 +92,7 @@ impl Driver {
             downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
         self.context.fixed_costs().learn(FixedCost {
             stop_ns: downtime.stop_us * 1000,
+            save_ns: measured.save_us * 1000,
             load_ns: measured.save_to_ready_us * 1000,
             continue_ns: downtime.total_us.saturating_sub(known) * 1000,
         });

@@ -92,14 +92,19 @@ impl Driver {
         }
         let vm = self.vm.as_mut().ok_or_else(gone)?;
         let round = || stopped_round(sender, owed, tracked.log(), acknowledged_by);
-        let (round, saved) = beside(round, || vm.save_devices());
+        let save = || {
+            let began = Instant::now();
+            vm.save_devices().map(|state| (state, began.elapsed()))
+        };
+        let (round, saved) = beside(round, save);
         let sent = self.last_round(round)?;
-        let state = saved
+        let (state, saving) = saved
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
             .map_err(|error| match error {
                 VmError::RunState(_) => Failure::local("the guest is not moved", &error),
                 _ => Failure::local("cannot save the device state", &error),
             })?;
+        self.clock.measured.save_us = saving.as_micros() as u64;
         let round = stopped_round(sent.sender, sent.owed, tracked.log(), self.standstill_ends());
         let sender = self.last_round(round)?.sender;
         self.inbox.interrupts(None);

@@ -97,6 +97,9 @@ pub enum ReceiveError {
         /// Why.
         source: RamError,
     },
+    /// Memory was complete already.
+    #[error("a frame came after the last one")]
+    Shut,
     /// The thread died: a mistake in this program.
     #[error("the thread of the data stream died; please report this")]
     ThreadDied,
@@ -186,11 +189,18 @@ struct Shared {
     streams: u16,
     observer: Box<dyn Fn(ReceiverEvent) + Send + Sync>,
     /// Held for reading while a frame is applied.
-    gate: RwLock<()>,
+    gate: RwLock<Gate>,
     rounds: Mutex<Rounds>,
     /// The generation is being ended: what breaks now is no news.
     ending: AtomicBool,
     pages: AtomicU64,
+}
+
+/// Whether anything may be done to the guest's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Gate {
+    Open,
+    Shut,
 }
 
 #[derive(Debug)]
@@ -215,7 +225,7 @@ impl Receiver {
             ram,
             streams,
             observer: Box::new(observer),
-            gate: RwLock::default(),
+            gate: RwLock::new(Gate::Open),
             rounds: Mutex::new(rounds),
             ending: AtomicBool::new(false),
             pages: AtomicU64::new(0),
@@ -278,6 +288,13 @@ impl Receiver {
         Ok(())
     }
 
+    /// From the return of this call on nothing is applied any more, for ever, without a wait for threads to end: memory is
+    /// complete. [`Receiver::end_and_join`] tidies up.
+    pub fn shut(&self) {
+        self.shared.ending.store(true, Ordering::Release);
+        *self.shared.gate.write().unwrap_or_else(PoisonError::into_inner) = Gate::Shut;
+    }
+
     /// Ends all connections and waits until no thread applies anything any more. What had been applied stays.
     pub fn end_and_join(&mut self) {
         self.shared.ending.store(true, Ordering::Release);
@@ -321,7 +338,10 @@ impl ReceiverHandle {
     /// Meant for the end of a round that was long, not for a last one: giving memory back makes QEMU run a system
     /// call, and the guest waits for it.
     pub fn discard_with<R>(&self, discard: impl FnOnce(Vec<Discardable>) -> R) -> R {
-        let _quiet = self.0.gate.write().unwrap_or_else(PoisonError::into_inner);
+        let gate = self.0.gate.write().unwrap_or_else(PoisonError::into_inner);
+        if *gate == Gate::Shut {
+            return discard(Vec::new());
+        }
         let found = (0_u16..).zip(self.0.ram.iter()).flat_map(|(block, writer)| {
             writer.take_discardable().into_iter().map(move |bytes| Discardable { block, bytes })
         });
@@ -427,7 +447,10 @@ impl StreamWorker {
             return Err(ReceiveError::WrongStream { block, chunk, stream });
         }
 
-        let _open = shared.gate.read().unwrap_or_else(PoisonError::into_inner);
+        let gate = shared.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate == Gate::Shut {
+            return Err(ReceiveError::Shut);
+        }
         let failed =
             |offset, source| ReceiveError::Memory { block: writer.name().to_owned(), offset, source };
         self.written.clear();

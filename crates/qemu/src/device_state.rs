@@ -27,12 +27,12 @@ use std::io::{self, Read as _, Seek as _};
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
 
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
 pub use incoming::{Incoming, LoadError};
 
 use crate::control;
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{Qmp, QmpError, decoded};
 
 /// Most that is accepted as a device state, in bytes; usual are tens to hundreds of KiB.
 pub const MAX_STATE_BYTES: u64 = 256 << 20;
@@ -179,6 +179,9 @@ impl StateFile {
 
     /// Has QEMU save the device state of the stopped guest, and returns it as QEMU wrote it.
     ///
+    /// The guest stands still meanwhile, so that the order to save follows the question whether it does without waiting
+    /// for the answer. QEMU stops a guest that runs for the time of saving, and lets it go on.
+    ///
     /// Afterwards the disks are given up, whosever they were before. That an earlier save has not been
     /// followed by `cont` is nothing that QEMU itself finds out in time.
     ///
@@ -186,15 +189,19 @@ impl StateFile {
     /// [`StateError::NotStopped`] when the guest runs, or stands still for another reason than that it was stopped.
     pub fn capture(&mut self, qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
         let failed = |what| move |source| StateError::File { what, source };
-        let status = control::status(qmp)?;
+        let name = format!("/dev/fdset/{}", self.set);
+        // "Live" means: give the disks up.
+        let order = json!({ "filename": name, "live": disks == Disks::Held });
+        let answers = qmp.execute_all([("query-status", Value::Null), ("xen-save-devices-state", order)])?;
+        let mut answers = answers.into_iter();
+        let (Some(status), Some(saved)) = (answers.next(), answers.next()) else {
+            return Err(StateError::Format { what: "QEMU did not answer".to_owned() });
+        };
+        let status: control::Status = decoded("query-status", status?)?;
         if !status.is_paused() {
             return Err(StateError::NotStopped { status: status.status });
         }
-        qmp.run(
-            "xen-save-devices-state",
-            // "Live" means: give the disks up.
-            json!({ "filename": format!("/dev/fdset/{}", self.set), "live": disks == Disks::Held }),
-        )?;
+        saved?;
         let length = self.memory.metadata().map_err(failed("measure"))?.len();
         if length > MAX_STATE_BYTES {
             return Err(StateError::Format { what: format!("it has {length} bytes") });
@@ -240,21 +247,32 @@ pub fn complete(raw: &[u8], machine_type: &str) -> Result<Vec<u8>, StateError> {
         [SECTION_FULL, ..] => return Err(wrong("it is cut short")),
         _ => return Err(wrong("no section follows the header")),
     }
-    let name = machine_type.as_bytes();
-    let name_length = u32::try_from(name.len())
-        .ok()
-        .filter(|length| (1..256).contains(length))
-        .ok_or_else(|| wrong("the machine type's name is empty or too long"))?;
-    let mut out = Vec::with_capacity(raw.len() + name.len() + 16);
-    out.extend_from_slice(&HEADER);
-    out.push(CONFIGURATION);
-    out.extend_from_slice(&name_length.to_be_bytes());
-    out.extend_from_slice(name);
+    if !(1..256).contains(&machine_type.len()) {
+        return Err(wrong("the machine type's name is empty or too long"));
+    }
+    let mut out = beginning(machine_type);
+    out.reserve_exact(sections.len() + 16);
     out.extend_from_slice(sections);
     out.push(DESCRIPTION);
     out.extend_from_slice(&2_u32.to_be_bytes());
     out.extend_from_slice(b"{}");
     Ok(out)
+}
+
+/// How the state of a machine of that type begins.
+fn beginning(machine_type: &str) -> Vec<u8> {
+    let mut out = HEADER.to_vec();
+    out.push(CONFIGURATION);
+    out.extend_from_slice(&(machine_type.len() as u32).to_be_bytes());
+    out.extend_from_slice(machine_type.as_bytes());
+    out
+}
+
+/// The machine type that a completed state names.
+fn machine_type_of(state: &[u8]) -> Option<&str> {
+    let configuration = state.strip_prefix(&HEADER)?.strip_prefix(&[CONFIGURATION])?;
+    let (length, rest) = configuration.split_first_chunk()?;
+    std::str::from_utf8(rest.get(..u32::from_be_bytes(*length) as usize)?).ok()
 }
 
 /// The versioned machine type of a running QEMU, e.g. `pc-q35-10.0`.

@@ -115,6 +115,11 @@ impl Qmp {
         &self.version
     }
 
+    /// How long each command may take.
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
     /// Sets how long each following [`execute`](Self::execute) may take.
     pub fn set_timeout(&mut self, timeout: Duration) {
         self.timeout = timeout;
@@ -159,19 +164,44 @@ impl Qmp {
         self.execute("human-monitor-command", json!({ "command-line": command_line }))
     }
 
-    /// Runs many commands of the human monitor and returns what each of them printed, in their order. All are asked before
-    /// the first answer is awaited: QEMU answers one after the other, but nobody waits for anybody to wake up in between.
+    /// Runs many commands of the human monitor and returns what each of them printed, in their order.
     pub fn human_all(&mut self, command_lines: &[String]) -> Result<Vec<String>, QmpError> {
-        const COMMAND: &str = "human-monitor-command";
+        let command = |line: &String| ("human-monitor-command", json!({ "command-line": line }));
+        let answers = self.execute_all(command_lines.iter().map(command))?;
+        answers
+            .into_iter()
+            .map(|answer| answer.and_then(|value| decoded("human-monitor-command", value)))
+            .collect()
+    }
+
+    /// Runs several commands and returns the answer to each, in their order. All are asked before the first answer is
+    /// awaited: QEMU answers one after the other, but nobody waits for anybody to wake up in between. A command runs
+    /// whatever came of those before it.
+    ///
+    /// # Errors
+    /// When the monitor fails. That QEMU refuses one of them is the answer to that one.
+    pub fn execute_all<'a>(
+        &mut self,
+        commands: impl IntoIterator<Item = (&'a str, Value)>,
+    ) -> Result<Vec<Result<Value, QmpError>>, QmpError> {
         let deadline = Instant::now() + self.timeout;
-        let first = self.next_id;
+        let mut asked = Vec::new();
         let mut lines = Vec::new();
-        for command_line in command_lines {
-            let arguments = json!({ "command-line": command_line });
-            lines.extend(self.message(COMMAND, arguments).1);
+        for (command, args) in commands {
+            let (id, line) = self.message(command, args);
+            asked.push((command, id));
+            lines.extend(line);
         }
-        self.send(COMMAND, &lines, None, deadline)?;
-        (first..self.next_id).map(|id| self.answer(COMMAND, id, deadline)).collect()
+        let Some((first, _)) = asked.first() else { return Ok(Vec::new()) };
+        self.send(first, &lines, None, deadline)?;
+        let mut answers = Vec::with_capacity(asked.len());
+        for (command, id) in asked {
+            match self.answer(command, id, deadline) {
+                Err(error) if !matches!(error, QmpError::CommandFailed { .. }) => return Err(error),
+                answer => answers.push(answer),
+            }
+        }
+        Ok(answers)
     }
 
     /// The next event of that name: the oldest collected one, or else the first that comes before
@@ -253,8 +283,7 @@ impl Qmp {
             match Reply::of(message, id)? {
                 Reply::Ours(Ok(value)) => {
                     tracing::trace!(command, duration_us = started.elapsed().as_micros() as u64, "answered");
-                    return serde_json::from_value(value)
-                        .map_err(|source| QmpError::Answer { command: command.to_owned(), source });
+                    return decoded(command, value);
                 }
                 Reply::Ours(Err((class, desc))) => {
                     return Err(QmpError::CommandFailed { command: command.to_owned(), class, desc });
@@ -388,6 +417,11 @@ fn remaining(deadline: Instant) -> Option<Duration> {
 
 fn timeout(waiting_for: &str) -> QmpError {
     QmpError::Timeout { waiting_for: waiting_for.to_owned(), after_ms: 0 }
+}
+
+/// An answer as what it should be.
+pub(crate) fn decoded<T: DeserializeOwned>(command: &str, value: Value) -> Result<T, QmpError> {
+    serde_json::from_value(value).map_err(|source| QmpError::Answer { command: command.to_owned(), source })
 }
 
 fn millis(duration: Duration) -> u64 {

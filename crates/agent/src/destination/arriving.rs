@@ -207,9 +207,14 @@ impl Arriving {
     }
 
     /// Loads the device state. The guest stays paused.
-    pub(crate) fn load(&mut self, state: &[u8], patience: Duration) -> Result<(), ArriveError> {
+    pub(crate) fn load(
+        &mut self,
+        state: &[u8],
+        patience: Duration,
+        meanwhile: impl FnOnce(),
+    ) -> Result<(), ArriveError> {
         let incoming = self.incoming.take().ok_or(ArriveError::Gone)?;
-        Ok(incoming.load(self.qmp()?, state, Instant::now() + patience)?)
+        Ok(incoming.load_beside(self.qmp()?, state, Instant::now() + patience, meanwhile)?)
     }
 
     /// Its monitor, for a QEMU that is not held.

@@ -82,13 +82,18 @@ impl Driver {
 
     pub(super) fn load(&mut self, state: &[u8], digest: String) {
         let began = Instant::now();
-        // From here on nothing but QEMU writes to the guest's memory.
-        if let Some(receiving) = self.receiving.take() {
-            receiving.end();
+        let receiving = self.receiving.take();
+        if let Some(receiving) = &receiving {
+            receiving.shut();
         }
+        let tidy_up = || {
+            if let Some(receiving) = receiving {
+                receiving.end();
+            }
+        };
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
-        match vm.load(state, patience) {
+        match vm.load(state, patience, tidy_up) {
             Ok(()) => self.loaded = Some((digest, began.elapsed().as_micros() as u64)),
             Err(error) => self.fail(&crate::chain(&error)),
         }

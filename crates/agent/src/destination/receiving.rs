@@ -84,6 +84,11 @@ impl Receiving {
         thread::Builder::new().name("gather".to_owned()).spawn(gather).map(drop)
     }
 
+    /// Memory is complete: from here on nothing but QEMU writes to it.
+    pub(crate) fn shut(&self) {
+        self.lock().shut();
+    }
+
     /// Ends all streams; afterwards nothing writes to the guest's memory any more.
     pub(crate) fn end(self) {
         self.lock().end_and_join();

@@ -195,3 +195,16 @@ fn a_round_that_was_cut_off_never_ends() {
     let told = bench.events.try_recv().unwrap();
     assert!(matches!(told, ReceiverEvent::RoundEnded { round: 2 }), "{told:?}");
 }
+
+/// QEMU has the memory from there on.
+#[test]
+fn after_it_was_shut_nothing_is_applied() {
+    let mut bench = bench(1);
+    bench.receiver.shut();
+    bench.send(Kind::Pages, &frame(1, 1, 0, 0, &[data(0, 1)]));
+    // It hangs up instead of an answer.
+    assert!(bench.peer.source.receive(&mut Vec::new()).is_err());
+    assert!(bench.untouched());
+    let told = bench.receiver.handle().discard_with(|ranges| ranges);
+    assert_eq!(told, []);
+}

@@ -1,6 +1,7 @@
 //! The destination's side: a QEMU that waits for a device state, and takes it.
 
 use std::io::{self, Write as _};
+use std::net::Shutdown;
 use std::os::fd::AsFd as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -8,12 +9,16 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
+use super::{beginning, machine_type, machine_type_of};
 use crate::control;
 use crate::process::log_tail;
 use crate::qmp::{Qmp, QmpError};
 
 /// What QEMU calls the descriptor from which it reads the device state.
 const DESCRIPTOR: &str = "whimbrel-device-state";
+
+/// How much of the device state is handed over at once, in bytes.
+const SEND_BUFFER_BYTES: usize = 4 << 20;
 
 /// Why a device state could not be loaded.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +61,7 @@ pub enum LoadError {
 #[derive(Debug)]
 pub struct Incoming {
     stream: UnixStream,
+    machine_type: String,
     log: Option<PathBuf>,
 }
 
@@ -69,6 +75,9 @@ impl Incoming {
     ///
     /// It is given a descriptor to read from through the monitor, because one without privileges (`-runas`) or in a
     /// chroot could not make a socket for us.
+    ///
+    /// The beginning of the state, which tells the machine type, is handed over at once: QEMU makes itself ready when the
+    /// first byte comes, and need not when the guest stands still.
     ///
     /// `log` is where QEMU's messages go; their end becomes part of errors.
     pub fn prepare(qmp: &mut Qmp, log: Option<&Path>) -> Result<Self, LoadError> {
@@ -84,6 +93,8 @@ impl Incoming {
         qmp.run("migrate-set-parameters", json!({ "announce-rounds": 0 }))?;
         let failed = |source| LoadError::Socket { log: String::new(), source };
         let (stream, theirs) = UnixStream::pair().map_err(failed)?;
+        // Room for all of a usual state, so that QEMU reads it without a break. Without privileges it is less.
+        let _ = rustix::net::sockopt::set_socket_send_buffer_size_force(&stream, SEND_BUFFER_BYTES);
         qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": DESCRIPTOR }), theirs.as_fd())?;
         let uri = format!("fd:{DESCRIPTOR}");
         let version = qmp.version();
@@ -93,8 +104,14 @@ impl Incoming {
         } else {
             json!({ "uri": uri })
         };
+        let machine_type = machine_type(qmp)?;
+        qmp.forget_events("MIGRATION");
         qmp.run("migrate-incoming", arguments)?;
-        Ok(Self { stream, log: log.map(Path::to_owned) })
+        let incoming = Self { stream, machine_type, log: log.map(Path::to_owned) };
+        incoming
+            .hand_over(&beginning(&incoming.machine_type), Instant::now() + qmp.timeout())
+            .map_err(failed)?;
+        Ok(incoming)
     }
 
     /// Hands over a completed stream and waits until QEMU has loaded it. Afterwards the guest is
@@ -103,8 +120,24 @@ impl Incoming {
     /// # Errors
     /// [`LoadError::Failed`] with QEMU's reason. That QEMU is of no more use then.
     pub fn load(self, qmp: &mut Qmp, stream: &[u8], deadline: Instant) -> Result<(), LoadError> {
-        qmp.forget_events("MIGRATION");
-        let handed = self.hand_over(stream, deadline);
+        self.load_beside(qmp, stream, deadline, || {})
+    }
+
+    /// The same, and does something else while QEMU loads.
+    pub fn load_beside(
+        self,
+        qmp: &mut Qmp,
+        stream: &[u8],
+        deadline: Instant,
+        meanwhile: impl FnOnce(),
+    ) -> Result<(), LoadError> {
+        let Some(rest) = stream.strip_prefix(&*beginning(&self.machine_type)) else {
+            let found = machine_type_of(stream).unwrap_or("no machine type");
+            let reason = format!("it is of {found}, and QEMU is a {}", self.machine_type);
+            return Err(LoadError::Failed { reason });
+        };
+        let handed = self.hand_over(rest, deadline).and_then(|()| self.stream.shutdown(Shutdown::Write));
+        meanwhile();
         match &handed {
             // QEMU hangs up as soon as it finds something wrong: its reason tells more than ours.
             Err(error) if is_hang_up(error) => {}
@@ -133,8 +166,7 @@ impl Incoming {
     fn hand_over(&self, stream: &[u8], deadline: Instant) -> io::Result<()> {
         let left = deadline.saturating_duration_since(Instant::now());
         self.stream.set_write_timeout(Some(left.max(std::time::Duration::from_millis(1))))?;
-        (&self.stream).write_all(stream)?;
-        self.stream.shutdown(std::net::Shutdown::Write)
+        (&self.stream).write_all(stream)
     }
 
     fn socket_error(&self, source: io::Error) -> LoadError {

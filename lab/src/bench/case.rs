@@ -206,9 +206,11 @@ impl Case {
     /// Whether it can be.
     pub(super) fn check(&self) -> Result<(), Error> {
         let Program::Load { fill_mib, wss_mib, .. } = self.program else { return Ok(()) };
-        if fill_mib + SYSTEM_MIB > self.memory_mib {
+        // A part of it grows with the memory: what describes its pages, and what is kept free.
+        let system_mib = SYSTEM_MIB + self.memory_mib / 20;
+        if fill_mib + system_mib > self.memory_mib {
             return Err(Error::Config(format!(
-                "a guest of {} MiB cannot fill {fill_mib}: its kernel and programs take {SYSTEM_MIB}",
+                "a guest of {} MiB cannot fill {fill_mib}: its kernel and programs take {system_mib}",
                 self.memory_mib
             )));
         }

@@ -8,7 +8,7 @@ use super::mover::{End, Moved, by_qemu, by_whimbrel, forget, runs};
 use super::program::{Disturbance, Moments, UNDISTURBED, judge};
 use super::result::{CaseResult, Measured, Run};
 use super::subject::{Subject, clear};
-use super::usage::{cpu_time, peak_bytes, processes_of, reset_peak, sent_bytes};
+use super::usage::{cpu_time, peak_bytes, processes_of, reset_peak, sent_so_far};
 use crate::agents::Agents;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -113,7 +113,7 @@ impl Bench {
         for pid in ours.iter().chain(&theirs) {
             reset_peak(*pid)?;
         }
-        let (sent, received) = (sent_bytes(&self.lab.a)?, sent_bytes(&self.lab.b)?);
+        let (sent, received) = (sent_so_far(&self.lab.a)?, sent_so_far(&self.lab.b)?);
         let (source_before, agents_before) = (cpu_time(guest.pid())?, agents_cpu()?);
         let end = match contender {
             Contender::Whimbrel(streams) => by_whimbrel(&self.lab, &self.agents, guest, streams)?,
@@ -130,14 +130,15 @@ impl Bench {
             + agents_cpu;
         let peak = |pids: &[u32]| -> Result<u64> { pids.iter().map(|pid| peak_bytes(*pid)).sum() };
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
-        let rate = |(bytes, time): (u64, Duration)| bytes as f64 / time.as_secs_f64().max(1e-6);
+        let sent_bytes = sent_so_far(&self.lab.a)? - sent;
+        let rate = |(share, time): (f64, Duration)| share * sent_bytes as f64 / time.as_secs_f64().max(1e-6);
         let measured = Measured {
             total_ms: ms(moved.total),
             start_ms: ms(moved.start),
             downtime_ms: ms(moved.downtime),
             parts: moved.parts,
-            sent_bytes: sent_bytes(&self.lab.a)? - sent,
-            received_bytes: sent_bytes(&self.lab.b)? - received,
+            sent_bytes,
+            received_bytes: sent_so_far(&self.lab.b)? - received,
             cpu_ms: ms(cpu),
             agents_cpu_ms: ms(agents_cpu),
             source_agent_peak_bytes: peak(&ours)?,

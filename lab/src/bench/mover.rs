@@ -54,8 +54,8 @@ pub(super) struct Moved {
     pub(super) parts: Option<DowntimeParts>,
     /// When the guest ran at its destination, by the host's calendar.
     pub(super) resumed: SystemTime,
-    /// Bytes sent in the first round and how long it took, where that is known.
-    pub(super) first_round: Option<(u64, Duration)>,
+    /// The first round's share of all bytes that were sent, and how long it took, where that is known.
+    pub(super) first_round: Option<(f64, Duration)>,
     /// Passes over memory, the last one included.
     pub(super) rounds: u64,
     pub(super) serial: Serial,
@@ -256,6 +256,7 @@ pub(super) fn by_whimbrel(lab: &Lab, agents: &Agents, source: &Guest, streams: O
     let part = |name: &str| micros(&report["downtime"][name]).as_secs_f64() * 1e3;
     let started = Duration::from_millis(report["started_unix_ms"].as_u64().unwrap_or(0));
     let first = &report["rounds"][0];
+    let bytes = |value: &Value| value["sent_bytes"].as_f64().unwrap_or(1.0);
     let shown: Value =
         serde_json::from_str(&run(&mut agents.command(&lab.b, &["vm", "show", VM, "--json"]))?)
             .map_err(|error| Error::Config(format!("Whimbrel does not show the guest: {error}")))?;
@@ -276,7 +277,7 @@ pub(super) fn by_whimbrel(lab: &Lab, agents: &Agents, source: &Guest, streams: O
             continue_ms: part("continue_us"),
         }),
         resumed: SystemTime::UNIX_EPOCH + started + event("running")?,
-        first_round: Some((first["sent_bytes"].as_u64().unwrap_or(0), micros(&first["duration_us"]))),
+        first_round: Some((bytes(first) / bytes(&report), micros(&first["duration_us"]))),
         rounds: report["rounds"].as_array().map_or(0, Vec::len) as u64,
         serial: Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), Some(pid)),
         destination: Destination::Process(pid),

@@ -67,7 +67,7 @@ pub struct Measured {
     pub destination_agent_peak_bytes: u64,
     /// Passes over the guest's memory.
     pub rounds: u64,
-    /// The sending rate of the first of them, where it is known, bytes per second.
+    /// The sending rate of the first of them, with all headers, where it is known, bytes per second.
     pub first_round_bytes_per_s: Option<f64>,
 }
 

@@ -90,7 +90,7 @@ pub fn suites() -> Vec<Suite> {
     }
 
     let mut sizes = Vec::new();
-    for (memory, fill) in [(256, 128), (512, 384), (1024, 896), (2048, 1920), (4096, 3968), (8192, 8064)] {
+    for (memory, fill) in [(256, 128), (512, 320), (1024, 800), (2048, 1750), (4096, 3700), (8192, 7600)] {
         sizes.push((idle(&format!("size-{memory}")).sized(memory, fill), vec![OURS, MULTIFD_2]));
     }
     for wss in [8, 32, 128] {

@@ -50,14 +50,24 @@ pub(super) fn peak_bytes(pid: u32) -> Result<u64> {
     kib.map(|kib| kib << 10).ok_or_else(|| Error::Config(format!("{path} tells no peak of memory")))
 }
 
-/// Bytes that a host has sent over the migration link so far.
-pub(super) fn sent_bytes(host: &Host) -> Result<u64> {
-    let text = host.run(&["ip", "-json", "-stats", "link", "show", "dev", MIGRATION_LINK])?;
-    let told: Value =
-        serde_json::from_str(&text).map_err(std::io::Error::from).context(|| "cannot read `ip`")?;
-    told[0]["stats64"]["tx"]["bytes"]
-        .as_u64()
-        .ok_or_else(|| Error::Config(format!("`ip` tells no bytes: {text}")))
+/// Bytes that a host has sent over the migration link so far, with all headers. Where the link has a limit, these are
+/// those that the limit counts: the device itself counts one header for a large segment, which the limit cuts into many.
+pub(super) fn sent_so_far(host: &Host) -> Result<u64> {
+    let told = |command: &[&str]| -> Result<Value> {
+        let text = host.run(command)?;
+        serde_json::from_str(&text)
+            .map_err(std::io::Error::from)
+            .context(|| format!("cannot read `{}`", command[0]))
+    };
+    let queues = told(&["tc", "-json", "-stats", "qdisc", "show", "dev", MIGRATION_LINK])?;
+    let limited = queues.as_array().into_iter().flatten().find(|queue| queue["kind"] == "tbf");
+    let bytes = match limited {
+        Some(queue) => queue["bytes"].as_u64(),
+        None => told(&["ip", "-json", "-stats", "link", "show", "dev", MIGRATION_LINK])?[0]["stats64"]["tx"]
+            ["bytes"]
+            .as_u64(),
+    };
+    bytes.ok_or_else(|| Error::Config("neither `tc` nor `ip` tells how much was sent".to_owned()))
 }
 
 #[cfg(test)]

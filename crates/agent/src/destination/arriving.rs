@@ -206,7 +206,7 @@ impl Arriving {
         });
     }
 
-    /// Loads the device state. The guest stays paused.
+    /// Loads the device state, and does `meanwhile` while QEMU is at it. The guest stays paused.
     pub(crate) fn load(
         &mut self,
         state: &[u8],

@@ -86,6 +86,7 @@ impl Driver {
         if let Some(receiving) = &receiving {
             receiving.shut();
         }
+        // To join its threads takes time, which QEMU needs for loading anyway.
         let tidy_up = || {
             if let Some(receiving) = receiving {
                 receiving.end();

@@ -8,7 +8,7 @@ mod common;
 mod harness;
 
 use std::hint::black_box;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use common::{Victim, injector};
 use harness::{Amount, Benches};
@@ -50,10 +50,7 @@ fn scans(benches: &mut Benches) {
                     move || {
                         let _keep = &victim;
                         memory.write_runs(&written, &bytes).unwrap();
-                        dirty.clear();
-                        let started = Instant::now();
-                        tracker.take_dirty(range, &mut dirty).unwrap();
-                        let time = started.elapsed();
+                        let time = time_of_scan(&mut tracker, range, &mut dirty);
                         let pages = dirty.iter().map(AddressRange::len).sum::<u64>() / PAGE_SIZE;
                         assert_eq!(pages, written.len() as u64, "what was written was found");
                         time
@@ -82,14 +79,18 @@ fn scan_of_a_large_range(benches: &mut Benches) {
         move || {
             let _keep = &victim;
             memory.write_runs(&written, &bytes).unwrap();
-            dirty.clear();
-            let started = Instant::now();
-            tracker.take_dirty(range, &mut dirty).unwrap();
-            let time = started.elapsed();
+            let time = time_of_scan(&mut tracker, range, &mut dirty);
             assert_eq!(dirty.len(), written.len(), "what was written was found");
             time
         }
     });
+}
+
+fn time_of_scan(tracker: &mut WriteTracker, range: AddressRange, dirty: &mut Vec<AddressRange>) -> Duration {
+    dirty.clear();
+    let started = Instant::now();
+    tracker.take_dirty(range, dirty).unwrap();
+    started.elapsed()
 }
 
 fn reads(benches: &mut Benches) {

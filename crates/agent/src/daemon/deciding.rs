@@ -67,10 +67,11 @@ impl Daemon {
         if !heard {
             return;
         }
+        let before = self.status_of(before);
         self.settled(id, |status| {
-            // Asked, and told that the other side has it: that is all that can be had.
-            let refused = status.state == "committed"
-                && self.record(id).is_ok_and(|now| now.updated_unix_ms > before.updated_unix_ms);
+            // Asked, and told that the other side has it: that is all that can be had. State and time are of one
+            // reading: of two, one may be from before the decision and the other from the midst of it.
+            let refused = status.state == "committed" && status.updated != before.updated;
             status.standing.is_over() || refused
         });
     }

@@ -8,7 +8,9 @@ mod common;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use common::{Accel, Cluster, DEADLINE, Device, Disk, Environment, GuestSpec, Load, QemuVersion, Ram, Setup};
+use common::{
+    Accel, Cluster, DEADLINE, Device, Disk, Environment, GuestSpec, Load, QemuVersion, Ram, Setup, until,
+};
 use lab::{Direction, Net, disk, not_tried};
 
 /// A guest that writes while it is moved.
@@ -39,7 +41,27 @@ fn there_and_back(version: QemuVersion, ram: Ram, moves: usize) {
         came_as = kind;
         cluster.guest_is_whole(to, "vm1");
         assert!(cluster.agent(from).vm("vm1").is_none(), "it is on one side only");
+        // A guest that has come and gone has left nothing open: no memory of it, no process.
+        for host in hosts {
+            let held = || held_of_others(cluster.agent(host).pid());
+            until(&format!("{host} holds nothing of a QEMU that is gone: {:?}", held()), || {
+                held().is_empty()
+            });
+        }
     }
+}
+
+/// Descriptors of a process for processes and memory of others that have ended, or were not let go.
+fn held_of_others(pid: u32) -> Vec<String> {
+    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+    let held = |entry: std::fs::DirEntry| {
+        let target = std::fs::read_link(entry.path()).ok()?.to_string_lossy().into_owned();
+        let info =
+            std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", entry.file_name().to_str()?)).ok()?;
+        let of_ended = info.lines().any(|line| line == "Pid:\t-1");
+        (of_ended || target.starts_with("/memfd:")).then_some(target)
+    };
+    descriptors.filter_map(held).collect()
 }
 
 #[test]

@@ -54,7 +54,7 @@ fn main() {
         let destination = Victim::start("memfd", bytes);
         let writers = open_destination(&destination.process, &destination.regions()).unwrap();
         let ram = open_source(&source.process, &source.regions()).unwrap();
-        let mut receiver = Receiver::new(writers, streams, |_| {});
+        let mut receiver = Receiver::new(writers, streams, |_, _| {});
         receiver.begin(Generation(1));
         let (near, far) = connections(tls, streams);
         for (stream, far) in (0..).zip(far) {

@@ -27,7 +27,7 @@ use proto::frame::Kind;
 use proto::limits::CHUNK_BYTES;
 use proto::pages::{BadPages, Content, PagesHeader, Run, decode_round_end, encode_ack};
 
-use crate::background::give_way;
+use crate::background::GivesWay;
 use crate::lock;
 use crate::ram::{BlockWriter, RamError};
 use crate::send::stream_of;
@@ -187,7 +187,7 @@ impl fmt::Debug for Worker {
 struct Shared {
     ram: DestinationRam,
     streams: u16,
-    observer: Box<dyn Fn(ReceiverEvent) + Send + Sync>,
+    observer: Box<Observer>,
     /// Held for reading while a frame is applied.
     gate: RwLock<Gate>,
     rounds: Mutex<Rounds>,
@@ -195,6 +195,9 @@ struct Shared {
     ending: AtomicBool,
     pages: AtomicU64,
 }
+
+/// Is told what happens, and lent the handle: one that kept it would keep the receiver, which keeps him.
+type Observer = dyn Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync;
 
 /// Whether anything may be done to the guest's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -218,7 +221,7 @@ impl Receiver {
     pub fn new(
         ram: DestinationRam,
         streams: u16,
-        observer: impl Fn(ReceiverEvent) + Send + Sync + 'static,
+        observer: impl Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync + 'static,
     ) -> Self {
         let rounds = Rounds { newest: 0, ended: vec![0; streams.into()], complete: 0 };
         let shared = Shared {
@@ -275,11 +278,12 @@ impl Receiver {
             acked: 0,
             bytes_since_ack: 0,
             written: Vec::new(),
+            gives_way: None,
         };
         let thread = thread::Builder::new()
             .name(format!("apply-{stream}"))
             .spawn(move || {
-                give_way();
+                worker.gives_way = Some(GivesWay::begin());
                 let cause = worker.run();
                 worker.guard.broken(cause);
             })
@@ -310,14 +314,14 @@ impl Receiver {
         lock(&self.shared.rounds).complete
     }
 
+    /// For other threads. It keeps what there is of the guest's memory open.
+    pub fn handle(&self) -> ReceiverHandle {
+        ReceiverHandle(Arc::clone(&self.shared))
+    }
+
     /// Pages applied so far, of whatever content.
     pub fn applied_pages(&self) -> u64 {
         self.shared.pages.load(Ordering::Relaxed)
-    }
-
-    /// For the observer and other threads.
-    pub fn handle(&self) -> ReceiverHandle {
-        ReceiverHandle(Arc::clone(&self.shared))
     }
 }
 
@@ -327,7 +331,7 @@ impl Drop for Receiver {
     }
 }
 
-/// A view of a [`Receiver`] from other threads, its observer too.
+/// A view of a [`Receiver`] for its observer.
 #[derive(Clone, Debug)]
 pub struct ReceiverHandle(Arc<Shared>);
 
@@ -346,6 +350,12 @@ impl ReceiverHandle {
             writer.take_discardable().into_iter().map(move |bytes| Discardable { block, bytes })
         });
         discard(found.collect())
+    }
+}
+
+impl Shared {
+    fn tell(self: &Arc<Self>, event: ReceiverEvent) {
+        (self.observer)(event, &ReceiverHandle(Arc::clone(self)));
     }
 }
 
@@ -369,7 +379,7 @@ impl Guard {
         self.hang_up.hang_up();
         if !self.shared.ending.load(Ordering::Acquire) {
             let (generation, stream) = (self.generation, self.stream);
-            (self.shared.observer)(ReceiverEvent::Broken { generation, stream, cause });
+            self.shared.tell(ReceiverEvent::Broken { generation, stream, cause });
         }
     }
 }
@@ -395,6 +405,8 @@ struct StreamWorker {
     bytes_since_ack: u64,
     /// Where the data of a frame goes. Reused.
     written: Vec<Range<u64>>,
+    /// In the first round, which is the long one. Whether the guest stands still in a later one is not known here.
+    gives_way: Option<GivesWay>,
 }
 
 impl StreamWorker {
@@ -487,7 +499,7 @@ impl StreamWorker {
         rounds.complete = complete.max(rounds.complete);
         drop(rounds);
         if news {
-            (self.guard.shared.observer)(ReceiverEvent::RoundEnded { round: complete });
+            self.guard.shared.tell(ReceiverEvent::RoundEnded { round: complete });
         }
         Ok(())
     }
@@ -500,6 +512,11 @@ impl StreamWorker {
         }
         if round < self.round || round == 0 {
             return Err(ReceiveError::WrongRound { at_least: self.round.max(1), found: round });
+        }
+        if round > 1
+            && let Some(mut gives_way) = self.gives_way.take()
+        {
+            gives_way.end();
         }
         if round > self.round {
             self.round = round;

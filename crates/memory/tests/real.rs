@@ -51,7 +51,7 @@ impl Move {
         let log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
         let ram = open_source(&source.process, &regions).unwrap();
         let writers = open_destination(&destination.process, &destination.regions()).unwrap();
-        let receiver = Receiver::new(writers, STREAMS, |_| {});
+        let receiver = Receiver::new(writers, STREAMS, |_, _| {});
         let generation = Generation(0);
         let owed = Owed::everything(regions.iter().map(|region| region.bytes));
         (Self { source, destination, ram, log, receiver, generation, tls, cuts: Vec::new() }, owed)

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{DataStream, DestinationRam, Discardable, Receiver, ReceiverEvent, ReceiverHandle};
+use ::memory::{DataStream, Discardable, Receiver, ReceiverEvent, ReceiverHandle};
 use proto::{Generation, MigrationId};
 use tracee::{AddressRange, Injector, Process};
 use tracing::{debug, info, warn};
@@ -34,15 +34,8 @@ impl Receiving {
         let ram = crate::ram::destination(&vm.process, &vm.blocks)?;
         let giver = Giver::new(context, vm)?;
         let notices = mailbox.clone();
-        let handle: Arc<Mutex<Option<ReceiverHandle>>> = Arc::default();
-        let own_handle = Arc::clone(&handle);
-        let observer = move |event| match event {
-            ReceiverEvent::RoundEnded { round } => {
-                let handle = own_handle.lock().unwrap_or_else(PoisonError::into_inner).clone();
-                if let Some(handle) = handle {
-                    giver.give_back(round, &handle);
-                }
-            }
+        let observer = move |event, handle: &ReceiverHandle| match event {
+            ReceiverEvent::RoundEnded { round } => giver.give_back(round, handle),
             ReceiverEvent::Broken { generation, stream, cause } => {
                 if cause.is_connection() {
                     debug!(stream, %cause, "a data stream ended");
@@ -52,9 +45,7 @@ impl Receiving {
                 }
             }
         };
-        let receiver = receiver(ram, streams, observer);
-        *handle.lock().unwrap_or_else(PoisonError::into_inner) = Some(receiver.handle());
-        let receiver = Arc::new(Mutex::new(receiver));
+        let receiver = Arc::new(Mutex::new(Receiver::new(ram, streams, observer)));
         Ok(Self { receiver, context: Arc::clone(context), migration, streams, mailbox })
     }
 
@@ -97,14 +88,6 @@ impl Receiving {
     fn lock(&self) -> std::sync::MutexGuard<'_, Receiver> {
         self.receiver.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-fn receiver(
-    ram: DestinationRam,
-    streams: u16,
-    observer: impl Fn(ReceiverEvent) + Send + Sync + 'static,
-) -> Receiver {
-    Receiver::new(ram, streams, observer)
 }
 
 /// Gives memory back that was zeroed: anonymous memory only QEMU itself can give back, by an injected call. Long rounds

@@ -156,7 +156,7 @@ struct Rounds {
 impl Rounds {
     fn new(frames: Vec<Vec<u8>>, ram: DestinationRam) -> Self {
         let (tell, ended) = mpsc::channel();
-        let mut receiver = Receiver::new(ram, 1, move |event| {
+        let mut receiver = Receiver::new(ram, 1, move |event, _| {
             if let ReceiverEvent::RoundEnded { .. } = event {
                 tell.send(()).unwrap();
             }

@@ -9,7 +9,7 @@ use link::LinkError;
 use proto::frame::{HEADER_BYTES, Kind};
 use proto::pages::{PagesHeader, ROUND_END_BYTES, decode_ack, encode_round_end};
 
-use crate::background::give_way;
+use crate::background::GivesWay;
 use crate::chunk::Contents;
 use crate::dirty::DirtyBitmap;
 use crate::lock;
@@ -160,10 +160,14 @@ impl Shared {
 
     /// A worker's life: one share of each round that is given to the workers.
     pub(super) fn work(&self, stream: u16) {
-        give_way();
+        let mut gives_way = GivesWay::begin();
         let _guard = DeathGuard { shared: self, stream };
         let mut done = 0;
         while let Some(plan) = self.next_work(done) {
+            // The guest stands still.
+            if plan.deadline.is_some() {
+                gives_way.end();
+            }
             self.send_share(stream, &plan);
             done = plan.round;
         }

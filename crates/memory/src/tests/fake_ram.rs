@@ -1,7 +1,8 @@
 //! Guest RAM in vectors.
 //!
 //! Each page has contents (none: a hole) and an entry in the page table, which is what the kernel keeps its marks in:
-//! an entry that is dropped takes its mark along. `FakeLog` finds written pages as the real one does, in two passes.
+//! an entry that is dropped takes its mark along. `FakeLog` asks as the real one does, for what is
+//! written or absent.
 
 use std::io;
 use std::ops::Range;
@@ -74,7 +75,7 @@ impl FakeRam {
     }
 
     pub(super) fn log(&self) -> FakeLog {
-        FakeLog { ram: self.clone(), passes: 2 }
+        FakeLog { ram: self.clone(), asks_for_absent: true }
     }
 
     pub(super) fn everything(&self) -> Owed {
@@ -243,8 +244,8 @@ impl BlockWriter for Arc<FakeBlock> {
 /// The kernel's marks of a [`FakeRam`].
 pub(super) struct FakeLog {
     ram: FakeRam,
-    /// Two are right; one forgets the pages without an entry.
-    pub(super) passes: u8,
+    /// Otherwise pages without an entry are forgotten, and what was in them before.
+    pub(super) asks_for_absent: bool,
 }
 
 impl DirtyLog for FakeLog {
@@ -255,7 +256,7 @@ impl DirtyLog for FakeLog {
                 let mut page = lock(page);
                 page.entry = match page.entry {
                     Entry::Present { written: true } => Entry::Present { written: false },
-                    Entry::None if self.passes > 1 => Entry::Marker,
+                    Entry::None if self.asks_for_absent => Entry::Marker,
                     _ => continue,
                 };
                 into.set(index..index + 1);

@@ -25,7 +25,7 @@ struct Bench {
 fn bench(generation: u64) -> Bench {
     let ram = FakeRam::new(&[CHUNK_PAGES + 3, 1]);
     let (tell, events) = mpsc::channel();
-    let mut receiver = Receiver::new(ram.writers(), 2, move |event| tell.send(event).unwrap());
+    let mut receiver = Receiver::new(ram.writers(), 2, move |event, _| tell.send(event).unwrap());
     receiver.begin(Generation(generation));
     let (near, far) = UnixStream::pair().unwrap();
     receiver.attach(Generation(generation), 0, end(far, WHOLE)).unwrap();

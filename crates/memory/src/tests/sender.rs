@@ -35,7 +35,7 @@ fn memory_that_cannot_be_read_ends_the_round_and_its_pages_stay_owed() {
         (0..pages).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
         *lock(&ram.0[0].unreadable) = Some(pages - 2);
         let destination = FakeRam::new(&[pages]);
-        let mut receiver = Receiver::new(destination.writers(), 2, |_| {});
+        let mut receiver = Receiver::new(destination.writers(), 2, |_, _| {});
         receiver.begin(Generation(1));
         let (sender, far) = sender(&ram, 2);
         for (stream, far) in (0..).zip(far) {
@@ -259,7 +259,7 @@ fn nothing_of_an_old_generation_is_applied_after_the_new_one_has_begun() {
             may_go_on.recv().unwrap();
         }
     }));
-    let mut receiver = Receiver::new(destination.writers(), 1, |_| {});
+    let mut receiver = Receiver::new(destination.writers(), 1, |_, _| {});
     receiver.begin(Generation(1));
     let (near, far) = connection(WHOLE, WHOLE);
     receiver.attach(Generation(1), 0, far).unwrap();
@@ -306,7 +306,7 @@ fn a_round_has_ended_there_before_it_has_ended_here() {
     let told = Arc::new(std::sync::Mutex::new(Vec::new()));
     let mut receiver = Receiver::new(destination.writers(), 3, {
         let told = Arc::clone(&told);
-        move |event| {
+        move |event, _| {
             if let ReceiverEvent::RoundEnded { round } = event {
                 lock(&told).push(round);
             }

@@ -159,6 +159,9 @@ pub struct Downtime {
     pub stop_us: u64,
     /// The last round, in microseconds.
     pub last_pages_us: u64,
+    /// The part of it in which dirty pages were looked for, twice, in microseconds.
+    #[serde(default)]
+    pub last_scans_us: u64,
     /// Comparing all of memory, where it was asked for, in microseconds.
     pub verify_us: u64,
     /// Bringing the device state to the other side, in microseconds; saving it runs beside the last round.
@@ -180,6 +183,9 @@ pub struct Measured {
     pub stop_us: u64,
     /// Source: from the scan until the last page was acknowledged.
     pub last_pages_us: u64,
+    /// Source: both scans of the stopped guest.
+    #[serde(default)]
+    pub last_scans_us: u64,
     /// Source: saving the device state, beside the last pages.
     #[serde(default)]
     pub save_us: u64,
@@ -201,6 +207,7 @@ impl Downtime {
             total_us,
             stop_us,
             last_pages_us,
+            last_scans_us,
             verify_us,
             save_to_ready_us,
             load_us,
@@ -215,6 +222,7 @@ impl Downtime {
             total_us: total_us.max(explained),
             stop_us,
             last_pages_us,
+            last_scans_us,
             verify_us,
             device_state_us: save_to_ready_us - load_us,
             load_us,
@@ -278,6 +286,12 @@ impl Report {
             findings: Vec::new(),
             events: Vec::new(),
         }
+    }
+
+    /// The migration was asked for before its report could be begun: all times count from then on.
+    pub(crate) fn requested_at(&mut self, unix_ms: u64) {
+        self.started_unix_ms = unix_ms;
+        self.started = rfc3339(unix_ms);
     }
 
     /// Notes what happened.

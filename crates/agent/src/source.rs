@@ -19,6 +19,7 @@ use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use engine::handover::Terms;
 use engine::handover::source::{SourceEvent, SourceReport, SourceState};
@@ -92,9 +93,16 @@ pub(crate) struct Controls {
     pub(crate) rate: Arc<link::RateLimit>,
     /// The report as far as it is written.
     pub(crate) report: Mutex<Report>,
+    /// When a user asked for it; of a migration that another agent began, when this one found it.
+    pub(crate) requested: Instant,
 }
 
 impl Controls {
+    pub(crate) fn new(aims: Aims, report: Report, requested: Instant) -> Self {
+        let rate = Arc::new(link::RateLimit::new(aims.bandwidth_bytes_per_s));
+        Self { aims: Mutex::new(aims), rate, report: Mutex::new(report), requested }
+    }
+
     pub(crate) fn aims(&self) -> Aims {
         self.aims.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -211,6 +219,7 @@ impl Driver {
         let ram_bytes = controls.report(|report| report.ram_blocks.iter().map(|block| block.bytes).sum());
         publisher.update(|progress| progress.ram_bytes = ram_bytes);
         let cpu = (state == SourceState::Idle).then(CpuTime::start);
+        let telemetry = Telemetry::new(publisher, controls.requested);
         Self {
             context,
             terms,
@@ -218,7 +227,7 @@ impl Driver {
             vm,
             inbox,
             controls,
-            telemetry: Telemetry::new(publisher),
+            telemetry,
             generation: Generation(1),
             control: None,
             parting: None,

@@ -1,6 +1,6 @@
 //! Setting a driver to work on a migration that a user asks for, and what such a request has to pass.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::api::{Kind, Problem};
 use crate::journal::{Durability, JournalError, VmRecord};
 use crate::preflight;
 use crate::progress::Publisher;
-use crate::report::Report;
+use crate::report::{Report, unix_ms_now};
 use crate::source::{self, Aims, Controls};
 use crate::{owners, vms};
 
@@ -65,6 +65,7 @@ impl Daemon {
 
     /// Begins a migration; its driver goes on by itself.
     pub(super) fn begin(self: &Arc<Self>, request: &MigrateRequest) -> Result<MigrationStatus, Problem> {
+        let (requested, requested_unix_ms) = (Instant::now(), unix_ms_now());
         self.reachable(request)?;
         self.let_the_last_one_end(&request.vm)?;
         let _alone = self.context.names.alone(&request.vm);
@@ -98,17 +99,14 @@ impl Daemon {
             terms.destination.clone(),
             aims.objective(),
         );
+        report.requested_at(requested_unix_ms);
         report.findings = offer.findings;
         report.source.qemu_version = Some(offer.qemu_version);
         report.source.ram_kind = Some(offer.ram_kind);
         report.ram_blocks.clone_from(&proposal.ram);
         let mut vm = offer.vm;
         report.run_state_before = vm.run_state().unwrap_or_default();
-        let controls = Arc::new(Controls {
-            rate: Arc::new(link::RateLimit::new(aims.bandwidth_bytes_per_s)),
-            aims: Mutex::new(aims),
-            report: Mutex::new(report),
-        });
+        let controls = Arc::new(Controls::new(aims, report, requested));
         let id = terms.migration.clone();
         self.set_out(terms, vm, proposal, controls)?;
         self.status(&id)

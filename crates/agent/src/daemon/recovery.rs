@@ -1,8 +1,8 @@
 //! Taking up what an agent before this one left: every migration that the journal has open gets a driver, which learns
 //! first of all what is there.
 
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use engine::handover::Found;
 use engine::handover::destination::DestinationState;
@@ -127,11 +127,7 @@ impl Daemon {
             let objective: Objective = aims.objective();
             Report::begin(terms.migration.clone(), terms.source.clone(), terms.destination.clone(), objective)
         });
-        Controls {
-            rate: Arc::new(link::RateLimit::new(None)),
-            aims: Mutex::new(aims),
-            report: Mutex::new(report),
-        }
+        Controls::new(aims, report, Instant::now())
     }
 }
 

@@ -1,6 +1,7 @@
 //! The daemon without listeners of its own: who may come, what is answered, what is taken up.
 
 use std::net::SocketAddr;
+use std::time::Instant;
 
 use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
@@ -41,11 +42,7 @@ fn controls(daemon: &Daemon) -> Arc<Controls> {
     let request = serde_json::from_value(serde_json::json!({ "vm": "web", "to": "b" })).unwrap();
     let aims = Aims::new(&request, &daemon.context.config.limits);
     let report = Report::begin(id(1), host("a"), host("b"), aims.objective());
-    Arc::new(Controls {
-        aims: Mutex::new(aims),
-        rate: Arc::new(link::RateLimit::new(None)),
-        report: Mutex::new(report),
-    })
+    Arc::new(Controls::new(aims, report, Instant::now()))
 }
 
 fn driven() -> Driven {

@@ -18,6 +18,7 @@ const SAMPLE: Duration = Duration::from_millis(200);
 #[derive(Debug)]
 pub(crate) struct Telemetry {
     publisher: Publisher,
+    /// When the migration was asked for.
     begun: Instant,
     connections: Arc<Mutex<Vec<Handle>>>,
     /// Dropping it ends the sampling thread.
@@ -25,8 +26,8 @@ pub(crate) struct Telemetry {
 }
 
 impl Telemetry {
-    pub(crate) fn new(publisher: Publisher) -> Self {
-        Self { publisher, begun: Instant::now(), connections: Arc::default(), sampler: Mutex::default() }
+    pub(crate) fn new(publisher: Publisher, begun: Instant) -> Self {
+        Self { publisher, begun, connections: Arc::default(), sampler: Mutex::default() }
     }
 
     /// Since the migration was asked for, in microseconds.

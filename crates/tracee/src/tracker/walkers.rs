@@ -18,9 +18,18 @@ const CUT_BYTES: u64 = 1 << 30;
 /// More threads than this are in each other's way.
 const MOST_PARTS: u64 = 16;
 
-/// The page table once more for each thread but the first.
+/// The threads of a walk.
 #[derive(Debug, Default)]
-pub(super) struct Walkers(Vec<Pagemap>);
+pub(super) struct Walkers {
+    /// The page table once more for each thread but the first.
+    pagemaps: Vec<Pagemap>,
+    /// How many threads can run at the same time: asked once, because to find out takes reading files.
+    processors: Option<u64>,
+}
+
+fn processors() -> u64 {
+    thread::available_parallelism().map_or(1, NonZero::get) as u64
+}
 
 impl Walkers {
     /// Has `each` walk over all parts of the range, and returns what it returned, in no order. What the system gives no
@@ -31,12 +40,15 @@ impl Walkers {
         range: AddressRange,
         each: impl Fn(&mut Pagemap, AddressRange) -> T + Sync,
     ) -> Vec<T> {
-        let processors = thread::available_parallelism().map_or(1, NonZero::get) as u64;
+        if range.len() < 2 * PART_BYTES {
+            return vec![each(own, range)];
+        }
+        let processors = *self.processors.get_or_insert_with(processors);
         let mut parts = parts(range, processors.min(MOST_PARTS)).into_iter();
-        while self.0.len() + 1 < parts.len()
+        while self.pagemaps.len() + 1 < parts.len()
             && let Ok(pagemap) = own.try_clone()
         {
-            self.0.push(pagemap);
+            self.pagemaps.push(pagemap);
         }
         let first = parts.next();
         let each = &each;
@@ -45,7 +57,7 @@ impl Walkers {
                 let walk = move || each(pagemap, part);
                 thread::Builder::new().name("scan".to_owned()).spawn_scoped(scope, walk).map_err(|_| part)
             };
-            let started: Vec<_> = self.0.iter_mut().zip(&mut parts).map(start).collect();
+            let started: Vec<_> = self.pagemaps.iter_mut().zip(&mut parts).map(start).collect();
             let mut walked: Vec<T> = first.into_iter().chain(parts).map(|part| each(own, part)).collect();
             for thread in started {
                 walked.push(match thread {

@@ -42,11 +42,7 @@ fn driver_of(
     world.journalled(&terms, State::Source(state.clone()));
     let objective = aims().objective();
     let report = Report::begin(terms.migration.clone(), host("a"), host("b"), objective);
-    let controls = Arc::new(Controls {
-        aims: Mutex::new(aims()),
-        rate: Arc::new(link::RateLimit::new(None)),
-        report: Mutex::new(report),
-    });
+    let controls = Arc::new(Controls::new(aims(), report, Instant::now()));
     let vm = qemu.map(|qemu| SourceVm::find(&world.context, &qemu.record()).unwrap());
     let inbox = Inbox::new();
     let mailbox = inbox.mailbox();

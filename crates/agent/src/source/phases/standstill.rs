@@ -17,7 +17,10 @@ use crate::source::{Driver, VmError, memory};
 
 /// A round of a guest that stands still.
 struct StoppedRound {
-    sent: Sent,
+    sender: Sender,
+    owed: Owed,
+    /// None where there was nothing to send.
+    sent: Option<RoundStats>,
     dirty_pages: u64,
     scan_us: u64,
 }
@@ -38,12 +41,11 @@ fn stopped_round(
     let cleared = owed.clear_marks(log).map_err(RoundFailed::Scan)?;
     let (dirty_pages, scan_us) = (cleared.pages(), cleared.scan().duration_us);
     if dirty_pages == 0 {
-        let owed = cleared.give_up();
-        let stats = RoundStats { round: owed.round() + 1, ..RoundStats::default() };
-        return Ok(StoppedRound { sent: Sent { sender, owed, stats }, dirty_pages, scan_us });
+        return Ok(StoppedRound { sender, owed: cleared.give_up(), sent: None, dirty_pages, scan_us });
     }
     let sent = sender.send_round_by(cleared.stopped_before(), acknowledged_by).map_err(RoundFailed::Link)?;
-    Ok(StoppedRound { sent, dirty_pages, scan_us })
+    let Sent { sender, owed, stats } = sent;
+    Ok(StoppedRound { sender, owed, sent: Some(stats), dirty_pages, scan_us })
 }
 
 /// Does both at the same time, `there` in a thread of its own. Where the system gives none, `there` comes first: a guest
@@ -97,7 +99,7 @@ impl Driver {
             vm.save_devices().map(|state| (state, began.elapsed()))
         };
         let (round, saved) = beside(round, save);
-        let sent = self.last_round(round)?;
+        let (sender, owed) = self.last_round(round)?;
         let (state, saving) = saved
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
             .map_err(|error| match error {
@@ -105,8 +107,8 @@ impl Driver {
                 _ => Failure::local("cannot save the device state", &error),
             })?;
         self.clock.measured.save_us = saving.as_micros() as u64;
-        let round = stopped_round(sent.sender, sent.owed, tracked.log(), self.standstill_ends());
-        let sender = self.last_round(round)?.sender;
+        let round = stopped_round(sender, owed, tracked.log(), self.standstill_ends());
+        let (sender, _) = self.last_round(round)?;
         self.inbox.interrupts(None);
         self.telemetry.follow(None);
         self.take_notices()?;
@@ -129,7 +131,7 @@ impl Driver {
     }
 
     /// What became of a round of the stopped guest, for the report.
-    fn last_round(&mut self, round: Result<StoppedRound, RoundFailed>) -> Result<Sent, Failure> {
+    fn last_round(&mut self, round: Result<StoppedRound, RoundFailed>) -> Result<(Sender, Owed), Failure> {
         let round = match round {
             Ok(round) => round,
             Err(RoundFailed::Scan(failed)) => {
@@ -137,12 +139,15 @@ impl Driver {
             }
             Err(RoundFailed::Link(interrupted)) => return Err(self.lost_while_stopped(&interrupted.cause)),
         };
-        let StoppedRound { sent, dirty_pages, scan_us } = round;
-        self.controls.report(|report| {
-            let round = memory::round_report(&sent.stats);
-            report.rounds.push(Round { stopped: true, dirty_pages, scan_us, ..round });
-        });
-        Ok(sent)
+        let StoppedRound { sender, owed, sent, dirty_pages, scan_us } = round;
+        self.clock.measured.last_scans_us += scan_us;
+        if let Some(stats) = sent {
+            self.controls.report(|report| {
+                let round = memory::round_report(&stats);
+                report.rounds.push(Round { stopped: true, dirty_pages, scan_us, ..round });
+            });
+        }
+        Ok((sender, owed))
     }
 
     /// The guest stands still: waiting for the link would make it wait too, so the migration ends.

@@ -31,6 +31,8 @@ pub fn bars(results: &Results) -> Vec<Bar> {
             ]
         }));
     }
+    bars.extend(case("busy").into_iter().map(|result| no_longer(result, Quantity::Brownout, "brownout")));
+    bars.extend(["idle", "size-8192"].into_iter().filter_map(case).map(scans));
     bars.extend(case("idle-tls").into_iter().flat_map(|result| {
         [ratio(result, Quantity::Total, "total", 0.5), ratio(result, Quantity::Cpu, "CPU", 0.6)]
     }));
@@ -109,6 +111,19 @@ fn link(result: &CaseResult) -> [Option<Bar>; 2] {
         held: time.median <= 1.03,
     });
     [used, time]
+}
+
+/// The scans of a guest that stands still.
+fn scans(result: &CaseResult) -> Option<Bar> {
+    let gib = result.case.memory_mib as f64 / 1024.0;
+    // There are two of them.
+    let found = Spread::of(measured(result).filter_map(|m| Some(m.last_scans_ms? / 2.0 / gib)))?.median;
+    Some(Bar {
+        what: format!("{}: a scan for dirty pages, to a GiB of memory", result.case.name),
+        wanted: "≤ 3 ms".to_owned(),
+        found: format!("{found:.2} ms"),
+        held: found <= 3.0,
+    })
 }
 
 /// The guest's program loses no more than under QEMU's own.

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::case::{Case, Contender};
-use super::mover::{End, Moved, by_qemu, by_whimbrel, forget, runs};
+use super::mover::{End, Moved, Stage, adopt, by_qemu, by_whimbrel, forget, runs};
 use super::program::{Disturbance, Moments, UNDISTURBED, judge};
-use super::result::{CaseResult, Measured, Run};
+use super::result::{CaseResult, Measured, Provenance, Run};
 use super::subject::{Subject, clear};
-use super::usage::{cpu_time, peak_bytes, processes_of, reset_peak, sent_so_far};
+use super::usage::{Meter, peak_bytes, processes_of, reset_peak, sent_so_far};
 use crate::agents::Agents;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
@@ -59,9 +59,12 @@ impl Bench {
 
     /// Has all contenders move the guest so many times, after a warm-up; `say` is told what was measured.
     pub fn run(&self, contenders: &[Contender], turns: u32, mut say: impl FnMut(&Run)) -> Result<CaseResult> {
-        let mut result = CaseResult { case: self.case.clone(), runs: Vec::new() };
+        let made = Provenance::now(&self.environment, self.case.qemu)?;
+        let mut result = CaseResult { case: self.case.clone(), made: Some(made), runs: Vec::new() };
         for turn in 0..=turns {
-            for &contender in contenders {
+            // Each goes first in its turn.
+            let first = turn as usize % contenders.len().max(1);
+            for &contender in contenders[first..].iter().chain(&contenders[..first]) {
                 let run = self.measure(contender, turn)?;
                 say(&run);
                 if turn > 0 {
@@ -108,26 +111,30 @@ impl Bench {
         let agents = [&self.lab.a, &self.lab.b].map(|host| processes_of(host, runs(&self.whimbrel)));
         let [ours, theirs] = agents;
         let (ours, theirs) = (ours?, theirs?);
-        let agents_cpu =
-            || -> Result<Duration> { ours.iter().chain(&theirs).map(|pid| cpu_time(*pid)).sum() };
+        if matches!(contender, Contender::Whimbrel(_)) {
+            adopt(&self.lab, &self.agents, guest)?;
+        }
         for pid in ours.iter().chain(&theirs) {
             reset_peak(*pid)?;
         }
         let (sent, received) = (sent_so_far(&self.lab.a)?, sent_so_far(&self.lab.b)?);
-        let (source_before, agents_before) = (cpu_time(guest.pid())?, agents_cpu()?);
+        let meter = Meter::begin(guest.pid(), [&ours[..], &theirs].concat())?;
+        let stage = Stage {
+            lab: &self.lab,
+            environment: &self.environment,
+            agents: &self.agents,
+            subject: &self.subject,
+            case: &self.case,
+            identities: &self.identities,
+            source: guest,
+            meter: &meter,
+        };
         let end = match contender {
-            Contender::Whimbrel(streams) => by_whimbrel(&self.lab, &self.agents, guest, streams)?,
-            Contender::Qemu(mode) => {
-                let identities = &self.identities;
-                by_qemu(&self.lab, &self.environment, &self.subject, guest, &self.case, mode, identities)?
-            }
+            Contender::Whimbrel(streams) => by_whimbrel(&stage, streams)?,
+            Contender::Qemu(mode) => by_qemu(&stage, mode)?,
             Contender::Nobody => End::GivenUp,
         };
         let End::Moved(moved) = end else { return Ok(None) };
-        let agents_cpu = agents_cpu()?.saturating_sub(agents_before);
-        let cpu = cpu_time(guest.pid())?.saturating_sub(source_before)
-            + cpu_time(moved.destination.pid())?
-            + agents_cpu;
         let peak = |pids: &[u32]| -> Result<u64> { pids.iter().map(|pid| peak_bytes(*pid)).sum() };
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let sent_bytes = sent_so_far(&self.lab.a)? - sent;
@@ -137,10 +144,11 @@ impl Bench {
             start_ms: ms(moved.start),
             downtime_ms: ms(moved.downtime),
             parts: moved.parts,
+            last_scans_ms: moved.last_scans.map(ms),
             sent_bytes,
             received_bytes: sent_so_far(&self.lab.b)? - received,
-            cpu_ms: ms(cpu),
-            agents_cpu_ms: ms(agents_cpu),
+            cpu_ms: ms(moved.used.all),
+            agents_cpu_ms: ms(moved.used.agents),
             source_agent_peak_bytes: peak(&ours)?,
             destination_agent_peak_bytes: peak(&theirs)?,
             rounds: moved.rounds,
@@ -159,8 +167,11 @@ impl Bench {
         if !clock.tells {
             return Ok(None);
         }
+        let elapsed = || resumed.and_then(|resumed| resumed.elapsed().ok()).unwrap_or_default();
+        let before = elapsed();
         let now = clock.now()?;
-        let since = resumed.and_then(|resumed| resumed.elapsed().ok()).unwrap_or_default();
+        // The answer takes its way: half of what that took is the best guess of when it was given.
+        let since = (before + elapsed()) / 2;
         let resumed = if resumed.is_some() { now.saturating_sub(since).max(requested) } else { requested };
         let seen_until = resumed + UNDISTURBED;
         clock.wait_until(seen_until)?;

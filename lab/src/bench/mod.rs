@@ -30,5 +30,5 @@ pub use mover::DowntimeParts;
 pub use page::{machine, put, tables};
 pub use plot::plots;
 pub use program::Disturbance;
-pub use result::{CaseResult, Measured, Quantity, Results, Run, SCHEMA, Spread};
+pub use result::{CaseResult, Measured, Provenance, Quantity, Results, Run, SCHEMA, Spread};
 pub use suite::{Suite, suites};

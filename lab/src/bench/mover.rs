@@ -1,7 +1,10 @@
 //! Moving the guest: by QEMU's own migration, or by Whimbrel. Each tells the same of what it did.
 
+use std::io::ErrorKind;
 use std::path::Path;
 use std::process::Stdio;
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
@@ -9,6 +12,7 @@ use serde_json::{Value, json};
 
 use super::case::{Case, Mode};
 use super::subject::{Subject, UNLIMITED, VM, failed};
+use super::usage::{Meter, Used, processes_of};
 use crate::agents::Agents;
 use crate::environment::Environment;
 use crate::error::{Context, Error, Result};
@@ -20,9 +24,6 @@ use crate::pki::Identity;
 use crate::run::{kill_pid, run};
 use crate::serial::Serial;
 
-/// What QEMU is told to aim at, ms. It stops the guest as soon as that is kept: with its own default, 300, downtimes would
-/// be longer than they have to be.
-const DOWNTIME_LIMIT_MS: u64 = 30;
 /// Where QEMU waits for its own migration.
 const PORT: u16 = 7799;
 
@@ -52,6 +53,10 @@ pub(super) struct Moved {
     pub(super) start: Duration,
     pub(super) downtime: Duration,
     pub(super) parts: Option<DowntimeParts>,
+    /// Both scans for dirty pages while the guest stood still, where that is known.
+    pub(super) last_scans: Option<Duration>,
+    /// Processor time up to the end.
+    pub(super) used: Used,
     /// When the guest ran at its destination, by the host's calendar.
     pub(super) resumed: SystemTime,
     /// The first round's share of all bytes that were sent, and how long it took, where that is known.
@@ -59,25 +64,17 @@ pub(super) struct Moved {
     /// Passes over memory, the last one included.
     pub(super) rounds: u64,
     pub(super) serial: Serial,
-    pub(super) destination: Destination,
+    /// Held for as long as the guest is looked at.
+    pub(super) _destination: Destination,
 }
 
 /// The QEMU that has the guest now. Ends when this is dropped.
 #[derive(Debug)]
 pub(super) enum Destination {
     /// Started here.
-    Guest(Guest),
+    Guest { _guest: Guest },
     /// Started by an agent.
     Process(u32),
-}
-
-impl Destination {
-    pub(super) fn pid(&self) -> u32 {
-        match self {
-            Self::Guest(guest) => guest.pid(),
-            Self::Process(pid) => *pid,
-        }
-    }
 }
 
 impl Drop for Destination {
@@ -121,7 +118,7 @@ fn credentials(host: &Host, identity: &Identity) -> Result<String> {
 
 fn set_up(monitor: &mut Monitor, mode: Mode, case: &Case, tls: Option<&str>) -> Result<()> {
     let mut capabilities = vec!["events"];
-    let mut parameters = json!({"max-bandwidth": UNLIMITED, "downtime-limit": DOWNTIME_LIMIT_MS});
+    let mut parameters = json!({"max-bandwidth": UNLIMITED, "downtime-limit": case.downtime_limit_ms()});
     match mode {
         Mode::Default => {}
         Mode::Multifd(channels) => {
@@ -162,16 +159,23 @@ fn add_credentials(monitor: &mut Monitor, host: &Host, identity: &Identity, endp
     monitor.command("object-add", &object).map(drop)
 }
 
+/// What a move needs.
+pub(super) struct Stage<'a> {
+    pub(super) lab: &'a Lab,
+    pub(super) environment: &'a Environment,
+    pub(super) agents: &'a Agents,
+    pub(super) subject: &'a Subject,
+    pub(super) case: &'a Case,
+    /// Of the source and of the destination.
+    pub(super) identities: &'a [Identity; 2],
+    /// The guest that is moved.
+    pub(super) source: &'a Guest,
+    pub(super) meter: &'a Meter,
+}
+
 /// Moves the guest by QEMU's own migration.
-pub(super) fn by_qemu(
-    lab: &Lab,
-    environment: &Environment,
-    subject: &Subject,
-    source: &Guest,
-    case: &Case,
-    mode: Mode,
-    identities: &[Identity; 2],
-) -> Result<End> {
+pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
+    let Stage { lab, environment, subject, case, identities, source, meter, .. } = *stage;
     let began = Instant::now();
     let destination = subject.start_waiting(&lab.b, environment)?;
     let (mut from, mut to) = (source.monitor()?, destination.monitor()?);
@@ -194,7 +198,8 @@ pub(super) fn by_qemu(
         let event = match from.wait_for_event(|_| true) {
             Ok(event) if Instant::now() < until => event,
             // Nothing is said for so long, or too much.
-            Ok(_) | Err(Error::Io { .. }) => return Ok(End::GivenUp),
+            Ok(_) => return Ok(End::GivenUp),
+            Err(error) if is_late(&error) => return Ok(End::GivenUp),
             Err(error) => return Err(error),
         };
         match (event.name.as_str(), event.data["status"].as_str()) {
@@ -214,37 +219,65 @@ pub(super) fn by_qemu(
     from.command("quit", &json!({}))?;
     source.wait_for_end()?;
     let total = began.elapsed();
+    let used = meter.read(destination.pid())?;
     let serial = destination.serial().clone();
     Ok(End::Moved(Box::new(Moved {
         total,
         start,
         downtime: Duration::from_micros(resumed_us.saturating_sub(stopped_us.unwrap_or(resumed_us))),
         parts: None,
+        last_scans: None,
+        used,
         resumed: SystemTime::UNIX_EPOCH + Duration::from_micros(resumed_us),
         first_round: None,
         rounds: told["ram"]["dirty-sync-count"].as_u64().unwrap_or(0),
         serial,
-        destination: Destination::Guest(destination),
+        _destination: Destination::Guest { _guest: destination },
     })))
 }
 
 // ---- Whimbrel
 
-/// Moves the guest by Whimbrel, as a user would.
-pub(super) fn by_whimbrel(lab: &Lab, agents: &Agents, source: &Guest, streams: Option<u16>) -> Result<End> {
+/// Whether it is patience that has run out.
+fn is_late(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&source.kind()))
+}
+
+/// Has the agent know the guest, which is no part of moving it.
+pub(super) fn adopt(lab: &Lab, agents: &Agents, source: &Guest) -> Result<()> {
     let socket = source.qmp_socket();
-    run(&mut agents.command(&lab.a, &["vm", "adopt", "--qmp", &socket.display().to_string()]))?;
+    run(&mut agents.command(&lab.a, &["vm", "adopt", "--qmp", &socket.display().to_string()])).map(drop)
+}
+
+/// Moves the guest by Whimbrel, as a user would.
+pub(super) fn by_whimbrel(stage: &Stage<'_>, streams: Option<u16>) -> Result<End> {
+    let Stage { lab, agents, meter, .. } = *stage;
+    let patience = Duration::from_secs(stage.case.patience_s);
     let mut command = agents.command(&lab.a, &["migrate", VM, "--to", lab.b.name(), "--json"]);
     if let Some(streams) = streams {
         command.args(["--streams", &streams.to_string()]);
     }
     // It ends with an error where the guest was not moved, and tells why in the same document.
-    let said = command.stderr(Stdio::null()).output().context(|| "cannot run Whimbrel")?;
+    let said = thread::scope(|scope| {
+        let (ended, waiting) = mpsc::channel::<()>();
+        scope.spawn(move || {
+            if waiting.recv_timeout(patience) == Err(mpsc::RecvTimeoutError::Timeout) {
+                // It may end at this very moment.
+                let _ = run(&mut agents.command(&lab.a, &["cancel", VM]));
+            }
+        });
+        let said = command.stderr(Stdio::null()).output();
+        drop(ended);
+        said
+    });
+    let arrived = processes_of(&lab.b, |program| program.to_string_lossy().contains("qemu-system"))?;
+    let used = arrived.first().map(|pid| meter.read(*pid)).transpose()?;
+    let said = said.context(|| "cannot run Whimbrel")?;
     let report: Value = serde_json::from_slice(&said.stdout)
         .map_err(|error| Error::Config(format!("Whimbrel's report cannot be read: {error}")))?;
     match report["outcome"].as_str() {
         Some("moved") => {}
-        Some("aborted") => return Ok(End::GivenUp),
+        Some("aborted" | "cancelled") => return Ok(End::GivenUp),
         _ => return Err(Error::Config(format!("Whimbrel did not move the guest: {report}"))),
     }
     let event = |what: &str| {
@@ -260,7 +293,7 @@ pub(super) fn by_whimbrel(lab: &Lab, agents: &Agents, source: &Guest, streams: O
     let shown: Value =
         serde_json::from_str(&run(&mut agents.command(&lab.b, &["vm", "show", VM, "--json"]))?)
             .map_err(|error| Error::Config(format!("Whimbrel does not show the guest: {error}")))?;
-    let (Some(pid), Some(qmp)) = (shown["pid"].as_u64(), shown["qmp"].as_str()) else {
+    let (Some(pid), Some(qmp), Some(used)) = (shown["pid"].as_u64(), shown["qmp"].as_str(), used) else {
         return Err(Error::Config(format!("Whimbrel does not tell where the guest is: {shown}")));
     };
     let (pid, directory) = (pid as u32, Path::new(qmp).with_file_name(""));
@@ -276,11 +309,13 @@ pub(super) fn by_whimbrel(lab: &Lab, agents: &Agents, source: &Guest, streams: O
             handover_ms: part("handover_us"),
             continue_ms: part("continue_us"),
         }),
+        last_scans: Some(micros(&report["downtime"]["last_scans_us"])),
+        used,
         resumed: SystemTime::UNIX_EPOCH + started + event("running")?,
         first_round: Some((bytes(first) / bytes(&report), micros(&first["duration_us"]))),
         rounds: report["rounds"].as_array().map_or(0, Vec::len) as u64,
         serial: Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), Some(pid)),
-        destination: Destination::Process(pid),
+        _destination: Destination::Process(pid),
     })))
 }
 

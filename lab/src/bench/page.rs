@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::bars::bars;
 use super::case::Contender;
-use super::result::{CaseResult, Quantity, Results};
+use super::result::{CaseResult, Quantity, Results, Spread};
 use super::suite::{Suite, suites};
 use crate::error::{Context, Error, Result};
 
@@ -14,11 +14,13 @@ use crate::error::{Context, Error, Result};
 const MARKS: [&str; 2] = ["<!-- made from the results: begin -->", "<!-- made from the results: end -->"];
 
 /// A column of the tables: its heading, what it shows, and how many of it are one.
-const COLUMNS: [(&str, Quantity, f64); 7] = [
+const COLUMNS: [(&str, Quantity, f64); 9] = [
     ("total, ms", Quantity::Total, 1.0),
     ("downtime, ms", Quantity::Downtime, 1.0),
     ("CPU, ms", Quantity::Cpu, 1.0),
     ("sent, MB", Quantity::Sent, 1e6),
+    ("sent back, MB", Quantity::Received, 1e6),
+    ("an agent's peak, MiB", Quantity::AgentPeak, (1 << 20) as f64),
     ("longest stall, ms", Quantity::Stall, 1.0),
     ("lost work, ms", Quantity::Lost, 1.0),
     ("brownout, ms", Quantity::Brownout, 1.0),
@@ -60,7 +62,7 @@ fn case_table(result: &CaseResult, text: &mut String) {
         .collect();
     let headings = columns.iter().map(|(heading, ..)| *heading).collect::<Vec<_>>().join(" | ");
     let line = "---|".repeat(columns.len() + 2);
-    let _ = write!(text, "\n**{}**: {}.\n\n", result.case.name, result.case.describe());
+    let _ = write!(text, "\n**{}**: {}.{}\n\n", result.case.name, result.case.describe(), made(result));
     let _ = writeln!(text, "| | ended | {headings} |\n|{line}");
     for contender in result.contenders() {
         let (ended, all) = result.ended(contender);
@@ -70,9 +72,27 @@ fn case_table(result: &CaseResult, text: &mut String) {
     }
     let ours = Contender::Whimbrel(None);
     if result.spread(ours, Quantity::Total).is_some() {
-        let ratios = columns.iter().map(|(_, quantity, _)| ratio(result, ours, *quantity));
-        let _ = writeln!(text, "| *whimbrel to the best of QEMU* | |{}", ratios.collect::<String>());
+        let compared = columns.iter().map(|(_, quantity, _)| compared(result, ours, *quantity));
+        let _ = writeln!(text, "| *whimbrel to the best of these* | |{}", compared.collect::<String>());
+        if result.runs_of(Contender::Nobody).next().is_some() {
+            let beyond = columns.iter().map(|(_, quantity, _)| {
+                let beyond = result.beyond(ours, Contender::Nobody, *quantity);
+                beyond.filter(|_| *quantity != Quantity::Brownout).map_or(" |".to_owned(), difference)
+            });
+            let _ = writeln!(text, "| *whimbrel beyond nobody* | |{}", beyond.collect::<String>());
+        }
     }
+}
+
+/// When and with what it was measured.
+fn made(result: &CaseResult) -> String {
+    let Some(made) = &result.made else {
+        return " (Measured before the clock of Whimbrel's total began with the request: it lacks the source's first look \
+                at the guest.)"
+            .to_owned();
+    };
+    let commit = made.commit.as_ref().map_or(String::new(), |commit| format!(", commit {commit}"));
+    format!(" {}{commit}.", made.qemu)
 }
 
 /// Median, least and most.
@@ -85,14 +105,22 @@ fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64)
     format!(" **{}** ({}–{}) |", number(spread.median), number(spread.least), number(spread.most))
 }
 
-/// The ratio of medians, with the range of the ratios within turns.
-fn ratio(result: &CaseResult, ours: Contender, quantity: Quantity) -> String {
-    let ratio = result.best_of_qemu(quantity).and_then(|(best, _)| {
+/// The ratio of medians, with the range of the ratios within turns; or the median of the differences within turns.
+fn compared(result: &CaseResult, ours: Contender, quantity: Quantity) -> String {
+    let compared = result.best_of_qemu(quantity).and_then(|(best, _)| {
+        if !quantity.has_ratio() {
+            let beyond = result.beyond(ours, best, quantity)?;
+            return Some(format!("{} beyond {best} |", difference(beyond).trim_end_matches(" |")));
+        }
         let ratio = result.ratio(ours, best, quantity)?;
         let paired = result.paired(ours, best, quantity)?;
         Some(format!(" {ratio:.2} ({:.2}–{:.2}) of {best} |", paired.least, paired.most))
     });
-    ratio.unwrap_or_else(|| " |".to_owned())
+    compared.unwrap_or_else(|| " |".to_owned())
+}
+
+fn difference(beyond: Spread) -> String {
+    format!(" {:+.1} ({:+.1}–{:+.1}) |", beyond.median, beyond.least, beyond.most)
 }
 
 /// Puts text between the marks of a page.

@@ -1,10 +1,17 @@
 //! What was measured, as it is kept, and what is made of it: medians, spreads, ratios.
 
+use std::process::Command;
+use std::time::SystemTime;
+
 use serde::{Deserialize, Serialize};
 
 use super::case::{Case, Contender};
 use super::mover::DowntimeParts;
-use super::program::Disturbance;
+use super::page::machine;
+use super::program::{Disturbance, UNDISTURBED};
+use crate::environment::{Environment, QemuVersion};
+use crate::error::Result;
+use crate::run::run;
 
 /// Name and version of the document.
 pub const SCHEMA: &str = "whimbrel.bench/1";
@@ -25,8 +32,45 @@ pub struct Results {
 pub struct CaseResult {
     /// The case.
     pub case: Case,
+    /// When and with what it was measured. Absent where the clock of Whimbrel's total began only when the source had looked
+    /// at the guest, tens of milliseconds after the request.
+    #[serde(default)]
+    pub made: Option<Provenance>,
     /// Measurements in the order in which they were made, the warm-up not among them.
     pub runs: Vec<Run>,
+}
+
+/// When and with what something was measured.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Provenance {
+    /// Seconds since 1970.
+    pub unix_s: u64,
+    /// The machine, in a few words.
+    pub machine: String,
+    /// QEMU, as it says itself.
+    pub qemu: String,
+    /// The commit of the sources, where they are at hand; with a `+` where they were changed since.
+    pub commit: Option<String>,
+}
+
+impl Provenance {
+    /// What is here now.
+    pub(super) fn now(environment: &Environment, qemu: QemuVersion) -> Result<Self> {
+        let qemu = run(Command::new(environment.qemu(qemu)?.program).arg("--version"))?;
+        let git = |arguments: &[&str]| run(Command::new("git").args(arguments)).ok();
+        let commit = git(&["rev-parse", "--short", "HEAD"]).map(|commit| {
+            let changed =
+                git(&["status", "--porcelain", "--untracked-files=no"]).is_none_or(|text| !text.is_empty());
+            format!("{}{}", commit.trim(), if changed { "+" } else { "" })
+        });
+        let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Ok(Self {
+            unix_s: since_1970.as_secs(),
+            machine: machine(),
+            qemu: qemu.lines().next().unwrap_or_default().to_owned(),
+            commit,
+        })
+    }
 }
 
 /// One measurement.
@@ -53,6 +97,9 @@ pub struct Measured {
     pub downtime_ms: f64,
     /// Its parts, where they are known.
     pub parts: Option<DowntimeParts>,
+    /// Both scans for dirty pages while the guest stood still, where they are known, ms.
+    #[serde(default)]
+    pub last_scans_ms: Option<f64>,
     /// Over the link from source to destination, with all headers, bytes.
     pub sent_bytes: u64,
     /// Over the link back, bytes.
@@ -109,11 +156,15 @@ pub enum Quantity {
     Cpu,
     /// Bytes sent.
     Sent,
+    /// Bytes sent back.
+    Received,
+    /// The most memory that an agent had, bytes. Nobody but Whimbrel has agents.
+    AgentPeak,
     /// The longest stall of the guest's program, ms.
     Stall,
     /// The work that the guest's program lost, ms.
     Lost,
-    /// Brownout, ms.
+    /// Brownout, ms; of a program that never came back to its speed, all the time for which it was watched.
     Brownout,
 }
 
@@ -127,10 +178,22 @@ impl Quantity {
             Self::Downtime => measured.map(|m| m.downtime_ms),
             Self::Cpu => measured.map(|m| m.cpu_ms),
             Self::Sent => measured.map(|m| m.sent_bytes as f64),
+            Self::Received => measured.map(|m| m.received_bytes as f64),
+            Self::AgentPeak => measured
+                .map(|m| m.source_agent_peak_bytes.max(m.destination_agent_peak_bytes))
+                .filter(|_| matches!(run.contender, Contender::Whimbrel(_)))
+                .map(|bytes| bytes as f64),
             Self::Stall => disturbance.map(|d| d.longest_stall_ms),
             Self::Lost => disturbance.map(|d| d.lost_ms),
-            Self::Brownout => disturbance.and_then(|d| d.brownout_ms),
+            Self::Brownout => disturbance.map(|d| d.brownout_ms.unwrap_or(UNDISTURBED.as_secs_f64() * 1e3)),
         }
+    }
+}
+
+impl Quantity {
+    /// Whether it is compared by its ratio. What can be nothing, or less, is compared by the difference.
+    pub fn has_ratio(self) -> bool {
+        !matches!(self, Self::Stall | Self::Lost | Self::Brownout)
     }
 }
 
@@ -176,12 +239,25 @@ impl CaseResult {
 
     /// Ratios of a quantity turn by turn: a contender's to another's in the same turn.
     pub fn paired(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<Spread> {
-        let ratios = self.runs_of(contender).filter_map(|run| {
+        let pairs = self.pairs(contender, other, quantity);
+        Spread::of(pairs.filter(|(_, others)| *others > 0.0).map(|(own, others)| own / others))
+    }
+
+    /// Differences of a quantity turn by turn: by how much a contender's is more than another's in the same turn.
+    pub fn beyond(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<Spread> {
+        Spread::of(self.pairs(contender, other, quantity).map(|(own, others)| own - others))
+    }
+
+    fn pairs(
+        &self,
+        contender: Contender,
+        other: Contender,
+        quantity: Quantity,
+    ) -> impl Iterator<Item = (f64, f64)> {
+        self.runs_of(contender).filter_map(move |run| {
             let pair = self.runs_of(other).find(|pair| pair.turn == run.turn)?;
-            let (own, others) = (quantity.of(run)?, quantity.of(pair)?);
-            (others > 0.0).then_some(own / others)
-        });
-        Spread::of(ratios)
+            Some((quantity.of(run)?, quantity.of(pair)?))
+        })
     }
 }
 
@@ -189,7 +265,6 @@ impl CaseResult {
 mod tests {
     use super::super::case::Mode;
     use super::*;
-    use crate::environment::QemuVersion;
 
     fn run(contender: Contender, turn: u32, total_ms: Option<f64>) -> Run {
         let measured = total_ms.map(|total_ms| Measured { total_ms, ..Measured::default() });
@@ -211,12 +286,14 @@ mod tests {
             run(default, 3, Some(10.0)),
             run(multifd, 3, Some(5.0)),
         ];
-        let result = CaseResult { case: Case::idle("x", QemuVersion::Newer), runs };
+        let result = CaseResult { case: Case::idle("x", QemuVersion::Newer), made: None, runs };
         assert_eq!(result.best_of_qemu(Quantity::Total), Some((default, 20.0)));
         assert_eq!(result.ended(multifd), (2, 3));
         assert_eq!(result.ratio(ours, default, Quantity::Total), Some(0.55));
         let paired = result.paired(ours, default, Quantity::Total).unwrap();
         assert_eq!(paired, Spread { median: 0.5, least: 0.4, most: 1.1 });
+        let beyond = result.beyond(ours, default, Quantity::Total).unwrap();
+        assert_eq!(beyond, Spread { median: -10.0, least: -18.0, most: 1.0 });
         let spread = Spread { median: 3.0, least: 1.0, most: 9.0 };
         assert_eq!(Spread::of([4.0, 1.0, 9.0, 2.0]), Some(spread));
         assert_eq!(Spread::of([]), None);

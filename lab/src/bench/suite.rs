@@ -41,6 +41,7 @@ pub fn suites() -> Vec<Suite> {
         (idle("idle"), everybody()),
         (Case::idle("idle-7.2", Installed), everybody()),
         (Case { tls: true, ..idle("idle-tls") }, vec![OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD]),
+        (idle("busy").unpaced(), few()),
         (debian, vec![OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD, XBZRLE, POST_COPY]),
     ];
 

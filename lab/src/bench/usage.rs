@@ -70,6 +70,43 @@ pub(super) fn sent_so_far(host: &Host) -> Result<u64> {
     bytes.ok_or_else(|| Error::Config("neither `tc` nor `ip` tells how much was sent".to_owned()))
 }
 
+/// Processor time of a migration: that of both QEMUs and both agents, from when this is made.
+#[derive(Debug)]
+pub(super) struct Meter {
+    source: u32,
+    source_before: Duration,
+    agents: Vec<u32>,
+    agents_before: Duration,
+}
+
+/// What a [`Meter`] has read.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Used {
+    /// By all of them.
+    pub(super) all: Duration,
+    /// By the agents.
+    pub(super) agents: Duration,
+}
+
+impl Meter {
+    /// Begins to count.
+    pub(super) fn begin(source: u32, agents: Vec<u32>) -> Result<Self> {
+        let (source_before, agents_before) = (cpu_time(source)?, sum(&agents)?);
+        Ok(Self { source, source_before, agents, agents_before })
+    }
+
+    /// What was used up to now, with all that the destination's QEMU has used, which was started since.
+    pub(super) fn read(&self, destination: u32) -> Result<Used> {
+        let agents = sum(&self.agents)?.saturating_sub(self.agents_before);
+        let source = cpu_time(self.source)?.saturating_sub(self.source_before);
+        Ok(Used { all: source + cpu_time(destination)? + agents, agents })
+    }
+}
+
+fn sum(processes: &[u32]) -> Result<Duration> {
+    processes.iter().map(|pid| cpu_time(*pid)).sum()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

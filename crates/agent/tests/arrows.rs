@@ -11,6 +11,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("whimbrel-proto", &[]),
     ("whimbrel-tracee", &[]),
     ("whimbrel-qemu", &[]),
+    ("whimbrel-block", &[]),
     ("whimbrel-engine", &["whimbrel-proto"]),
     ("whimbrel-link", &["whimbrel-proto"]),
     ("whimbrel-memory", &["whimbrel-proto", "whimbrel-link", "whimbrel-tracee"]),

@@ -17,6 +17,7 @@
 //! | [`process`] | starting that |
 //! | [`tree`] | whether both show the guest the same devices |
 //! | [`control`] | drain, stop, continue, announce |
+//! | [`recording`] | which blocks of its disks are written, and what is in them |
 //! | [`device_state`] | taking the devices' state out of one and into the other |
 //!
 //! [`cmdline`] and [`options`] read QEMU's options; [`vmfile`] is for guests that the agent starts
@@ -34,5 +35,6 @@ pub mod preflight;
 pub mod process;
 pub mod qmp;
 pub mod ram;
+pub mod recording;
 pub mod tree;
 pub mod vmfile;

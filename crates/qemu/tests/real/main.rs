@@ -6,4 +6,5 @@ mod describe;
 mod handover;
 mod life;
 mod ram;
+mod recording;
 mod support;

@@ -1,0 +1,10 @@
+//! Disks of VMs, as far as no QEMU is asked about them: a client of the servers that read and write images, and what is
+//! made for a disk that arrives.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`nbd`] | the client's side of NBD |
+//!
+//! Nothing here knows of a migration. Image formats are known to QEMU's own tools alone.
+
+pub mod nbd;

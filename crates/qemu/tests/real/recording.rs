@@ -1,0 +1,181 @@
+//! Writes of a guest's disks, recorded and read over QEMU's own NBD server.
+
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use block::nbd::{ALLOCATION, Client, DEPTH, DIRTY, Extent, HOLE, dirty_bitmap};
+use serde_json::{Value, json};
+use whimbrel_qemu::recording::{GRANULARITY_BYTES, RecordError, Recording, remove_leavings};
+
+use crate::support::{Version, Vm, args, qcow2, versions};
+
+const PATIENCE: Duration = Duration::from_mins(1);
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+
+/// A QEMU with two disks, one qcow2 on a backing file and one raw, and a socket for its NBD server.
+struct Disks {
+    vm: Vm,
+    socket: PathBuf,
+    listener: UnixListener,
+    dir: tempfile::TempDir,
+}
+
+impl Disks {
+    fn new(version: &Version) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        qcow2(Path::new(&path("base.qcow2")), "32M");
+        let overlay = ["create", "-q", "-f", "qcow2", "-F", "qcow2", "-b"];
+        let made = std::process::Command::new("qemu-img")
+            .args(overlay)
+            .args([path("base.qcow2"), path("a.qcow2")])
+            .status();
+        assert!(made.unwrap().success());
+        std::fs::File::create(path("b.raw")).unwrap().set_len(16 * MIB).unwrap();
+        let options = args(&format!(
+            "-S -nodefaults -m 16 -drive if=none,id=a,file={},format=qcow2,cache=none -device virtio-blk-pci,drive=a
+             -blockdev driver=raw,node-name=b,file.driver=file,file.filename={} -device virtio-blk-pci,drive=b",
+            path("a.qcow2"),
+            path("b.raw"),
+        ));
+        let vm = version.start(dir.path(), "vm", &options);
+        let socket = dir.path().join("nbd.sock");
+        let listener = UnixListener::bind(&socket).unwrap();
+        Self { vm, socket, listener, dir }
+    }
+
+    fn nodes(&mut self) -> Vec<String> {
+        let blocks = self.vm.command("query-block", Value::Null);
+        let node = |block: &Value| block["inserted"]["node-name"].as_str().unwrap().to_owned();
+        blocks.as_array().unwrap().iter().map(node).collect()
+    }
+
+    fn begin(&mut self) -> Result<Recording, RecordError> {
+        let nodes = self.nodes();
+        Recording::begin(&mut self.vm.qmp, self.listener.as_fd(), nodes)
+    }
+
+    /// Writes as a guest would.
+    fn write(&mut self, disk: usize, pattern: u8, offset: u64, bytes: u64) {
+        let blocks = self.vm.command("query-block", Value::Null);
+        let device = blocks[disk]["qdev"].as_str().unwrap();
+        let said = self.vm.qmp.human(&format!("qemu-io -d {device} \"write -P {pattern} {offset} {bytes}\""));
+        // That it wrote, it says on its standard output.
+        assert_eq!(said.unwrap(), "");
+    }
+
+    fn client(&self, export: &str, context: &str) -> Client {
+        Client::connect(&self.socket, export, Some(context), PATIENCE).unwrap()
+    }
+
+    /// What was written on each disk since the last time: from where, to where.
+    fn frozen(&mut self, recording: &mut Recording) -> Vec<Vec<(u64, u64)>> {
+        let frozen = recording.freeze(&mut self.vm.qmp).unwrap().to_vec();
+        let of_disk = |frozen: &whimbrel_qemu::recording::Frozen| {
+            let mut client = self.client(&frozen.export, &dirty_bitmap(&frozen.bitmap));
+            let whole = 0..client.size_bytes();
+            let extents = client.status(whole).unwrap();
+            let dirty = |extent: &Extent| extent.status & DIRTY != 0;
+            extents.into_iter().filter(dirty).map(|extent| (extent.bytes.start, extent.bytes.end)).collect()
+        };
+        frozen.iter().map(of_disk).collect()
+    }
+
+    /// Nothing of ours is in QEMU.
+    fn is_clean(&mut self) {
+        assert_eq!(self.vm.command("query-block-exports", Value::Null), json!([]));
+        let nodes = self.vm.command("query-named-block-nodes", json!({ "flat": true }));
+        assert!(!nodes.to_string().contains("whimbrel-"), "{nodes}");
+    }
+}
+
+#[test]
+fn every_write_is_in_exactly_one_round() {
+    for version in versions() {
+        let mut disks = Disks::new(&version);
+        let mut recording = disks.begin().unwrap();
+        let none = Vec::new();
+        assert_eq!(disks.frozen(&mut recording), [none.clone(), none.clone()], "{}", version.name);
+
+        disks.write(0, 7, MIB, 100 * KIB);
+        disks.write(1, 8, 5 * MIB, 4 * KIB);
+        let unit = GRANULARITY_BYTES;
+        let found = disks.frozen(&mut recording);
+        assert_eq!(found, [vec![(MIB, MIB + 2 * unit)], vec![(5 * MIB, 5 * MIB + unit)]], "{}", version.name);
+
+        // The old bitmaps are out of the way before the next ones come.
+        recording.thaw(&mut disks.vm.qmp).unwrap();
+        disks.write(1, 9, 0, 4 * KIB);
+        assert_eq!(disks.frozen(&mut recording), [none.clone(), vec![(0, unit)]], "{}", version.name);
+        assert_eq!(disks.frozen(&mut recording), [none.clone(), none], "{}", version.name);
+
+        // Contents are those of now.
+        let mut client = disks.client(&Recording::data_export(0), ALLOCATION);
+        let mut read = vec![0; 100 * KIB as usize];
+        client.read(MIB, &mut read).unwrap();
+        assert!(read.iter().all(|byte| *byte == 7));
+        let holes = client.status(0..32 * MIB).unwrap();
+        assert!(
+            holes.iter().any(|extent| extent.bytes.start == MIB && extent.status & HOLE == 0),
+            "{holes:?}"
+        );
+        let depth = disks.client(&Recording::data_export(0), DEPTH).status(0..32 * MIB).unwrap();
+        assert!(depth.iter().any(|extent| extent.bytes.start == MIB && extent.status == 1), "{depth:?}");
+
+        recording.end(&mut disks.vm.qmp).unwrap();
+        disks.is_clean();
+        // The server is free again.
+        let listener = UnixListener::bind(disks.dir.path().join("again.sock")).unwrap();
+        let nodes = disks.nodes();
+        Recording::begin(&mut disks.vm.qmp, listener.as_fd(), nodes).unwrap().end(&mut disks.vm.qmp).unwrap();
+    }
+}
+
+#[test]
+fn a_server_of_somebody_else_is_left_alone() {
+    for version in versions() {
+        let mut disks = Disks::new(&version);
+        let path = disks.dir.path().join("theirs.sock");
+        let address = json!({ "addr": { "type": "unix", "data": { "path": path } } });
+        disks.vm.command("nbd-server-start", address);
+        let error = disks.begin().unwrap_err();
+        assert!(matches!(error, RecordError::ServerTaken(_)), "{error}");
+        disks.is_clean();
+        disks.vm.command("nbd-server-stop", Value::Null);
+        // The descriptor's name is free again.
+        disks.begin().unwrap().end(&mut disks.vm.qmp).unwrap();
+    }
+}
+
+#[test]
+fn what_a_dead_agent_left_is_found() {
+    for version in versions() {
+        let mut disks = Disks::new(&version);
+        let mut recording = disks.begin().unwrap();
+        disks.write(0, 1, 0, 4 * KIB);
+        let served = recording.freeze(&mut disks.vm.qmp).unwrap()[0].clone();
+        let _client = disks.client(&served.export, &dirty_bitmap(&served.bitmap));
+        drop(recording);
+        assert!(remove_leavings(&mut disks.vm.qmp).unwrap(), "{}", version.name);
+        assert!(!remove_leavings(&mut disks.vm.qmp).unwrap(), "{}", version.name);
+        disks.is_clean();
+        // Its server runs still: an agent that knows that it was ours stops it.
+        disks.vm.command("nbd-server-stop", Value::Null);
+    }
+}
+
+#[test]
+fn a_node_that_is_not_there_leaves_nothing() {
+    for version in versions() {
+        let mut disks = Disks::new(&version);
+        let nodes = vec![disks.nodes()[0].clone(), "none".to_owned()];
+        let listener = disks.listener.try_clone().unwrap();
+        let error = Recording::begin(&mut disks.vm.qmp, listener.as_fd(), nodes).unwrap_err();
+        assert!(error.to_string().contains("none"), "{error}");
+        disks.is_clean();
+        disks.begin().unwrap().end(&mut disks.vm.qmp).unwrap();
+    }
+}

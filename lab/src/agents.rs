@@ -142,6 +142,10 @@ impl Agents {
                 set("register", entry.into());
             }
             set("qemu", self.qemu()?.into());
+            let images = host.directory().join("images");
+            fs::create_dir_all(&images).context(|| format!("cannot make {}", images.display()))?;
+            let pool = Table::from_iter([("directory".to_owned(), text(&images))]);
+            set("disks", Table::from_iter([("pool".to_owned(), pool.into())]).into());
         }
         Ok(config)
     }

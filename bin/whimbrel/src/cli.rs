@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use agent::api::{BadName, HostId, OnLimit, RamChoice, VmName};
+use agent::api::{BadName, DiskWish, HostId, OnLimit, RamChoice, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::rate::Rate;
@@ -246,6 +246,18 @@ pub(crate) struct MigrateCommand {
         hide_default_value = true
     )]
     pub ram: RamArg,
+    /// Disks that the VM writes to: `auto` copies those that the other host does not see, `shared` copies none, `copy` all
+    #[arg(
+        long,
+        value_name = "auto|shared|copy",
+        default_value = "auto",
+        hide_possible_values = true,
+        hide_default_value = true
+    )]
+    pub disks: DisksArg,
+    /// The same for one disk; may be given again
+    #[arg(long, value_name = "NAME=auto|shared|copy", value_parser = one_disk)]
+    pub disk: Vec<(String, DisksArg)>,
     /// Carry this option of QEMU's command line over although it is not known
     #[arg(long = "allow-option", value_name = "OPTION", allow_hyphen_values = true)]
     pub allow_options: Vec<String>,
@@ -289,6 +301,33 @@ impl From<RamArg> for RamChoice {
             RamArg::Anonymous => Self::Anonymous,
         }
     }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DisksArg {
+    /// Shared if the other host sees that it is the same there, copied otherwise
+    Auto,
+    /// On storage that both hosts see
+    Shared,
+    /// Copied to an image that the other host makes
+    Copy,
+}
+
+impl From<DisksArg> for DiskWish {
+    fn from(arg: DisksArg) -> Self {
+        match arg {
+            DisksArg::Auto => Self::Auto,
+            DisksArg::Shared => Self::Shared,
+            DisksArg::Copy => Self::Copy,
+        }
+    }
+}
+
+fn one_disk(text: &str) -> Result<(String, DisksArg), String> {
+    let wrong = || format!("{text:?} is not NAME=auto, NAME=shared or NAME=copy");
+    let (name, wish) = text.rsplit_once('=').ok_or_else(wrong)?;
+    let wish = DisksArg::from_str(wish, false).map_err(|_| wrong())?;
+    if name.is_empty() { Err(wrong()) } else { Ok((name.to_owned(), wish)) }
 }
 
 #[derive(Debug, Args)]

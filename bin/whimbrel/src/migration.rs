@@ -28,6 +28,8 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         verify: command.verify,
         ram: command.ram.into(),
         allow_options: command.allow_options,
+        disks: command.disks.into(),
+        disk: command.disk.into_iter().map(|(name, wish)| (name, wish.into())).collect(),
     }
 }
 

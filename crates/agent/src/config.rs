@@ -62,6 +62,8 @@ pub struct Config {
     pub disk_dirs: BTreeMap<PathBuf, PathBuf>,
     /// Directories, files and addresses of disks of arriving VMs that mean the same storage here as at the source.
     pub disks_shared: Vec<String>,
+    /// Where disks of arriving VMs that are copied get their images; none if none can be.
+    pub pool: Option<Pool>,
     /// What migrations from here aim at and keep within, unless a request says otherwise.
     pub limits: Limits,
     /// How long to wait for what.
@@ -129,6 +131,30 @@ impl Default for Qemu {
             allow_options: Vec::new(),
         }
     }
+}
+
+/// Where images are made.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pool {
+    /// A directory on a file system of this host.
+    pub directory: PathBuf,
+    /// Their format.
+    #[serde(default)]
+    pub format: PoolFormat,
+}
+
+/// The format of images that are made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PoolFormat {
+    /// As the source has it, if that is raw or qcow2; raw otherwise.
+    #[default]
+    Same,
+    /// Raw, sparse.
+    Raw,
+    /// QEMU's own.
+    Qcow2,
 }
 
 /// What migrations aim at and keep within.

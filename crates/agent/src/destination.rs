@@ -27,6 +27,7 @@ pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
 use crate::context::Context;
 use crate::cpu::CpuTime;
+use crate::disks::Images;
 use crate::owners;
 use crate::progress::Publisher;
 
@@ -39,6 +40,8 @@ pub(crate) struct Driver {
     /// Absent before it was started, and after it is gone or given to the agent's VMs.
     vm: Option<Arriving>,
     receiving: Option<receiving::Receiving>,
+    /// Of disks that are copied, until all of them has come.
+    images: Images,
     inbox: Inbox,
     publisher: Publisher,
     generation: Generation,
@@ -94,6 +97,7 @@ impl Driver {
             proposal,
             vm,
             receiving: None,
+            images: Images::default(),
             inbox,
             publisher,
             generation: Generation(1),

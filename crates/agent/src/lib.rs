@@ -18,6 +18,7 @@ mod context;
 mod cpu;
 pub mod daemon;
 mod destination;
+mod disks;
 pub mod fault;
 mod hold;
 pub mod journal;

@@ -4,8 +4,10 @@
 //! rules themselves are `qemu::preflight`'s; here the facts are gathered.
 
 mod binaries;
+mod disks;
 
 pub(crate) use binaries::{Emulators, end_probes};
+pub(crate) use disks::{Planned, proposed_disks};
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +16,7 @@ use link::Incoming;
 use proto::message::{Finding, Message, Proposal, Severity};
 use proto::{Generation, HostId, MigrationId, Purpose};
 use qemu::command::{self, HostRules, RamPlan};
-use qemu::describe::VmDescription;
+use qemu::describe::{Disk, VmDescription};
 use qemu::find::{self, Selector};
 use qemu::preflight::facts::MemoryFeatures;
 use qemu::preflight::files::{self, NeededFile};
@@ -63,6 +65,7 @@ pub(crate) struct Surveyed {
     pub(crate) description: serde_json::Value,
     pub(crate) qemu_version: String,
     pub(crate) findings: Vec<Finding>,
+    pub(crate) disks: Vec<Disk>,
 }
 
 /// Why a VM could not be looked at.
@@ -104,11 +107,12 @@ pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, 
     findings.extend(kernel_finding());
     let files = files::needed_files(&facts.vm);
     let qemu_version = facts.vm.program.version.clone();
+    let disks = facts.vm.disks.clone();
     let mut source = serde_json::to_value(&facts)?;
     // The description travels by itself.
     let description = source.as_object_mut().and_then(|facts| facts.remove("vm")).unwrap_or_default();
     let facts = serde_json::to_value(Facts { source, files })?;
-    Ok(Surveyed { facts, description, qemu_version, findings })
+    Ok(Surveyed { facts, description, qemu_version, findings, disks })
 }
 
 /// What cannot be described exactly cannot be built again.
@@ -157,6 +161,8 @@ pub(crate) struct Considered {
     pub(crate) ram_kind: String,
     /// Version of the QEMU that would be started.
     pub(crate) qemu_version: String,
+    /// Disks that are copied.
+    pub(crate) copied: Vec<Planned>,
 }
 
 /// Compares a proposal with this host. The findings hold a blocker where it is an error.
@@ -176,10 +182,10 @@ pub(crate) fn destination(
     };
     let (theirs, files) =
         theirs(&proposal).map_err(|error| unreadable("the facts cannot be read", &error))?;
-    let traces = Traces::plan(&context.config.run_dir, id);
+    let mut traces = Traces::plan(&context.config.run_dir, id);
     let (plan, ram_kind) = ram_plan(proposal.ram_kind.as_deref(), &theirs);
     let config = &context.config.qemu;
-    let here = HostRules {
+    let mut here = HostRules {
         data_dirs: config.data_dirs.clone(),
         tap: context.config.taps.clone(),
         disk_dirs: context
@@ -195,6 +201,11 @@ pub(crate) fn destination(
             &traces.directory,
         )
     };
+    let sights = files::see_files(&files, &here, &shared(context));
+    let disks = disks::plan(context.config.pool.as_ref(), id, &theirs.vm, &proposal.disks, &sights);
+    let files = disks::still_needed(files, &theirs.vm, &disks.copied);
+    here.images = disks.copied.iter().map(|disk| (disk.name.clone(), disk.new_image())).collect();
+    traces.images = disks.copied.iter().map(|disk| disk.image.clone()).collect();
     let built = command::build(&theirs.vm, &here);
     let problems = built.as_ref().err().map(|error| error.problems.clone()).unwrap_or_default();
     let emulator = context.emulators.ask(context, &here).map_err(|error| {
@@ -217,6 +228,7 @@ pub(crate) fn destination(
         findings.extend(left_out(&built.warnings));
         findings.extend(rewritten(&context.config.host, &built.notes));
     }
+    findings.extend(disks.findings);
     findings.extend(no_way_back);
     findings.extend(register_finding(context.config.register.as_ref(), from, &proposal));
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
@@ -240,7 +252,19 @@ pub(crate) fn destination(
     };
     let qemu_version = ours.qemu_version.clone();
     let compared = Compared { theirs, ours };
-    Ok(Considered { terms, proposal, launch, traces, findings, compared, promised, ram_kind, qemu_version })
+    let copied = disks.copied;
+    Ok(Considered {
+        terms,
+        proposal,
+        launch,
+        traces,
+        findings,
+        compared,
+        promised,
+        ram_kind,
+        qemu_version,
+        copied,
+    })
 }
 
 /// What is known of both sides, for a second look at what only a QEMU started for the VM can tell.

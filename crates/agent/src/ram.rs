@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use ::memory::ram::{RamError, RamRegion, open_destination, open_source};
-use ::memory::{DestinationRam, LogError, SourceRam, TrackedRam};
+use ::memory::{BlockReader, BlockWriter, LogError, TrackedRam};
 use qemu::ram::{RamBlock, RamKind};
 use tracee::{Process, TrackerStart};
 
@@ -33,12 +33,15 @@ fn regions(blocks: &[RamBlock]) -> Vec<RamRegion> {
 }
 
 /// Readers of the blocks, in their order.
-pub(crate) fn source(process: &Process, blocks: &[RamBlock]) -> Result<SourceRam, RamError> {
+pub(crate) fn source(process: &Process, blocks: &[RamBlock]) -> Result<Vec<Box<dyn BlockReader>>, RamError> {
     open_source(process, &regions(blocks))
 }
 
 /// Writers of the blocks, in their order.
-pub(crate) fn destination(process: &Process, blocks: &[RamBlock]) -> Result<DestinationRam, RamError> {
+pub(crate) fn destination(
+    process: &Process,
+    blocks: &[RamBlock],
+) -> Result<Vec<Box<dyn BlockWriter>>, RamError> {
     open_destination(process, &regions(blocks))
 }
 

@@ -50,6 +50,9 @@ pub struct Report {
     pub objective: Objective,
     /// The VM's RAM blocks.
     pub ram_blocks: Vec<RamBlock>,
+    /// Disks that were copied, with the images that they have at the destination.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<Disk>,
     /// Rounds of pre-copy and the last one, in order.
     pub rounds: Vec<Round>,
     /// How long the guest stood still; absent if it was never stopped.
@@ -115,6 +118,19 @@ pub struct Objective {
     pub bandwidth_bytes_per_s: Option<u64>,
 }
 
+/// A disk that was copied.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Disk {
+    /// Its name at the source.
+    pub name: String,
+    /// Its length as the guest sees it, in bytes.
+    pub bytes: u64,
+    /// Its image at the destination.
+    pub path: String,
+    /// The image's format.
+    pub format: String,
+}
+
 /// One round.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -123,8 +139,10 @@ pub struct Round {
     pub round: u32,
     /// The guest was stopped during it.
     pub stopped: bool,
-    /// Pages found dirty; in round 1 all pages of the guest's RAM.
+    /// Pages found dirty; in round 1 all pages of the guest's RAM. Disks count in pages, too.
     pub dirty_pages: u64,
+    /// Those of them that are of disks.
+    pub disk_pages: u64,
     /// Pages sent with their bytes.
     pub data_pages: u64,
     /// Pages of zeros that occupy memory.
@@ -277,6 +295,7 @@ impl Report {
             run_state_after: None,
             objective,
             ram_blocks: Vec::new(),
+            disks: Vec::new(),
             rounds: Vec::new(),
             downtime: None,
             sent_bytes: 0,

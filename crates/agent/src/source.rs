@@ -175,8 +175,8 @@ pub(crate) struct Driver {
     control: Option<phases::Control>,
     /// The last one, on which ABORT is on its way.
     parting: Option<phases::Control>,
-    /// The guest's memory, once its writes are tracked and no phase has it in hand.
-    tracked: Option<memory::Tracked>,
+    /// The guest's memory and disks, once their writes are seen and no phase has them in hand.
+    cargo: Option<memory::Cargo>,
     /// Who waits for an answer to the question that is being dealt with.
     asker: Option<inbox::Reply>,
     /// Events that effects led to, to be taken before anything from the inbox.
@@ -231,7 +231,7 @@ impl Driver {
             generation: Generation(1),
             control: None,
             parting: None,
-            tracked: None,
+            cargo: None,
             asker: None,
             follow_ups: VecDeque::new(),
             effects_failed: false,

@@ -22,6 +22,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
             "whimbrel-engine",
             "whimbrel-link",
             "whimbrel-memory",
+            "whimbrel-block",
             "whimbrel-qemu",
             "whimbrel-tracee",
         ],

@@ -4,7 +4,9 @@
 //! | module | is |
 //! |---|---|
 //! | [`nbd`] | the client's side of NBD |
+//! | [`image`] | images that are made and filled |
 //!
 //! Nothing here knows of a migration. Image formats are known to QEMU's own tools alone.
 
+pub mod image;
 pub mod nbd;

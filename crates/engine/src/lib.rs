@@ -4,9 +4,11 @@
 //! the model checker and in a simulator, and any run can be replayed from its events.
 //!
 //! - [`handover`]: who owns the VM; the two roles' transition functions and the register's compare-and-set.
+//! - [`bulk`]: when disks have gone ahead far enough for memory to begin.
 //! - [`precopy`]: when to stop the guest.
 //! - [`phase`]: the parts of a migration in their order, for progress and report.
 
+pub mod bulk;
 pub mod handover;
 pub mod phase;
 pub mod precopy;

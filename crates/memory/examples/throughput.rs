@@ -52,8 +52,8 @@ fn main() {
     println!("streams  TLS    GB/s  CPU s/GB  one page, median us");
     for (streams, tls) in [(1, false), (2, false), (1, true), (2, true)] {
         let destination = Victim::start("memfd", bytes);
-        let writers = open_destination(&destination.process, &destination.regions()).unwrap();
-        let ram = open_source(&source.process, &source.regions()).unwrap();
+        let writers = open_destination(&destination.process, &destination.regions()).unwrap().into();
+        let ram: SourceRam = open_source(&source.process, &source.regions()).unwrap().into();
         let mut receiver = Receiver::new(writers, streams, |_, _| {});
         receiver.begin(Generation(1));
         let (near, far) = connections(tls, streams);

@@ -29,6 +29,8 @@
 //! # }
 //! ```
 
+use std::ops::Range;
+
 use crate::dirty::DirtyBitmap;
 
 /// What one look into the dirty log found and took.
@@ -42,7 +44,7 @@ pub struct ScanStats {
 
 /// Why the dirty log could not be read.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot read the dirty log of RAM block {block}")]
+#[error("cannot find out what was written to {block}")]
 pub struct ScanError {
     /// Name of the block.
     pub block: String,
@@ -72,6 +74,30 @@ impl Owed {
     /// Everything, as before the first round; takes the length of each block in bytes, in the order of the proposal.
     pub fn everything(block_bytes: impl IntoIterator<Item = u64>) -> Self {
         Self { blocks: block_bytes.into_iter().map(DirtyBitmap::full).collect(), round: 0 }
+    }
+
+    /// These pages of each block, as before the first round.
+    pub fn of(blocks: Vec<DirtyBitmap>) -> Self {
+        Self { blocks, round: 0 }
+    }
+
+    /// From now on also everything of these blocks, which were not looked at before.
+    pub fn add_all(&mut self, blocks: Range<usize>) {
+        for block in self.blocks.get_mut(blocks).into_iter().flatten() {
+            block.set(0..block.pages());
+        }
+    }
+
+    /// Looks into a log of its own for the blocks from one on, and adds what it tells.
+    ///
+    /// # Errors
+    /// As the log says. What it had added by then is owed.
+    pub fn add_from(
+        &mut self,
+        first: usize,
+        log: impl FnOnce(&mut [DirtyBitmap]) -> Result<ScanStats, ScanError>,
+    ) -> Result<ScanStats, ScanError> {
+        log(self.blocks.get_mut(first..).unwrap_or_default())
     }
 
     /// How many pages are owed.
@@ -170,6 +196,11 @@ pub struct Readable {
 }
 
 impl Readable {
+    /// What is owed.
+    pub fn owed(&self) -> &Owed {
+        &self.owed
+    }
+
     /// How many pages this round has to send.
     pub fn pages(&self) -> u64 {
         self.owed.pages()

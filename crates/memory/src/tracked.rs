@@ -18,6 +18,9 @@ pub enum LogError {
     /// The memory cannot be reached.
     #[error(transparent)]
     Ram(#[from] RamError),
+    /// The log of a disk, which travels as a block of its own.
+    #[error(transparent)]
+    Disk(Box<dyn std::error::Error + Send + Sync>),
 }
 
 /// RAM blocks whose writes are seen, until this is dropped.

@@ -49,9 +49,9 @@ impl Move {
         let regions = source.regions();
         let uffd = injector().take_userfaultfd(&source.process).unwrap();
         let log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
-        let ram = open_source(&source.process, &regions).unwrap();
+        let ram: SourceRam = open_source(&source.process, &regions).unwrap().into();
         let writers = open_destination(&destination.process, &destination.regions()).unwrap();
-        let receiver = Receiver::new(writers, STREAMS, |_, _| {});
+        let receiver = Receiver::new(writers.into(), STREAMS, |_, _| {});
         let generation = Generation(0);
         let owed = Owed::everything(regions.iter().map(|region| region.bytes));
         (Self { source, destination, ram, log, receiver, generation, tls, cuts: Vec::new() }, owed)

@@ -30,6 +30,15 @@ pub const ADDRESS_BYTES: usize = 261;
 /// Largest RAM of one VM, in bytes: 64 TiB, beyond what x86-64 hosts carry.
 pub const RAM_BYTES: u64 = 64 << 40;
 
+/// Most disks of one VM that travel: with the RAM blocks they have to fit the index of a block.
+pub const DISKS: usize = 256;
+
+/// Longest name of a disk, in bytes: that of a block node or a drive.
+pub const DISK_NAME_BYTES: usize = 255;
+
+/// Longest disk, in bytes: 2 EiB, so that no number of a chunk or a sector overflows.
+pub const DISK_BYTES: u64 = 2 << 60;
+
 /// Longest JSON message, in bytes.
 pub const MESSAGE_BYTES: usize = 4 << 20;
 

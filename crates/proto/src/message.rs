@@ -245,6 +245,46 @@ pub struct Proposal {
     /// Options of QEMU's command line that the user wants carried over although they are not known.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow_options: Vec<String>,
+    /// Disks that the guest writes to, and what is wanted for each.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<ProposedDisk>,
+}
+
+/// A disk that a guest writes to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProposedDisk {
+    /// Its name in the description.
+    pub name: String,
+    /// Its length as the guest sees it, in bytes.
+    pub bytes: u64,
+    /// How much of it would be sent first, about, in bytes.
+    pub allocated_bytes: u64,
+    /// What is wanted.
+    pub wanted: DiskWish,
+}
+
+/// What a user wants of a disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DiskWish {
+    /// Shared if the destination sees that it is the same there, copied otherwise.
+    #[default]
+    Auto,
+    /// It is on storage that both hosts see.
+    Shared,
+    /// It is copied to an image that the destination makes.
+    Copy,
+}
+
+/// A disk that is copied: a block of its own on the data streams, after the RAM blocks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CopiedDisk {
+    /// Its name in the proposal. Its place in the list, counted on from the RAM blocks, is its index on the streams.
+    pub name: String,
+    /// Where its image is at the destination, for people.
+    pub path: String,
+    /// The image's format, for people.
+    pub format: String,
 }
 
 /// A block of guest RAM.
@@ -270,6 +310,9 @@ pub struct Acceptance {
     /// Version of its QEMU, as the QEMU itself tells it, for the report.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub qemu_version: Option<String>,
+    /// Disks that are to be sent, because they are copied.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub copied: Vec<CopiedDisk>,
 }
 
 /// One thing that pre-flight found.

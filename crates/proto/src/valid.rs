@@ -6,7 +6,8 @@ use std::collections::BTreeSet;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
-    Message, Offer, Ownership, Proposal, RamBlock, RegisterReply, RegisterRequest, Verdict,
+    Acceptance, Message, Offer, Ownership, Proposal, ProposedDisk, RamBlock, RegisterReply, RegisterRequest,
+    Verdict,
 };
 
 /// Digits of a chunk's hash (XXH3, 64 bits).
@@ -42,6 +43,17 @@ pub enum Invalid {
         bytes: u64,
         /// How large its pages claim to be.
         page_bytes: u64,
+    },
+    /// Two disks of one name.
+    #[error("disk {0:?} is listed twice")]
+    DuplicateDisk(String),
+    /// A disk that is no row of sectors, or longer than any.
+    #[error("disk {name:?} of {bytes} bytes")]
+    DiskSize {
+        /// Its name.
+        name: String,
+        /// How long it claims to be.
+        bytes: u64,
     },
     /// More RAM than any host has.
     #[error("more than {max} bytes of RAM", max = limits::RAM_BYTES)]
@@ -109,8 +121,8 @@ impl Message {
             | Self::Verdict { verdict: Verdict::Committed { incarnation, .. }, .. } => incarnation.validate(),
             Self::Register(RegisterRequest::CompareAndSet { new: ownership, .. })
             | Self::Registered(RegisterReply::Stands { record: Some(ownership) }) => ownership.validate(),
-            Self::Accept(_)
-            | Self::Reject { .. }
+            Self::Accept(acceptance) => acceptance.validate(),
+            Self::Reject { .. }
             | Self::Resume
             | Self::Resumed
             | Self::Held { .. }
@@ -153,7 +165,36 @@ impl Proposal {
         if ram_bytes > limits::RAM_BYTES {
             return Err(Invalid::RamBytes);
         }
+        at_most("disks", self.disks.len(), limits::DISKS)?;
+        let mut names = BTreeSet::new();
+        for disk in &self.disks {
+            disk.validate()?;
+            if !names.insert(&disk.name) {
+                return Err(Invalid::DuplicateDisk(disk.name.clone()));
+            }
+        }
         Ok(())
+    }
+}
+
+impl ProposedDisk {
+    /// Checks name and length.
+    pub fn validate(&self) -> Result<(), Invalid> {
+        const SECTOR_BYTES: u64 = 512;
+        text("a disk's name", &self.name, limits::DISK_NAME_BYTES)?;
+        let whole = self.bytes > 0 && self.bytes.is_multiple_of(SECTOR_BYTES);
+        if whole && self.bytes <= limits::DISK_BYTES {
+            return Ok(());
+        }
+        Err(Invalid::DiskSize { name: self.name.clone(), bytes: self.bytes })
+    }
+}
+
+impl Acceptance {
+    /// Checks the list of disks; whether they were proposed is for the source.
+    pub fn validate(&self) -> Result<(), Invalid> {
+        at_most("copied disks", self.copied.len(), limits::DISKS)?;
+        self.copied.iter().try_for_each(|disk| text("a disk's name", &disk.name, limits::DISK_NAME_BYTES))
     }
 }
 

@@ -6,8 +6,8 @@
 
 use proto::frame::{Header, Kind};
 use proto::message::{
-    Acceptance, Finding, Hello, Message, Offer, Ownership, Proposal, Purpose, RamBlock, RegisterReply,
-    RegisterRequest, Severity, Verdict, Welcome,
+    Acceptance, CopiedDisk, DiskWish, Finding, Hello, Message, Offer, Ownership, Proposal, ProposedDisk,
+    Purpose, RamBlock, RegisterReply, RegisterRequest, Severity, Verdict, Welcome,
 };
 use proto::pages::{
     self, Content, PagesHeader, Run, decode_ack, decode_round_end, encode_ack, encode_round_end,
@@ -67,6 +67,7 @@ fn proposal() -> Proposal {
         witness: None,
         ram_kind: None,
         allow_options: Vec::new(),
+        disks: Vec::new(),
     }
 }
 
@@ -99,6 +100,12 @@ fn messages() -> Vec<Message> {
         witness: Some(HostId::new("host-w").unwrap()),
         ram_kind: Some("memfd".into()),
         allow_options: vec!["-foo".into()],
+        disks: vec![ProposedDisk {
+            name: "drive0".into(),
+            bytes: 20 << 30,
+            allocated_bytes: 1 << 30,
+            wanted: DiskWish::Auto,
+        }],
         ..proposal()
     };
     let committed = Verdict::Committed { incarnation: incarnation(), run: false };
@@ -120,12 +127,18 @@ fn messages() -> Vec<Message> {
             qemu_start_us: 250_000,
             ram_kind: "memfd".into(),
             qemu_version: None,
+            copied: Vec::new(),
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
             qemu_start_us: 250_000,
             ram_kind: "memfd".into(),
             qemu_version: Some("10.0.2".into()),
+            copied: vec![CopiedDisk {
+                name: "drive0".into(),
+                path: "/var/lib/whimbrel/disks/web@3-drive0.qcow2".into(),
+                format: "qcow2".into(),
+            }],
         }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],

@@ -1,6 +1,6 @@
 //! What messages may not say.
 
-use proto::message::{Message, Proposal, RamBlock};
+use proto::message::{DiskWish, Message, Proposal, ProposedDisk, RamBlock};
 use proto::{Epoch, Generation, Incarnation, Invalid, limits};
 use whimbrel_proto as proto;
 
@@ -20,6 +20,7 @@ fn proposal() -> Proposal {
         witness: None,
         ram_kind: None,
         allow_options: Vec::new(),
+        disks: Vec::new(),
     }
 }
 
@@ -147,4 +148,23 @@ fn device_state_and_incarnations() {
         assert_eq!(ready(bad.clone(), digest()), Err(error.clone()));
         assert_eq!(ready(bad, String::new()), Err(error));
     }
+}
+
+#[test]
+fn disks() {
+    let disk = |name: &str, bytes| ProposedDisk {
+        name: name.into(),
+        bytes,
+        allocated_bytes: 0,
+        wanted: DiskWish::Auto,
+    };
+    let with = |disks: Vec<ProposedDisk>| changed(|proposal| proposal.disks = disks);
+    assert_eq!(with(vec![disk("a", 512), disk("b", limits::DISK_BYTES)]), Ok(()));
+    for bytes in [0, 511, limits::DISK_BYTES + 512] {
+        assert_eq!(with(vec![disk("a", bytes)]), Err(Invalid::DiskSize { name: "a".into(), bytes }));
+    }
+    assert_eq!(with(vec![disk("a", 512), disk("a", 512)]), Err(Invalid::DuplicateDisk("a".into())));
+    assert_eq!(with(vec![disk("", 512)]), Err(Invalid::Text { field: "a disk's name" }));
+    let many: Vec<_> = (0..=limits::DISKS).map(|number| disk(&number.to_string(), 512)).collect();
+    assert!(matches!(with(many), Err(Invalid::TooMany { field: "disks", .. })));
 }

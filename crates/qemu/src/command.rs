@@ -9,7 +9,8 @@
 //! | files that serial ports write, logs | the same name in the run directory |
 //! | terminals (`stdio`, `-nographic`) | a file in the run directory |
 //! | taps, bridges | the interface that `tap` names for them, else the same name |
-//! | disks, kernels, firmware | the same path, or under the directory that `disk_dirs` gives |
+//! | disks that are copied | the image that was made for it, alone, with the same way of caching and I/O |
+//! | other disks, kernels, firmware | the same path, or under the directory that `disk_dirs` gives |
 //! | memory | as [`RamPlan`] says; the blocks keep their names, by which both sides know them |
 //! | windows | none; VNC and SPICE stay |
 //!
@@ -17,6 +18,7 @@
 //! foreground of a session of its own.
 
 mod chardevs;
+mod disks;
 mod outside;
 mod ram;
 
@@ -28,6 +30,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cmdline::{self, Given, Policy};
 use crate::describe::{Problem, VmDescription, WHOLE_FILES, names_a_file};
+pub use disks::NewImage;
 
 /// Label of our own monitor.
 pub const MONITOR_ID: &str = "whimbrel-qmp";
@@ -65,6 +68,8 @@ pub struct HostRules {
     pub tap: BTreeMap<String, String>,
     /// Directories here for directories there; the longest match counts.
     pub disk_dirs: Vec<(PathBuf, PathBuf)>,
+    /// Images that were made here for disks, by the disks' names.
+    pub images: BTreeMap<String, NewImage>,
     /// What memory is made of.
     pub ram: RamPlan,
     /// Options (`frobnicate`) and objects (`object:TYPE`) to keep although they are not known.
@@ -80,6 +85,7 @@ impl HostRules {
             run_dir: run_dir.into(),
             tap: BTreeMap::new(),
             disk_dirs: Vec::new(),
+            images: BTreeMap::new(),
             ram: RamPlan::Memfd { hugepage_bytes: None },
             allow_options: Vec::new(),
         }
@@ -225,6 +231,11 @@ impl<'a> Build<'a> {
                 let path = option.value.as_deref()?;
                 Some(Given::new(name, self.path_here(path)))
             }
+            "drive" | "blockdev" => match self.copied(option) {
+                disks::Copied::No => Some(self.with_paths(option)),
+                disks::Copied::Replaced(option) => Some(option),
+                disks::Copied::Gone => None,
+            },
             _ => Some(self.with_paths(option)),
         }
     }

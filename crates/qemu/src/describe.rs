@@ -127,6 +127,26 @@ pub struct Disk {
     pub direct: bool,
     /// Whether the medium can be changed.
     pub removable: bool,
+    /// Its length as the guest sees it, in bytes; `None` for an empty drive.
+    #[serde(default)]
+    pub bytes: Option<u64>,
+    /// About how much of it is in use, in bytes.
+    #[serde(default)]
+    pub used_bytes: Option<u64>,
+    /// Its place in the block graph; `None` for an empty drive.
+    #[serde(default)]
+    pub nodes: Option<DiskNodes>,
+}
+
+/// A disk's place in the block graph.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskNodes {
+    /// What the device uses, through which all that the guest writes goes.
+    pub top: String,
+    /// The image: the top one, or what it filters.
+    pub image: String,
+    /// All nodes below the image: its file, the images below it, theirs.
+    pub below: Vec<String>,
 }
 
 /// What a network card is connected to.

@@ -182,6 +182,16 @@ pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
     Ok(found)
 }
 
+/// Ends a recording that an agent before this one left, with its server, unless somebody else uses that. Returns whether
+/// there was one.
+pub fn end_left(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    let found = remove_leavings(qmp)?;
+    if found && exports(qmp)?.is_empty() {
+        qmp.run("nbd-server-stop", Value::Null)?;
+    }
+    Ok(found)
+}
+
 /// Ends exports, with whoever still uses them, and waits until they are gone.
 fn end_exports(qmp: &mut Qmp, names: &[String]) -> Result<(), QmpError> {
     let orders = names.iter().map(|name| ("block-export-del", json!({ "id": name, "mode": "hard" })));

@@ -36,6 +36,8 @@ pub struct Setup {
     pub witness: bool,
     pub plain: bool,
     pub fault_harness: bool,
+    /// Whether disks can be copied, into a directory of each host.
+    pub pool: bool,
     /// More lines for the agents' configuration.
     pub extra: String,
 }
@@ -47,6 +49,7 @@ impl Default for Setup {
             witness: false,
             plain: false,
             fault_harness: false,
+            pool: false,
             extra: "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 3000\npeer_silence_ms = 2000\nconnect_ms = 2000\nreclaim_after_ms = 2000\n"
                 .to_owned(),
         }
@@ -150,6 +153,11 @@ impl Cluster {
             writeln!(config, "[qemu]\nbinaries = {binaries:?}").unwrap();
             if let Some(faults) = &faults {
                 writeln!(config, "[faults]\nsocket = {:?}", faults.socket(name)).unwrap();
+            }
+            if setup.pool {
+                let images = host.directory().join("images");
+                fs::create_dir_all(&images).unwrap();
+                writeln!(config, "[disks.pool]\ndirectory = {images:?}").unwrap();
             }
             config.push_str(&setup.extra);
             fs::write(directory.join("agent.toml"), config).unwrap();

@@ -1,9 +1,10 @@
 //! Requests and answers of the API.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use engine::handover::Role;
-use proto::message::{Finding, Severity};
+use proto::message::{DiskWish, Finding, Severity};
 use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 
@@ -183,6 +184,12 @@ pub struct MigrateRequest {
     /// Options of QEMU's command line that are not known and are carried over as they stand.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub allow_options: Vec<String>,
+    /// Whether disks are shared or copied.
+    #[serde(default)]
+    pub disks: DiskWish,
+    /// The same for single disks, by their names in the description.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub disk: BTreeMap<String, DiskWish>,
 }
 
 impl MigrateRequest {
@@ -200,6 +207,8 @@ impl MigrateRequest {
             verify: false,
             ram: RamChoice::Auto,
             allow_options: Vec::new(),
+            disks: DiskWish::Auto,
+            disk: BTreeMap::new(),
         }
     }
 }

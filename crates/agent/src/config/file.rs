@@ -8,7 +8,7 @@ use proto::{HostId, limits};
 use serde::Deserialize;
 
 use super::locate::Locator;
-use super::{AgentRole, Config, ConfigError, Limits, Qemu, Security, Timeouts};
+use super::{AgentRole, Config, ConfigError, Limits, Pool, Qemu, Security, Timeouts};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -73,6 +73,7 @@ struct Network {
 struct Disks {
     dirs: BTreeMap<PathBuf, PathBuf>,
     shared: Vec<String>,
+    pool: Option<Pool>,
 }
 
 #[derive(Deserialize)]
@@ -164,6 +165,7 @@ impl Checks<'_> {
             taps: file.network.taps,
             disk_dirs: self.disk_dirs(file.disks.dirs)?,
             disks_shared: self.disks_shared(file.disks.shared)?,
+            pool: self.pool(file.disks.pool)?,
             limits: file.limits,
             timeouts: file.timeouts,
             fault_socket: file.faults.map(|faults| self.absolute(faults.socket)),
@@ -252,6 +254,15 @@ impl Checks<'_> {
             }
         }
         Ok(dirs)
+    }
+
+    fn pool(&self, pool: Option<Pool>) -> Result<Option<Pool>, ConfigError> {
+        match &pool {
+            Some(pool) if !pool.directory.is_absolute() => {
+                Err(self.wrong(&["disks", "pool", "directory"], "the directory has to be an absolute path"))
+            }
+            _ => Ok(pool),
+        }
     }
 
     fn disks_shared(&self, shared: Vec<String>) -> Result<Vec<String>, ConfigError> {

@@ -52,6 +52,7 @@ fn the_example_is_right_and_shows_the_defaults() {
     assert_eq!(all.taps.len(), 1);
     assert_eq!(all.disk_dirs.len(), 1);
     assert_eq!(all.disks_shared.len(), 2);
+    assert_eq!(all.pool.take().unwrap().format, PoolFormat::Same);
     assert!(all.fault_socket.is_some());
     all.disks_shared.clear();
     all.taps.clear();
@@ -167,6 +168,12 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.dirs]\n\"x\" = \"/y\"",
         5,
         "disks.dirs.x",
+        "absolute",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.pool]\ndirectory = \"x\"",
+        5,
+        "disks.pool.directory",
         "absolute",
     ),
     (

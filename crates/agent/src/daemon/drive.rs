@@ -242,6 +242,7 @@ impl Daemon {
             witness: context.config.register.clone(),
             ram_kind: preflight::wanted_ram(request.ram),
             allow_options: allowed,
+            disks: preflight::proposed_disks(&surveyed.disks, request)?,
         };
         Ok(Offer {
             ram_kind: vm.ram_kind(),

@@ -14,6 +14,7 @@ use tracing::{info, warn};
 use super::{Daemon, Driven, Mail};
 use crate::context::Context;
 use crate::destination::{self, ArriveError, Arriving, Traces};
+use crate::disks::Images;
 use crate::journal::Durability;
 use crate::preflight;
 use crate::progress::Publisher;
@@ -48,6 +49,7 @@ impl Daemon {
                 qemu_start_us: 0,
                 ram_kind: considered.ram_kind,
                 qemu_version: Some(considered.qemu_version),
+                copied: considered.copied.iter().map(preflight::Planned::told).collect(),
             }),
             Ok(considered) => {
                 self.receive(connection, id, considered);
@@ -99,8 +101,18 @@ impl Daemon {
         id: &MigrationId,
         considered: preflight::Considered,
     ) {
-        let preflight::Considered { terms, proposal, launch, traces, compared, promised, ram_kind, .. } =
-            considered;
+        let preflight::Considered {
+            terms,
+            proposal,
+            launch,
+            traces,
+            compared,
+            promised,
+            ram_kind,
+            copied,
+            ..
+        } = considered;
+        let streams = proposal.streams;
         let proposed = proposal.ram.clone();
         let (mut driver, driven) = self.destination_driver(terms, DestinationState::Idle, proposal);
         // Pre-flight takes its time; the name may be another's by now.
@@ -138,23 +150,29 @@ impl Daemon {
                 return;
             }
             let began = Instant::now();
+            let left = traces.clone();
+            let told = copied.iter().map(preflight::Planned::told).collect();
             // Held until the VM is there or will not come.
             let promised = promised;
             let started = traces.make_directory().and_then(|()| {
                 keep_traces(&context, &migration, &traces)?;
                 let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
+                let images = Images::make(copied, &traces.directory, streams, patience)?;
                 let look = |qmp: &mut Qmp, blocks: &[qemu::ram::RamBlock]| compared.with_started(qmp, blocks);
                 let (vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
                 keep_traces(&context, &migration, &vm.traces)?;
                 if let Some(promised) = &promised {
                     promised.taken_by(vm.process.pid());
                 }
-                Ok((vm, findings))
+                Ok((vm, images, findings))
             });
-            let started = started.and_then(|(mut vm, findings)| {
+            let started = started.and_then(|(mut vm, images, findings)| {
                 let version = vm.qmp().ok().map(|qmp| qmp.version().to_string());
-                driver.started(vm).map(|()| (version, findings))
+                driver.started(vm, images).map(|()| (version, findings))
             });
+            if started.is_err() {
+                left.remove_images();
+            }
             match started {
                 Ok((qemu_version, findings)) => {
                     driver.accept(Acceptance {
@@ -162,6 +180,7 @@ impl Daemon {
                         qemu_start_us: began.elapsed().as_micros() as u64,
                         ram_kind,
                         qemu_version,
+                        copied: told,
                     });
                     driver.run();
                 }
@@ -169,6 +188,9 @@ impl Daemon {
                 Err(error) => {
                     let advice = match error {
                         ArriveError::Journal(_) | ArriveError::Directory { .. } => SEE_DISK,
+                        ArriveError::Image(_) => {
+                            "see the directory for images, [disks.pool], at the destination"
+                        }
                         _ => "see the log of the destination's QEMU in the message",
                     };
                     driver.reject(blocker("start", crate::chain(&error), advice), None);

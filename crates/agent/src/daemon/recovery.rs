@@ -87,6 +87,7 @@ impl Daemon {
                 witness: record.terms.witness.clone(),
                 ram_kind: None,
                 allow_options: Vec::new(),
+                disks: Vec::new(),
             });
         let (mut driver, driven) = self.destination_driver(record.terms.clone(), state, proposal);
         let (context, id) = (Arc::clone(&self.context), record.id().clone());

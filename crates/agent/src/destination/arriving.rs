@@ -71,6 +71,9 @@ pub(crate) enum ArriveError {
     /// It cannot be held.
     #[error(transparent)]
     Hold(#[from] HoldError),
+    /// An image for a disk cannot be made or written.
+    #[error("a disk cannot be received")]
+    Image(#[from] block::image::ImageError),
     /// Somebody else continued the guest here.
     #[error("somebody else continued the guest here before it was this host's")]
     Ran,
@@ -86,6 +89,9 @@ pub(crate) struct Traces {
     pub(crate) directory: PathBuf,
     /// Its QEMU, once it runs: process id and start time.
     pub(crate) process: Option<(u32, u64)>,
+    /// Images that are made for it.
+    #[serde(default)]
+    pub(crate) images: Vec<PathBuf>,
 }
 
 impl Traces {
@@ -95,6 +101,20 @@ impl Traces {
         Self {
             directory: run_dir.join("vms").join(format!("{}@{}", migration.vm, migration.epoch)),
             process: None,
+            images: Vec::new(),
+        }
+    }
+
+    /// Removes what was made of its images. Nobody must have run it with them.
+    pub(crate) fn remove_images(&self) {
+        for image in &self.images {
+            match fs::remove_file(image) {
+                Ok(()) => {
+                    info!(image = %image.display(), "the image of a disk that did not arrive was removed");
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(error) => warn!(image = %image.display(), %error, "left behind"),
+            }
         }
     }
 
@@ -263,10 +283,11 @@ impl Arriving {
         }
     }
 
-    /// Kills the QEMU and removes what was made for it.
-    pub(crate) fn discard(self) {
+    /// Kills the QEMU and removes what was made for it, but for images: what those are is for the caller.
+    pub(crate) fn discard(self) -> Traces {
         kill(&self.process);
         remove_directory(&self.traces.directory);
+        self.traces
     }
 }
 

@@ -15,6 +15,7 @@ use self::effects::EffectError;
 use super::inbox::Notice;
 use super::receiving::Receiving;
 use super::{ArriveError, Arriving, Driver};
+use crate::disks::Images;
 use crate::machine::Machine;
 use crate::owners;
 use crate::progress::Phase;
@@ -46,10 +47,11 @@ impl Driver {
     }
 
     /// The waiting QEMU is there.
-    pub(crate) fn started(&mut self, vm: Arriving) -> Result<(), ArriveError> {
+    pub(crate) fn started(&mut self, vm: Arriving, images: Images) -> Result<(), ArriveError> {
         let migration = self.terms.migration.clone();
-        let receiving =
-            Receiving::new(&self.context, migration, self.proposal.streams, &vm, self.inbox.mailbox())?;
+        let (streams, mailbox) = (self.proposal.streams, self.inbox.mailbox());
+        let receiving = Receiving::new(&self.context, migration, streams, &vm, &images, mailbox)?;
+        self.images = images;
         receiving
             .begin(self.generation)
             .map_err(|source| ArriveError::Directory { path: vm.traces.directory.clone(), source })?;

@@ -6,7 +6,7 @@ use engine::handover::destination::DestinationEvent;
 use proto::message::Message;
 use tracing::info;
 
-use super::Driver;
+use super::{ArriveError, Driver};
 use crate::verification;
 
 /// A device state on its way.
@@ -86,15 +86,19 @@ impl Driver {
         if let Some(receiving) = &receiving {
             receiving.shut();
         }
-        // To join its threads takes time, which QEMU needs for loading anyway.
+        // To join its threads and to put the disks on stable storage takes time, which QEMU needs for loading anyway. It
+        // takes the disks when it is to run the guest, and not before.
+        let images = std::mem::take(&mut self.images);
+        let mut disks = Ok(());
         let tidy_up = || {
             if let Some(receiving) = receiving {
                 receiving.end();
             }
+            disks = images.finish();
         };
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
-        match vm.load(state, patience, tidy_up) {
+        match vm.load(state, patience, tidy_up).and(disks.map_err(ArriveError::Image)) {
             Ok(()) => self.loaded = Some((digest, began.elapsed().as_micros() as u64)),
             Err(error) => self.fail(&crate::chain(&error)),
         }

@@ -12,6 +12,7 @@ use tracing::{debug, info, warn};
 use super::arriving::{ArriveError, Arriving};
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
+use crate::disks::Images;
 
 /// Memory on its way in.
 pub(crate) struct Receiving {
@@ -29,9 +30,11 @@ impl Receiving {
         migration: MigrationId,
         streams: u16,
         vm: &Arriving,
+        images: &Images,
         mailbox: Mailbox,
     ) -> Result<Self, ArriveError> {
         let ram = crate::ram::destination(&vm.process, &vm.blocks)?;
+        let ram = ram.into_iter().chain(images.writers()).collect();
         let giver = Giver::new(context, vm)?;
         let notices = mailbox.clone();
         let observer = move |event, handle: &ReceiverHandle| match event {

@@ -44,6 +44,9 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
             report.objective.max_downtime_ms
         )?;
     }
+    for disk in &report.disks {
+        writeln!(out, "  disk        {}, {}, copied to {}", disk.name, bytes(disk.bytes), disk.path)?;
+    }
     let ram_bytes: u64 = report.ram_blocks.iter().map(|block| block.bytes).sum();
     writeln!(
         out,
@@ -353,6 +356,7 @@ mod tests {
         let large = Round {
             round: 999,
             dirty_pages: 1_000_000_000,
+            disk_pages: 1_000_000_000,
             data_pages: 1_000_000_000,
             zero_pages: 1_000_000_000,
             hole_pages: 1_000_000_000,

@@ -10,11 +10,15 @@ use proto::Purpose;
 use proto::message::Message;
 use tracing::warn;
 
+use super::Driver;
 use super::inbox::Notice;
+use super::memory::Cargo;
 use super::phases::{Control, Failure, no_control, unexpected};
-use super::{Driver, memory};
 use crate::peers;
 use crate::progress::Phase;
+
+/// How long a destination may take from hanging up to saying why, at least: it ends its QEMU in between.
+const LAST_WORDS: Duration = Duration::from_millis(300);
 
 impl Driver {
     pub(super) fn connect_control(&mut self) -> Result<Control, peers::PeerError> {
@@ -40,7 +44,7 @@ impl Driver {
     /// Makes a new set of connections after a cut, for as long as the configuration has patience. The guest runs on.
     pub(super) fn reconnect(
         &mut self,
-        tracked: &memory::Tracked,
+        cargo: &Cargo,
         cause: &::memory::SendError,
     ) -> Result<Sender, Failure> {
         self.phase(Phase::Reconnecting);
@@ -48,6 +52,7 @@ impl Driver {
         let timeouts = &self.context.config.timeouts;
         let give_up = Instant::now() + Duration::from_millis(timeouts.give_up_after_ms);
         let pause = Duration::from_millis(timeouts.retry_ms);
+        self.last_words(pause.max(LAST_WORDS))?;
         self.control = None;
         loop {
             self.generation = self.generation.next();
@@ -57,7 +62,7 @@ impl Driver {
                     self.controls.report(|report| report.reconnections += 1);
                     self.telemetry.update(|progress| progress.reconnections += 1);
                     self.phase(Phase::PreCopy);
-                    return self.start_sender(tracked, streams);
+                    return self.start_sender(cargo, streams);
                 }
                 Err(failure)
                     if !matches!(failure.event, SourceEvent::PeerLost | SourceEvent::PeerSilent)
@@ -70,6 +75,24 @@ impl Driver {
             self.control = None;
             self.pause(pause)?;
         }
+    }
+
+    /// A destination that gives up says why on the control stream, and its data streams may end a moment before. One that is
+    /// not to be reached says nothing.
+    fn last_words(&mut self, patience: Duration) -> Result<(), Failure> {
+        let until = Instant::now() + patience;
+        while let Some(notice) = self.inbox.wait(until) {
+            match notice {
+                Notice::Lost { link, .. } if self.is_control(link) => return Ok(()),
+                Notice::Lost { .. } => {}
+                notice => {
+                    if let Some(message) = self.noticed(notice)? {
+                        return Err(unexpected(&message));
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn resume_streams(&mut self) -> Result<Vec<DataStream>, Failure> {

@@ -106,7 +106,7 @@ impl Driver {
 
     /// The matter is settled: last entries, report, and what waits to be told.
     pub(super) fn end(&mut self) {
-        self.tracked = None;
+        self.cargo = None;
         self.part();
         if let Some(state) = self.unjournalled.take() {
             self.journal_at_last(&state);

@@ -1,17 +1,23 @@
-//! The guest's memory at the source, in the hands of a migration: readers, the log of its writes, and what the policy
+//! The guest's memory and disks at the source, in the hands of a migration: readers, the logs of writes, and what the policy
 //! is shown of the rounds.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use ::memory::ram::RamError;
-use ::memory::{DirtyLog, Owed, RoundStats, ScanStats, SourceRam, TrackedRam};
+use ::memory::{DirtyBitmap, DirtyLog, Owed, RoundStats, ScanError, ScanStats, SourceRam, TrackedRam};
+use block::nbd::NbdError;
 use engine::precopy::{Aim, FixedCost, OnLimit, RoundObservation, StopTime, Traced};
 use tracee::{InjectError, TrackerStart};
 
 use super::Aims;
-use super::vm::SourceVm;
+use qemu::qmp::{Qmp, QmpError};
+use qemu::recording::RecordError;
+
+use super::vm::{SourceVm, VmError};
 use crate::api;
 use crate::context::Context;
+use crate::disks::{DiskLog, LeavingDisk, allocated};
 use crate::ram;
 use crate::report::Round;
 
@@ -21,63 +27,176 @@ pub(crate) enum TrackError {
     /// QEMU could not be made to open a userfaultfd.
     #[error("QEMU could not be made to open a userfaultfd")]
     Inject(#[from] InjectError),
-    /// Its memory cannot be reached.
-    #[error("the guest's memory cannot be reached")]
-    Access(#[from] RamError),
     /// The kernel does not track it.
     #[error("the kernel does not track writes to it")]
     Track(#[from] ::memory::LogError),
 }
 
 /// Tracking that begins. Dropping it undoes what was done.
-pub(crate) struct Tracking {
-    ram: SourceRam,
-    start: TrackerStart,
-}
+pub(crate) struct Tracking(TrackerStart);
 
 impl Tracking {
     pub(crate) fn begin(context: &Context, vm: &SourceVm) -> Result<Self, TrackError> {
-        let ram = ram::source(&vm.process, &vm.blocks)?;
         let userfaultfd = context.injector.take_userfaultfd(&vm.process)?;
-        Ok(Self { ram, start: ram::begin_tracking(&vm.process, userfaultfd, &vm.blocks)? })
+        Ok(Self(ram::begin_tracking(&vm.process, userfaultfd, &vm.blocks)?))
     }
 
     /// Does the next step, which does not take long; returns whether more are left.
     pub(crate) fn step(&mut self) -> Result<bool, TrackError> {
-        Ok(self.start.step().map_err(::memory::LogError::from)?)
+        Ok(self.0.step().map_err(::memory::LogError::from)?)
     }
 
     /// From here on every write is seen. All of memory has to be sent once.
-    pub(crate) fn finish(self, vm: &SourceVm) -> Result<Tracked, TrackError> {
-        let log = ram::tracked(self.start, &vm.process, &vm.blocks)?;
-        let block_bytes = vm.blocks.iter().map(|block| block.used_bytes).collect();
-        Ok(Tracked { ram: self.ram, log, block_bytes })
+    pub(crate) fn finish(self, vm: &SourceVm) -> Result<TrackedRam, TrackError> {
+        Ok(ram::tracked(self.0, &vm.process, &vm.blocks)?)
     }
 }
 
-/// Guest memory whose writes are seen, until it is dropped.
-pub(crate) struct Tracked {
-    ram: SourceRam,
-    log: TrackedRam,
-    block_bytes: Vec<u64>,
+/// All that goes over the streams: the guest's memory, and after it the disks that are copied.
+pub(crate) struct Cargo {
+    readers: SourceRam,
+    /// Lengths of the RAM blocks, in bytes. The disks are behind them.
+    ram_bytes: Vec<u64>,
+    /// What has to be sent first of each disk.
+    first_of_disks: Vec<DirtyBitmap>,
+    /// The log of memory, from when its writes are seen on, until this is dropped.
+    ram: Option<TrackedRam>,
+    /// The log of the disks, if there are any.
+    disks: Option<DiskLog>,
 }
 
-impl Tracked {
-    pub(crate) fn ram(&self) -> SourceRam {
-        SourceRam::clone(&self.ram)
+impl Cargo {
+    /// Nothing is done to the guest yet; where there are disks, their writes are recorded already.
+    pub(crate) fn new(vm: &SourceVm, disks: Option<(DiskLog, Vec<LeavingDisk>)>) -> Result<Self, CargoError> {
+        let mut readers = ram::source(&vm.process, &vm.blocks)?;
+        let (log, disks) = disks.unzip();
+        let mut first_of_disks = Vec::new();
+        for disk in disks.into_iter().flatten() {
+            first_of_disks.push(allocated(&disk)?);
+            readers.push(Box::new(disk));
+        }
+        let ram_bytes = vm.blocks.iter().map(|block| block.used_bytes).collect();
+        Ok(Self { readers: readers.into(), ram_bytes, first_of_disks, ram: None, disks: log })
+    }
+
+    pub(crate) fn readers(&self) -> SourceRam {
+        SourceRam::clone(&self.readers)
+    }
+
+    pub(crate) fn has_disks(&self) -> bool {
+        self.disks.is_some()
+    }
+
+    pub(crate) fn total_ram_bytes(&self) -> u64 {
+        self.ram_bytes.iter().sum()
+    }
+
+    /// What has to be sent of the disks, and nothing of memory.
+    pub(crate) fn disks_alone(&self) -> Owed {
+        let ram = self.ram_bytes.iter().map(|bytes| DirtyBitmap::new(*bytes));
+        Owed::of(ram.chain(self.first_of_disks.iter().cloned()).collect())
+    }
+
+    /// From here on memory is part of every round; all of it is owed.
+    pub(crate) fn add_memory(&mut self, tracked: TrackedRam, owed: &mut Owed) {
+        self.ram = Some(tracked);
+        owed.add_all(0..self.ram_bytes.len());
     }
 
     /// The guest has stopped and will be compared: the next scan looks for pages that were given back and read again.
     pub(crate) fn will_be_compared(&mut self) {
-        self.log.will_be_compared();
+        if let Some(ram) = &mut self.ram {
+            ram.will_be_compared();
+        }
     }
 
-    pub(crate) fn log(&mut self) -> &mut dyn DirtyLog {
-        &mut self.log
+    /// How many pages of disks are owed.
+    pub(crate) fn disk_pages(&self, owed: &Owed) -> u64 {
+        owed.blocks().iter().skip(self.ram_bytes.len()).map(DirtyBitmap::count).sum()
     }
 
-    pub(crate) fn everything(&self) -> Owed {
-        Owed::everything(self.block_bytes.iter().copied())
+    /// The log of all of it; disks are asked of QEMU.
+    pub(crate) fn log<'a>(&'a mut self, qmp: &'a mut Qmp) -> impl DirtyLog + 'a {
+        Log {
+            ram: self.ram.as_mut(),
+            ram_blocks: self.ram_bytes.len(),
+            disks: self.disks.as_mut().zip(Some(qmp)),
+        }
+    }
+
+    /// The log of memory alone, for which QEMU is not asked.
+    pub(crate) fn ram_log(&mut self) -> impl DirtyLog + '_ {
+        Log { ram: self.ram.as_mut(), ram_blocks: self.ram_bytes.len(), disks: None }
+    }
+
+    /// Adds what was written to the disks.
+    pub(crate) fn look_at_disks(&mut self, qmp: &mut Qmp, owed: &mut Owed) -> Result<(), ScanError> {
+        let Some(disks) = &mut self.disks else { return Ok(()) };
+        owed.add_from(self.ram_bytes.len(), |into| disks.take(qmp, into)).map(drop)
+    }
+
+    /// To be called when there is time after a look at the disks.
+    pub(crate) fn tidy(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        self.disks.as_mut().map_or(Ok(()), |disks| disks.tidy(qmp))
+    }
+
+    /// Memory is not tracked any more; what is left is to be ended by QEMU.
+    pub(crate) fn into_disks(self) -> Option<DiskLog> {
+        self.disks
+    }
+}
+
+/// Why something cannot be sent.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CargoError {
+    /// The guest's memory cannot be reached.
+    #[error("the guest's memory cannot be reached")]
+    Ram(#[from] RamError),
+    /// A disk cannot be read.
+    #[error("a disk cannot be read")]
+    Disk(#[from] NbdError),
+    /// Writes to the disks are not recorded.
+    #[error("writes to the disks cannot be recorded")]
+    Record(#[from] RecordError),
+    /// QEMU could not be given the socket.
+    #[error("no socket to read the disks over, {path}", path = path.display())]
+    Socket {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// The monitor failed.
+    #[error(transparent)]
+    Vm(#[from] VmError),
+    /// The other side wants a disk that was not proposed for copying, or one twice.
+    #[error("the destination wants a copy of disk {0:?}, which was not proposed to it, or twice")]
+    Unknown(String),
+}
+
+/// One log of what has several.
+struct Log<'a> {
+    ram: Option<&'a mut TrackedRam>,
+    ram_blocks: usize,
+    disks: Option<(&'a mut DiskLog, &'a mut Qmp)>,
+}
+
+impl DirtyLog for Log<'_> {
+    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+        let (ram, disks) = into.split_at_mut(self.ram_blocks.min(into.len()));
+        let mut stats = ScanStats::default();
+        // Disks first: QEMU is asked, and takes its time.
+        if let Some((log, qmp)) = &mut self.disks {
+            stats = log.take(qmp, disks)?;
+        }
+        if let Some(log) = &mut self.ram {
+            let scan = log.take(ram)?;
+            stats = ScanStats {
+                pages: stats.pages + scan.pages,
+                duration_us: stats.duration_us + scan.duration_us,
+            };
+        }
+        Ok(stats)
     }
 }
 

@@ -12,23 +12,26 @@
 //! A phase that cannot go on returns a [`Failure`]: what the engine is to be told, and why, for people. The rounds are in
 //! [`rounds`]; what is done while the guest stands still is in [`standstill`].
 
+mod disks;
 mod rounds;
 mod standstill;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ::memory::TrackedRam;
 use engine::handover::source::SourceEvent;
 use link::Writer;
-use proto::message::{Finding, Message, Severity};
+use proto::message::{CopiedDisk, Finding, Message, Severity};
 use proto::{Epoch, Incarnation};
 use tracing::warn;
 
+use super::memory::Cargo;
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
 use crate::journal::Durability;
 use crate::progress::Phase;
-use crate::report::Measured;
+use crate::report::{Disk, Measured};
 
 /// Why a phase ended the migration.
 #[derive(Debug)]
@@ -87,27 +90,34 @@ pub(crate) struct Ready {
 impl Driver {
     /// All phases, one after the other.
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
-        self.prepare()?;
-        let mut tracked = self.track()?;
-        let ready = self.move_to_ready(&mut tracked);
+        let copied = self.prepare()?;
+        let mut cargo = self.cargo(&copied)?;
+        let ready = self.move_to_ready(&mut cargo);
         self.say_by(None);
-        // A guest that goes on here does so first; the kernel's bookkeeping is undone after that.
-        self.tracked = Some(tracked);
+        // A guest that goes on here does so first; what was done to the kernel and to QEMU is undone after that.
+        self.cargo = Some(cargo);
         ready
     }
 
-    fn move_to_ready(&mut self, tracked: &mut memory::Tracked) -> Result<Ready, Failure> {
-        let sender = self.open_streams(tracked)?;
-        let (sender, owed) = self.pre_copy(sender, tracked)?;
+    fn move_to_ready(&mut self, cargo: &mut Cargo) -> Result<Ready, Failure> {
+        let ahead = if cargo.has_disks() { Some(self.send_disks(cargo)?) } else { None };
+        let tracked = self.track()?;
+        let (sender, mut owed) = match ahead {
+            Some(ahead) => ahead,
+            None => (self.open_streams(cargo)?, cargo.disks_alone()),
+        };
+        cargo.add_memory(tracked, &mut owed);
+        let (sender, owed) = self.pre_copy(sender, owed, cargo)?;
         self.stop()?;
-        let (state, sender) = self.last_pages(sender, owed, tracked)?;
+        let (state, sender) = self.last_pages(sender, owed, cargo)?;
         if self.controls.aims().verify {
             self.verify()?;
         }
         self.load(&state, sender)
     }
 
-    fn prepare(&mut self) -> Result<(), Failure> {
+    /// Which disks are copied is for the destination to say.
+    fn prepare(&mut self) -> Result<Vec<CopiedDisk>, Failure> {
         self.phase(Phase::Preparing);
         let control =
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
@@ -120,12 +130,21 @@ impl Driver {
             Message::Accept(acceptance) => {
                 self.accepted()?;
                 self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
+                let proposed =
+                    self.proposal.as_ref().map(|proposal| proposal.disks.clone()).unwrap_or_default();
+                let disk = |copied: &CopiedDisk| Disk {
+                    name: copied.name.clone(),
+                    bytes: proposed.iter().find(|one| one.name == copied.name).map_or(0, |one| one.bytes),
+                    path: copied.path.clone(),
+                    format: copied.format.clone(),
+                };
                 self.controls.report(|report| {
                     report.destination.ram_kind = Some(acceptance.ram_kind);
                     report.destination.qemu_version = acceptance.qemu_version;
                     report.findings.extend(acceptance.findings);
+                    report.disks = acceptance.copied.iter().map(disk).collect();
                 });
-                Ok(())
+                Ok(acceptance.copied)
             }
             Message::Reject { findings, largest_epoch } => {
                 if let Some(largest) = largest_epoch {
@@ -162,7 +181,7 @@ impl Driver {
 
     /// From here on writes of the guest are seen. Takes seconds for a large guest that came by a migration, and listens
     /// meanwhile.
-    fn track(&mut self) -> Result<memory::Tracked, Failure> {
+    fn track(&mut self) -> Result<TrackedRam, Failure> {
         let failed = |error: memory::TrackError| Failure::local("cannot track the guest's writes", &error);
         let context = Arc::clone(&self.context);
         let mut tracking = memory::Tracking::begin(&context, self.vm()?).map_err(failed)?;

@@ -17,6 +17,7 @@ use tracing::{info, warn};
 use super::inbox::{Mailbox, Notice};
 use super::leavings::Leavings;
 use crate::context::Context;
+use crate::disks::DiskLog;
 use crate::hold::{self, HoldError};
 use crate::journal::VmRecord;
 use crate::verification::{self, CompareError, Hashes};
@@ -227,6 +228,25 @@ impl SourceVm {
         let Some(file) = self.state_file.take() else { return };
         if let Err(error) = self.ask(|qmp| file.remove(qmp)) {
             warn!(error = crate::chain(&error), "QEMU keeps the file for its device state until it ends");
+        }
+    }
+
+    /// Ends what an agent before this one may have left: nobody but this one records this guest's writes.
+    pub(crate) fn end_left_recording(&mut self) -> Result<(), VmError> {
+        if self.ask(qemu::recording::end_left)? {
+            info!(pid = self.process.pid(), "a recording of writes that was left behind was ended");
+        }
+        Ok(())
+    }
+
+    /// Has a QEMU that keeps its guest record no more writes: neither for this agent nor for one before it.
+    pub(crate) fn forget_recording(&mut self, disks: Option<DiskLog>) {
+        let ended = match disks {
+            Some(disks) => self.ask(|qmp| disks.end(qmp)),
+            None => self.end_left_recording(),
+        };
+        if let Err(error) = ended {
+            warn!(error = crate::chain(&error), "QEMU goes on recording what its guest writes");
         }
     }
 

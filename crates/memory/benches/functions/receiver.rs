@@ -192,7 +192,7 @@ pub(crate) fn cases(benches: &mut Benches) {
                 let victim = common::Victim::start(memory, CHUNKS * CHUNK_BYTES);
                 let region =
                     whimbrel_memory::RamRegion { bytes: CHUNKS * CHUNK_BYTES, ..victim.regions()[0].clone() };
-                let ram = open_destination(&victim.process, &[region]).unwrap();
+                let ram = open_destination(&victim.process, &[region]).unwrap().into();
                 let rounds = Rounds::new(frames(kind), ram);
                 move || {
                     let _keep = &victim;

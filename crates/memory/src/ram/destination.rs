@@ -10,7 +10,6 @@ use super::place::{Place, find};
 use super::{BlockWriter, RamError, RamRegion};
 use crate::dirty::DirtyBitmap;
 use crate::lock;
-use crate::receive::DestinationRam;
 
 /// What zeros are written from: 64 KiB.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
@@ -22,7 +21,10 @@ static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 ///
 /// # Errors
 /// When a block is not where it is said to be, or its file cannot be opened.
-pub fn open_destination(process: &Process, regions: &[RamRegion]) -> Result<DestinationRam, RamError> {
+pub fn open_destination(
+    process: &Process,
+    regions: &[RamRegion],
+) -> Result<Vec<Box<dyn BlockWriter>>, RamError> {
     let memory = Arc::new(RemoteMemory::new(process)?);
     let mut pagemap = Pagemap::open(process)?;
     let places = find(process, regions)?;

@@ -75,6 +75,9 @@ pub enum RamError {
         /// Where it should be.
         range: AddressRange,
     },
+    /// A disk, which travels as a block of its own.
+    #[error(transparent)]
+    Disk(Box<dyn std::error::Error + Send + Sync>),
     /// A block whose length is no multiple of 4 KiB.
     #[error("RAM block {block} has {bytes} bytes, which are not whole pages")]
     Length {
@@ -89,6 +92,11 @@ pub enum RamError {
 pub trait BlockReader: Send + Sync {
     /// QEMU's name for the block.
     fn name(&self) -> &str;
+
+    /// What it is, for people.
+    fn what(&self) -> String {
+        format!("guest memory: RAM block {}", self.name())
+    }
 
     /// Length of the block in bytes, a multiple of 4 KiB.
     fn bytes(&self) -> u64;
@@ -106,6 +114,11 @@ pub trait BlockReader: Send + Sync {
 pub trait BlockWriter: Send + Sync {
     /// QEMU's name for the block.
     fn name(&self) -> &str;
+
+    /// What it is, for people.
+    fn what(&self) -> String {
+        format!("guest memory: RAM block {}", self.name())
+    }
 
     /// Length of the block in bytes, a multiple of 4 KiB.
     fn bytes(&self) -> u64;

@@ -11,13 +11,12 @@ use tracee::{AddressRange, Pagemap, Process, RamFile, RemoteMemory};
 use super::place::{Place, find};
 use super::{BlockReader, RamError, RamRegion};
 use crate::lock;
-use crate::send::SourceRam;
 
 /// Opens the RAM of a QEMU for reading, block by block, each in the way that fits it.
 ///
 /// # Errors
 /// When a block is not where it is said to be, or its file cannot be opened.
-pub fn open_source(process: &Process, regions: &[RamRegion]) -> Result<SourceRam, RamError> {
+pub fn open_source(process: &Process, regions: &[RamRegion]) -> Result<Vec<Box<dyn BlockReader>>, RamError> {
     let memory = Arc::new(RemoteMemory::new(process)?);
     let table = Arc::new(Mutex::new(PageTable { pagemap: Pagemap::open(process)?, found: Vec::new() }));
     let places = find(process, regions)?;

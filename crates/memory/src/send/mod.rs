@@ -97,10 +97,10 @@ pub enum SendError {
         /// What it could have acknowledged: from the last acknowledged frame to the last one sent.
         expected: AckRange,
     },
-    /// Guest memory cannot be read; no connection can help.
-    #[error("cannot read guest memory: RAM block {block} at {offset:#x}")]
+    /// Guest memory, or a disk, cannot be read; no connection can help.
+    #[error("cannot read {block} at {offset:#x}")]
     Memory {
-        /// Name of the block.
+        /// The block, for people.
         block: String,
         /// Where, in bytes.
         offset: u64,

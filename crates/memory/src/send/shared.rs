@@ -221,11 +221,7 @@ impl Shared {
             }
             let (taken, contents) =
                 outlet.builder.fill(reader.as_ref(), chunk.into(), &left).map_err(|failed| {
-                    SendError::Memory {
-                        block: reader.name().to_owned(),
-                        offset: failed.offset,
-                        source: failed.source,
-                    }
+                    SendError::Memory { block: reader.what(), offset: failed.offset, source: failed.source }
                 })?;
             let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken })?;
             let header = PagesHeader { seq, round, block, chunk: chunk.into() };

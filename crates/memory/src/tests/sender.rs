@@ -43,7 +43,7 @@ fn memory_that_cannot_be_read_ends_the_round_and_its_pages_stay_owed() {
         }
         let interrupted = sender.send_round(all(&ram)).unwrap_err();
         let SendError::Memory { block, source, .. } = &interrupted.cause else { panic!("{interrupted:?}") };
-        assert_eq!(block, "ram0");
+        assert_eq!(block, "guest memory: RAM block ram0");
         assert!(matches!(source, RamError::Present(why) if why.raw_os_error() == Some(14)));
         assert!(!interrupted.cause.is_connection());
         assert!(interrupted.owed.blocks()[0].contains(pages - 2));

@@ -1,5 +1,5 @@
 use super::*;
-use crate::describe::{Disk, Machine, Memory, MemoryBlock, Program, SCHEMA};
+use crate::describe::{Disk, DiskNodes, Machine, Memory, MemoryBlock, Program, SCHEMA};
 use crate::tree::DeviceTree;
 
 fn vm(arguments: &str) -> VmDescription {
@@ -155,6 +155,9 @@ fn directories_of_disks() {
         read_only: false,
         direct: false,
         removable: false,
+        bytes: None,
+        used_bytes: None,
+        nodes: None,
     });
     let error = build(&vm, &rules).unwrap_err();
     assert_eq!(error.problems[0].code, "disk-backing-moved");
@@ -257,4 +260,83 @@ fn what_is_not_known_is_refused_unless_allowed() {
     vm.problems.push(Problem::new("x", "it is so", "do something"));
     let error = build(&vm, &rules()).unwrap_err();
     assert_eq!(error.to_string(), "the guest cannot be started on the destination: it is so; do something");
+}
+
+/// A disk of that name with an image, as it is described.
+fn disk(name: &str, file: &str, nodes: (&str, &str, &[&str])) -> Disk {
+    let (top, image, below) = nodes;
+    Disk {
+        name: name.to_owned(),
+        device: None,
+        file: Some(file.to_owned()),
+        format: Some("qcow2".to_owned()),
+        backing_files: Vec::new(),
+        read_only: false,
+        direct: true,
+        removable: false,
+        bytes: Some(1 << 20),
+        used_bytes: None,
+        nodes: Some(DiskNodes {
+            top: top.to_owned(),
+            image: image.to_owned(),
+            below: below.iter().map(|name| (*name).to_owned()).collect(),
+        }),
+    }
+}
+
+/// The arguments of a guest one of whose disks is copied.
+fn built_with_image(arguments: &str, disks: Vec<Disk>, name: &str, image: NewImage) -> String {
+    let vm = VmDescription { disks, ..vm(arguments) };
+    let images = [(name.to_owned(), image)].into();
+    let built = build(&vm, &HostRules { images, ..rules() }).unwrap();
+    let words: Vec<String> = built.argv.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+    let text = words[1..].join(" ");
+    text.split_once(" -display none").unwrap().0.to_owned()
+}
+
+fn image(format: &str) -> NewImage {
+    NewImage { path: "/pool/a,1".into(), format: format.to_owned(), cut_to_bytes: None, is_device: false }
+}
+
+#[test]
+fn a_copied_drive_keeps_its_ways_and_loses_its_old_image() {
+    let arguments = "-drive if=none,id=d0,file=/old/a,cache=none,aio=native,format=qcow2,l2-cache-size=4M,\
+                     backing.file.filename=/old/base,discard=unmap,throttling.iops-total=9";
+    let arguments = arguments.replace("                     ", "");
+    let disks = || vec![disk("d0", "/old/a", ("#1", "#1", &["#2", "#3"]))];
+    assert_eq!(
+        built_with_image(&arguments, disks(), "d0", image("qcow2")),
+        "-drive if=none,id=d0,cache=none,aio=native,discard=unmap,throttling.iops-total=9,file=/pool/a,,1,format=qcow2"
+    );
+    let volume = NewImage { cut_to_bytes: Some(1 << 20), is_device: true, ..image("raw") };
+    assert_eq!(
+        built_with_image("-drive if=ide,file=/old/a,file.locking=off", disks(), "d0", volume),
+        "-drive if=ide,file=/pool/a,,1,format=raw,file.locking=off,size=1048576"
+    );
+    // Another one stays as it is.
+    let other = "-drive if=none,id=d1,file=/old/b,format=raw";
+    assert_eq!(built_with_image(other, disks(), "d0", image("raw")), other);
+}
+
+#[test]
+fn copied_nodes_make_way_for_the_new_image() {
+    let arguments = r#"-blockdev {"driver":"file","node-name":"f0","filename":"/old/base"}
+        -blockdev {"driver":"raw","node-name":"base","file":"f0","read-only":true}
+        -blockdev {"driver":"file","node-name":"f1","filename":"/old/a","aio":"io_uring","cache":{"direct":true}}
+        -blockdev {"driver":"qcow2","node-name":"n1","file":"f1","backing":"base","discard":"unmap","l2-cache-size":1}
+        -blockdev {"driver":"throttle","node-name":"t1","file":"n1","throttle-group":"g"}
+        -blockdev driver=qcow2,node-name=n2,file.driver=file,file.filename=/old/b,backing=base"#;
+    let first = disk("t1", "/old/a", ("t1", "n1", &["base", "f0", "f1"]));
+    let second = disk("n2", "/old/b", ("n2", "n2", &["base", "f0", "#1"]));
+    // The base is the second disk's, too.
+    let both = built_with_image(arguments, vec![first.clone(), second], "t1", image("raw"));
+    let new = r#"{"discard":"unmap","driver":"raw","file":{"aio":"io_uring","cache":{"direct":true},"driver":"file","filename":"/pool/a,1","node-name":"f1"},"node-name":"n1"}"#;
+    assert_eq!(
+        both,
+        format!(
+            r#"-blockdev {{"driver":"file","node-name":"f0","filename":"/old/base"}} -blockdev {{"driver":"raw","node-name":"base","file":"f0","read-only":true}} -blockdev {new} -blockdev {{"driver":"throttle","node-name":"t1","file":"n1","throttle-group":"g"}} -blockdev driver=qcow2,node-name=n2,file.driver=file,file.filename=/old/b,backing=base"#
+        )
+    );
+    let alone = built_with_image(arguments, vec![first], "t1", image("raw"));
+    assert!(!alone.contains("/old/base") && !alone.contains("/old/a"), "{alone}");
 }

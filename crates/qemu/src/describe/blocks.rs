@@ -12,7 +12,7 @@ use serde_json::{Map, Value as Json, json};
 
 use super::graph::{Backend, Node};
 use super::live::{Live, LiveDevice};
-use super::{Disk, Problem, absolute};
+use super::{Disk, DiskNodes, Problem, absolute};
 use crate::cmdline::Given;
 use crate::options::Value;
 
@@ -85,7 +85,23 @@ pub(super) fn disk(backend: &Backend, live: &Live, working_dir: &Path) -> Disk {
         read_only: top.is_some_and(|node| node.read_only),
         direct: top.is_some_and(|node| node.cache.direct),
         removable: backend.removable,
+        bytes: backend.bytes,
+        used_bytes: backend.used_bytes,
+        nodes: backend.root.as_ref().map(|root| nodes(root, live)),
     }
+}
+
+/// Drivers that only look at what passes to the image below them.
+const FILTERS: &[&str] = &["throttle", "copy-on-read", "preallocate"];
+
+fn nodes(top: &str, live: &Live) -> DiskNodes {
+    let is_filter = |node: &&&Node| FILTERS.contains(&node.driver.as_str());
+    let chain = live.chain(top);
+    let filters = chain.iter().take_while(is_filter).count();
+    let image = chain.get(filters).map_or(top, |node| &node.name);
+    let mut below = live.below(image);
+    below.remove(image);
+    DiskNodes { top: top.to_owned(), image: image.to_owned(), below: below.into_iter().collect() }
 }
 
 /// Brings `-drive` and `-blockdev` to what is there now.
@@ -115,7 +131,7 @@ pub(super) fn refresh(
                 };
                 used.insert(backend.name.clone());
                 if let Some(root) = &backend.root {
-                    of_drives.extend(work.below(root));
+                    of_drives.extend(live.below(root));
                 }
                 kept.push(work.drive(option, backend));
             }
@@ -196,7 +212,7 @@ impl<'a> Work<'a> {
         let file = self.file_of(value);
         let has_file = |backend: &&&Backend| {
             backend.root.as_ref().is_some_and(|root| {
-                let below = self.below(root);
+                let below = self.live.below(root);
                 below.iter().any(|name| {
                     self.live
                         .nodes
@@ -219,20 +235,6 @@ impl<'a> Work<'a> {
 
     fn absolute(&self, file: &str) -> String {
         absolute(file, self.working_dir)
-    }
-
-    /// All nodes below a node, itself included.
-    fn below(&self, top: &str) -> BTreeSet<String> {
-        let mut found = BTreeSet::new();
-        let mut open = vec![top.to_owned()];
-        while let Some(name) = open.pop() {
-            if let Some(node) = self.live.nodes.get(&name)
-                && found.insert(name)
-            {
-                open.extend(node.children.values().cloned());
-            }
-        }
-        found
     }
 
     fn drive(&mut self, mut option: Given, backend: &Backend) -> Given {

@@ -1,6 +1,6 @@
 //! The block graph of a running QEMU.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -46,6 +46,10 @@ pub(super) struct Backend {
     pub(super) removable: bool,
     /// Name of its top node; `None` when it is empty.
     pub(super) root: Option<String>,
+    /// Its length as the device sees it.
+    pub(super) bytes: Option<u64>,
+    /// What it takes on the host, with all images below it.
+    pub(super) used_bytes: Option<u64>,
 }
 
 impl Live {
@@ -63,6 +67,20 @@ impl Live {
             }
         }
         node.file.clone()
+    }
+
+    /// All nodes below a node, itself included.
+    pub(super) fn below(&self, top: &str) -> BTreeSet<String> {
+        let mut found = BTreeSet::new();
+        let mut open = vec![top.to_owned()];
+        while let Some(name) = open.pop() {
+            if let Some(node) = self.nodes.get(&name)
+                && found.insert(name)
+            {
+                open.extend(node.children.values().cloned());
+            }
+        }
+        found
     }
 
     /// The nodes of a chain from `top` down, through `file` of filters and `backing` of images.
@@ -109,6 +127,22 @@ pub(super) fn ask(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>
     struct Inserted {
         #[serde(rename = "node-name")]
         node: String,
+        image: Image,
+    }
+    #[derive(Deserialize)]
+    #[serde(rename_all = "kebab-case")]
+    struct Image {
+        virtual_size: u64,
+        actual_size: Option<u64>,
+        #[serde(rename = "backing-image")]
+        below: Option<Box<Image>>,
+    }
+    impl Image {
+        fn used_bytes(&self) -> u64 {
+            let own = self.actual_size.unwrap_or(self.virtual_size);
+            let below = self.below.as_ref().map_or(0, |image| image.used_bytes());
+            own.saturating_add(below).min(self.virtual_size)
+        }
     }
     let nodes: Vec<Node> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let mut nodes: BTreeMap<String, Node> = nodes.into_iter().map(|node| (node.name.clone(), node)).collect();
@@ -131,6 +165,8 @@ pub(super) fn ask(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>
             name: block.device,
             device: block.qdev,
             removable: block.removable,
+            bytes: block.inserted.as_ref().map(|inserted| inserted.image.virtual_size),
+            used_bytes: block.inserted.as_ref().map(|inserted| inserted.image.used_bytes()),
             root: block.inserted.map(|inserted| inserted.node),
         })
         .collect();

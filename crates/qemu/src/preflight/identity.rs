@@ -89,14 +89,14 @@ impl FileIdentity {
     }
 
     /// Whether two files may be one of a server that the hosts know by different names.
-    pub(super) fn may_be_of_one_server(&self, other: &Self) -> bool {
+    pub fn may_be_of_one_server(&self, other: &Self) -> bool {
         let of_servers = is_shared(&self.file_system) && is_shared(&other.file_system);
         of_servers && self.inode == other.inode && self.mounted != other.mounted
     }
 
     /// Whether these may be the same although nothing proves it: one of two block devices has no name that holds on
     /// other hosts.
-    pub(super) fn may_be(&self, other: &Self) -> bool {
+    pub fn may_be(&self, other: &Self) -> bool {
         let unnamed = self.host.is_some() || other.host.is_some();
         self.is_block_device() && other.is_block_device() && unnamed && self.host != other.host
     }

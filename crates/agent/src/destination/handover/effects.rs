@@ -13,6 +13,7 @@ use tracing::{error, warn};
 use crate::cpu::CpuTime;
 use crate::destination::inbox::Notice;
 use crate::destination::{Driver, Traces};
+use crate::disks::Images;
 use crate::fault::Faults;
 use crate::journal::{Durability, JournalError, NewMigration, State};
 use crate::machine::Machine;
@@ -200,9 +201,18 @@ impl Driver {
         if let Some(receiving) = self.receiving.take() {
             receiving.end();
         }
-        match self.vm.take() {
-            Some(vm) => vm.discard(),
-            None => Traces::of(&self.context, &self.terms.migration).remove(),
+        // Ends their servers.
+        self.images = Images::default();
+        let traces = if let Some(vm) = self.vm.take() {
+            vm.discard()
+        } else {
+            let traces = Traces::of(&self.context, &self.terms.migration);
+            traces.remove();
+            traces
+        };
+        // A guest that may have run has left its marks on its disks.
+        if !matches!(self.state, DestinationState::Crashed { .. }) {
+            traces.remove_images();
         }
     }
 }

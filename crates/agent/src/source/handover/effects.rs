@@ -16,6 +16,7 @@ use crate::journal::{Durability, JournalError, NewMigration, State};
 use crate::machine::Machine;
 use crate::source::Driver;
 use crate::source::inbox::Notice;
+use crate::source::memory;
 use crate::source::vm::{SourceVm, VmError};
 use crate::{owners, vms};
 
@@ -98,7 +99,7 @@ impl Machine for Driver {
                 None => vms::remove_leavings(&self.context, &self.terms.migration.vm),
             },
             SourceEffect::UndoAll => {
-                self.tracked = None;
+                let disks = self.cargo.take().and_then(memory::Cargo::into_disks);
                 self.inbox.interrupts(None);
                 // Held for a handover that did not come about; a guest that is to run was let go by its `cont`.
                 if let Err(error) = self.with_vm(SourceVm::release) {
@@ -106,6 +107,9 @@ impl Machine for Driver {
                 }
                 if let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) {
                     vm.forget_state_file();
+                    vm.forget_recording(disks);
+                    // One of an agent before this one; this one's is gone by now.
+                    let _ = std::fs::remove_file(self.disk_socket());
                 }
             }
             SourceEffect::SendGo { incarnation, run } => {

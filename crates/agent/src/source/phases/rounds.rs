@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{DataStream, Interrupted, Owed, Sender, Sent};
+use ::memory::{DataStream, Interrupted, Owed, Readable, RoundStats, ScanStats, Sender, Sent};
 use engine::handover::source::SourceEvent;
 use engine::precopy::{Decision, Policy, RoundObservation};
 use tracing::info;
@@ -10,21 +10,39 @@ use tracing::info;
 use super::Failure;
 use crate::progress::Phase;
 use crate::report::Round;
-use crate::source::{Driver, memory};
+use crate::source::memory::Cargo;
+use crate::source::{Driver, VmError, memory};
+
+/// What a round has to send, found and fit to be read.
+pub(super) struct Looked {
+    pub(super) readable: Readable,
+    disk_pages: u64,
+    scan: ScanStats,
+    scanned_at: Instant,
+    drain_us: u64,
+}
+
+/// A round that was sent, or cut off.
+pub(super) struct SentOrCut {
+    pub(super) sender: Sender,
+    pub(super) owed: Owed,
+    /// None if it was cut off; the sender has new connections then.
+    pub(super) stats: Option<RoundStats>,
+}
 
 impl Driver {
-    pub(super) fn open_streams(&mut self, tracked: &memory::Tracked) -> Result<Sender, Failure> {
+    pub(super) fn open_streams(&mut self, cargo: &Cargo) -> Result<Sender, Failure> {
         let streams =
             self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
-        self.start_sender(tracked, streams)
+        self.start_sender(cargo, streams)
     }
 
     pub(crate) fn start_sender(
         &mut self,
-        tracked: &memory::Tracked,
+        cargo: &Cargo,
         streams: Vec<DataStream>,
     ) -> Result<Sender, Failure> {
-        let sender = Sender::start(tracked.ram(), streams)
+        let sender = Sender::start(cargo.readers(), streams)
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         self.inbox.interrupts(Some(sender.handle()));
         self.telemetry.follow(Some(sender.handle()));
@@ -35,28 +53,18 @@ impl Driver {
     pub(super) fn pre_copy(
         &mut self,
         sender: Sender,
-        tracked: &mut memory::Tracked,
+        owed: Owed,
+        cargo: &mut Cargo,
     ) -> Result<(Sender, Owed), Failure> {
         self.phase(Phase::PreCopy);
         let mut policy = memory::policy(&self.controls.aims(), self.context.fixed_costs().estimate());
-        let mut owed = tracked.everything();
-        let mut sender = sender;
-        let mut sent_before = None;
+        let (mut sender, mut owed) = (sender, owed);
+        let mut sent_before: Option<memory::SentRound> = None;
         loop {
-            let scanned_at = Instant::now();
-            let cleared = owed
-                .clear_marks(tracked.log())
-                .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
-            let scan = cleared.scan();
-            let drain_began = Instant::now();
-            let vm = self.vm()?;
-            let readable = cleared
-                .drain(|| vm.drain())
-                .map_err(|failed| Failure::local("cannot drain block I/O", &failed))?;
-            let drain_us = drain_began.elapsed().as_micros() as u64;
-
+            let looked = self.look(owed, cargo)?;
             if let Some(sent) = sent_before.take() {
-                let observed = memory::observe(&sent, scan, readable.pages(), scanned_at);
+                let observed =
+                    memory::observe(&sent, looked.scan, looked.readable.pages(), looked.scanned_at);
                 policy.aim(memory::aim(&self.controls.aims()));
                 let decision = policy.decide(&observed);
                 self.decided(&observed, &decision);
@@ -64,7 +72,7 @@ impl Driver {
                     Decision::NextRound { .. } => {}
                     Decision::StopAndCopy { expected_downtime_ns } => {
                         self.clock.expected_downtime = Duration::from_nanos(expected_downtime_ns);
-                        return Ok((sender, readable.give_up()));
+                        return Ok((sender, looked.readable.give_up()));
                     }
                     Decision::GiveUp { reason } => {
                         self.context.fixed_costs().forget();
@@ -73,30 +81,64 @@ impl Driver {
                 }
             }
             self.take_notices()?;
+            let scanned_at = looked.scanned_at;
+            let sent = self.send_looked(sender, looked, cargo)?;
+            sent_before = sent.stats.map(|stats| memory::SentRound { stats, scanned_at });
+            (sender, owed) = (sent.sender, sent.owed);
+        }
+    }
 
-            let pages = readable.pages();
-            match sender.send_round(readable) {
-                Ok(Sent { sender: next, owed: left, stats }) => {
-                    self.controls.report(|report| {
-                        report.rounds.push(Round {
-                            round: stats.round,
-                            dirty_pages: pages,
-                            scan_us: scan.duration_us,
-                            drain_us,
-                            ..memory::round_report(&stats)
-                        });
+    /// Takes what was written out of the logs, and lets what is in flight land.
+    pub(super) fn look(&mut self, owed: Owed, cargo: &mut Cargo) -> Result<Looked, Failure> {
+        let scanned_at = Instant::now();
+        let cannot_ask = |error: VmError| Failure::local("QEMU cannot be asked", &error);
+        let vm = self.vm()?;
+        let cleared = owed
+            .clear_marks(&mut cargo.log(vm.monitor().map_err(cannot_ask)?))
+            .map_err(|failed| Failure::local("cannot find out what was written", &failed))?;
+        let scan = cleared.scan();
+        let drain_began = Instant::now();
+        let readable = cleared
+            .drain(|| vm.drain())
+            .map_err(|failed| Failure::local("cannot drain block I/O", &failed))?;
+        let drain_us = drain_began.elapsed().as_micros() as u64;
+        cargo
+            .tidy(vm.monitor().map_err(cannot_ask)?)
+            .map_err(|error| Failure::local("QEMU does not let go of a bitmap", &error))?;
+        let disk_pages = cargo.disk_pages(readable.owed());
+        Ok(Looked { readable, disk_pages, scan, scanned_at, drain_us })
+    }
+
+    /// Sends a round. Where the link is cut, new connections are made; what did not arrive is owed.
+    pub(super) fn send_looked(
+        &mut self,
+        sender: Sender,
+        looked: Looked,
+        cargo: &Cargo,
+    ) -> Result<SentOrCut, Failure> {
+        let Looked { readable, disk_pages, scan, drain_us, .. } = looked;
+        let pages = readable.pages();
+        match sender.send_round(readable) {
+            Ok(Sent { sender, owed, stats }) => {
+                self.controls.report(|report| {
+                    report.rounds.push(Round {
+                        round: stats.round,
+                        dirty_pages: pages,
+                        disk_pages,
+                        scan_us: scan.duration_us,
+                        drain_us,
+                        ..memory::round_report(&stats)
                     });
-                    sent_before = Some(memory::SentRound { stats, scanned_at });
-                    (sender, owed) = (next, left);
-                }
-                Err(interrupted) => {
-                    let Interrupted { owed: left, cause, .. } = *interrupted;
-                    info!(%cause, "round interrupted");
-                    self.inbox.interrupts(None);
-                    self.take_notices_or(&cause)?;
-                    sender = self.reconnect(tracked, &cause)?;
-                    owed = left;
-                }
+                });
+                Ok(SentOrCut { sender, owed, stats: Some(stats) })
+            }
+            Err(interrupted) => {
+                let Interrupted { owed, cause, .. } = *interrupted;
+                info!(%cause, "round interrupted");
+                self.inbox.interrupts(None);
+                self.take_notices_or(&cause)?;
+                let sender = self.reconnect(cargo, &cause)?;
+                Ok(SentOrCut { sender, owed, stats: None })
             }
         }
     }

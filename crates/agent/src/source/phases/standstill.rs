@@ -13,6 +13,7 @@ use super::{Failure, Ready, gone, unexpected};
 use crate::machine::Machine;
 use crate::progress::Phase;
 use crate::report::Round;
+use crate::source::memory::Cargo;
 use crate::source::{Driver, VmError, memory};
 
 /// A round of a guest that stands still.
@@ -84,16 +85,25 @@ impl Driver {
         &mut self,
         sender: Sender,
         owed: Owed,
-        tracked: &mut memory::Tracked,
+        cargo: &mut Cargo,
     ) -> Result<(Vec<u8>, Sender), Failure> {
         let began = Instant::now();
         let acknowledged_by = self.standstill_ends();
         // Nothing gives memory back any more. Without a comparison the guest does not stand still for it.
         if self.controls.aims().verify {
-            tracked.will_be_compared();
+            cargo.will_be_compared();
         }
+        let mut owed = owed;
         let vm = self.vm.as_mut().ok_or_else(gone)?;
-        let round = || stopped_round(sender, owed, tracked.log(), acknowledged_by);
+        if cargo.has_disks() {
+            // Before the devices are saved, for then QEMU gives the disks up. What they have to do has been done: `stop`
+            // waits for it.
+            let monitor = vm.monitor().map_err(|error| Failure::local("QEMU cannot be asked", &error))?;
+            cargo
+                .look_at_disks(monitor, &mut owed)
+                .map_err(|error| Failure::local("cannot find out what was written", &error))?;
+        }
+        let round = || stopped_round(sender, owed, &mut cargo.ram_log(), acknowledged_by);
         let save = || {
             let began = Instant::now();
             vm.save_devices().map(|state| (state, began.elapsed()))
@@ -107,7 +117,7 @@ impl Driver {
                 _ => Failure::local("cannot save the device state", &error),
             })?;
         self.clock.measured.save_us = saving.as_micros() as u64;
-        let round = stopped_round(sender, owed, tracked.log(), self.standstill_ends());
+        let round = stopped_round(sender, owed, &mut cargo.ram_log(), self.standstill_ends());
         let (sender, _) = self.last_round(round)?;
         self.inbox.interrupts(None);
         self.telemetry.follow(None);

@@ -1,0 +1,253 @@
+//! Disks that move with their VM.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Setup, entries, until};
+use lab::{Direction, disk};
+use serde_json::{Value, json};
+
+/// A guest that reads and writes its disk all the while, and knows what has to be there.
+fn busy(version: QemuVersion) -> GuestSpec {
+    let load = Load {
+        fill_mib: 64,
+        wss_mib: 16,
+        rate_mib_per_s: 20,
+        disk_threads: 2,
+        disk_writers: 2,
+        disk_mib: 16,
+        ..Load::default()
+    };
+    GuestSpec { qemu: version, memory_mib: 256, ..GuestSpec::tiny("vm1", load) }
+}
+
+/// Two hosts, and a guest at the first one with a disk of known content.
+fn with_disk(version: QemuVersion, format: &str) -> (Cluster, Guest, PathBuf) {
+    with_disk_and(version, format, Setup::default())
+}
+
+fn with_disk_and(version: QemuVersion, format: &str, setup: Setup) -> (Cluster, Guest, PathBuf) {
+    let cluster = Cluster::with(&Setup { pool: true, ..setup });
+    let qemu = cluster.environment.qemu(version).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join(format!("disk.{format}"));
+    disk::known_content(&qemu, &image, format, 64).unwrap();
+    let mut spec = busy(version);
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, format)));
+    let guest = cluster.guest(&spec);
+    (cluster, guest, image)
+}
+
+fn pool(cluster: &Cluster, host: &str) -> PathBuf {
+    let host = if host == "a" { &cluster.lab.a } else { &cluster.lab.b };
+    host.directory().join("images")
+}
+
+fn image_of(report: &Value) -> PathBuf {
+    assert_eq!(report["disks"].as_array().unwrap().len(), 1, "{report:#}");
+    report["disks"][0]["path"].as_str().unwrap().into()
+}
+
+/// Whether two images hold the same, by a program that had no part in copying.
+fn same(one: &Path, other: &Path) -> bool {
+    let compared =
+        Command::new("qemu-img").args(["compare", "-q", "-U"]).args([one, other]).status().unwrap();
+    assert!(compared.code().is_some_and(|code| code < 2), "{compared}");
+    compared.success()
+}
+
+/// There and back, with a guest that knows what its disk has to hold, whatever the format.
+fn a_busy_disk(version: QemuVersion, format: &str) {
+    let (cluster, _guest, first) = with_disk(version, format);
+    let qemu = cluster.environment.qemu(version).unwrap();
+    let mut before = first;
+    for (from, to) in [("a", "b"), ("b", "a")] {
+        let report = cluster.migrate("vm1", from, to, &["--disks", "copy"]);
+        let image = image_of(&report);
+        assert!(image.starts_with(pool(&cluster, to)), "{}", image.display());
+        assert_eq!(report["disks"][0]["format"], format);
+        cluster.guest_is_whole(to, "vm1");
+        let serial = cluster.serial(to, "vm1");
+        let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+        assert!(two.disk_reads > one.disk_reads, "the disk is read on");
+        assert!(two.disk_writes > one.disk_writes, "the disk is written on");
+        // It has written on since, and not into the old one.
+        assert!(before.exists() && !same(&before, &image));
+        before = image;
+    }
+    let pid = cluster.a.vm("vm1").unwrap()["pid"].as_u64().unwrap() as u32;
+    lab::kill_pid(pid).unwrap();
+    if format == "qcow2" {
+        disk::is_sound(&qemu, &before).unwrap();
+    }
+}
+
+#[test]
+fn a_busy_raw_disk_there_and_back() {
+    a_busy_disk(QemuVersion::Installed, "raw");
+}
+
+#[test]
+fn a_busy_qcow2_disk_there_and_back_with_a_newer_qemu() {
+    a_busy_disk(QemuVersion::Newer, "qcow2");
+}
+
+/// Byte for byte, seen by a program that had no part in it: the guest stands still before and after.
+#[test]
+fn the_disk_is_the_one_that_it_left() {
+    for version in [QemuVersion::Installed, QemuVersion::Newer] {
+        let (cluster, guest, image) = with_disk(version, "qcow2");
+        // It has written something.
+        let serial = guest.serial();
+        let writes = serial.next_tick().unwrap().disk_writes;
+        until("the guest has written more", || serial.next_tick().unwrap().disk_writes > writes + 10);
+        guest.monitor().unwrap().command("stop", &json!({})).unwrap();
+        let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+        assert!(same(&image, &image_of(&report)));
+        assert_eq!(cluster.b.vm("vm1").unwrap()["state"], "paused");
+    }
+}
+
+/// Nothing came of it: the guest runs on as if nothing had been, and nothing is left on either side.
+#[test]
+fn a_cancelled_migration_leaves_no_image_and_no_bitmap() {
+    for version in [QemuVersion::Installed, QemuVersion::Newer] {
+        let (cluster, guest, _image) = with_disk(version, "qcow2");
+        let mut migration = {
+            let mut command = cluster.a.command(&[
+                "migrate",
+                "vm1",
+                "--to",
+                "b",
+                "--disks",
+                "copy",
+                "--bandwidth",
+                "2M",
+                "--json",
+            ]);
+            command.stdout(std::process::Stdio::null()).spawn().unwrap()
+        };
+        cluster.wait_for_sent(1 << 20);
+        assert_eq!(entries(&pool(&cluster, "b")).len(), 1, "an image is being written");
+        let cancelled = cluster.a.cli(&["cancel", "vm1"]);
+        assert_eq!(cancelled.code, 0, "{cancelled:?}");
+        migration.wait().unwrap();
+        cluster.a.wait_settled();
+        cluster.b.wait_settled();
+        assert_eq!(entries(&pool(&cluster, "b")), [""; 0], "{}", cluster.b.log());
+        let mut monitor = guest.monitor().unwrap();
+        assert_eq!(monitor.command("query-block-exports", &json!({})).unwrap(), json!([]));
+        let nodes = monitor.command("query-named-block-nodes", &json!({ "flat": true })).unwrap();
+        assert!(!nodes.to_string().contains("dirty-bitmaps"), "{nodes:#}");
+        // It is the agent's.
+        drop(monitor);
+        let serial = guest.serial();
+        let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+        assert!(two.disk_writes > one.disk_writes, "the guest goes on");
+        // And it can be moved now.
+        let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+        assert_eq!(image_of(&report).parent(), Some(pool(&cluster, "b").as_path()));
+        cluster.guest_is_whole("b", "vm1");
+    }
+}
+
+/// What was sent and not acknowledged is sent again, and the guest does not notice.
+#[test]
+fn a_link_that_is_cut_while_a_disk_is_sent() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let (cluster, guest, _image) =
+        with_disk_and(QemuVersion::Installed, "raw", Setup { link, ..Setup::default() });
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify", "--on-limit", "stop"];
+    let migration = cluster.a.command(&words).spawn().unwrap();
+    cluster.wait_for_sent(20 << 20);
+    cluster.lab.cut(Direction::AToB).unwrap();
+    cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
+    let serial = guest.serial();
+    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+    assert!(two.disk_writes > one.disk_writes, "the guest writes on");
+    cluster.lab.heal().unwrap();
+    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(report["reconnections"].as_u64().unwrap() >= 1, "{report:#}");
+    let disk_pages = |round: &Value| round["disk_pages"].as_u64().unwrap();
+    let rounds = report["rounds"].as_array().unwrap();
+    assert!(rounds.iter().map(disk_pages).sum::<u64>() > 0, "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+    let serial = cluster.serial("b", "vm1");
+    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+    assert!(two.disk_reads > one.disk_reads && two.disk_writes > one.disk_writes);
+}
+
+/// A file system of its own, as small as is wanted; unmounted when dropped.
+struct SmallFileSystem(PathBuf);
+
+impl SmallFileSystem {
+    fn mount(directory: &Path, size: &str) -> Self {
+        let options = format!("size={size}");
+        let mut mount = Command::new("mount");
+        assert!(
+            mount.args(["-t", "tmpfs", "-o", &options, "none"]).arg(directory).status().unwrap().success()
+        );
+        Self(directory.to_owned())
+    }
+}
+
+impl Drop for SmallFileSystem {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+/// The guest stays where it is, unharmed, and room is given back.
+#[test]
+fn a_destination_that_is_full_gets_no_disk() {
+    let (cluster, guest, _image) = with_disk(QemuVersion::Newer, "raw");
+    let images = pool(&cluster, "b");
+    let small = SmallFileSystem::mount(&images, "32m");
+    let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.stdout.contains("disk-space"), "{refused:?}");
+    assert_eq!(entries(&images), [""; 0]);
+    drop(small);
+
+    // Room that was there when it began.
+    let _small = SmallFileSystem::mount(&images, "100m");
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "8M", "--json"];
+    let migration = cluster.a.command(&words).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    cluster.wait_for_sent(1 << 20);
+    let filled = std::fs::write(images.join("somebody's"), vec![1; 90 << 20]);
+    let said = migration.wait_with_output().unwrap();
+    assert_eq!(said.status.code(), Some(1), "{filled:?}: {said:?}");
+    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    let reason = report["reason"].as_str().unwrap();
+    assert!(reason.contains("disk disk0") && reason.contains("No space left"), "{reason}");
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_eq!(entries(&images), ["somebody's"]);
+    let serial = guest.serial();
+    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+    assert!(two.disk_writes > one.disk_writes, "the guest goes on");
+    assert!(serial.check().unwrap().ok);
+}
+
+/// What cannot be done is said before anything is begun.
+#[test]
+fn what_cannot_be_copied_is_said() {
+    let (cluster, _guest, _image) = with_disk(QemuVersion::Installed, "raw");
+    let unknown = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disk", "sda=copy"]);
+    assert_ne!(unknown.code, 0);
+    assert!(unknown.stdout.contains("disk0") || unknown.stderr.contains("disk0"), "{unknown:?}");
+    let wrong = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disk", "disk0=move"]);
+    assert_eq!(wrong.code, 2, "{wrong:?}");
+    std::fs::remove_dir(pool(&cluster, "b")).unwrap();
+    let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
+    assert_ne!(refused.code, 0);
+    let said = format!("{}{}", refused.stdout, refused.stderr);
+    assert!(said.contains("disk-pool") || said.contains("cannot be used"), "{said}");
+    // Shared, as the two hosts of a laboratory see it.
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    assert!(report.get("disks").is_none(), "{report:#}");
+}

@@ -1,0 +1,184 @@
+//! Disks of a VM on its way out: readers, and the log of its writes.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use ::memory::ram::RamError;
+use ::memory::{BlockReader, DirtyBitmap, LogError, ScanError, ScanStats};
+use block::nbd::{ALLOCATION, Client, DIRTY, Extent, HOLE, NbdError, ZERO, dirty_bitmap};
+use qemu::qmp::{Qmp, QmpError};
+use qemu::recording::{Frozen, Recording};
+
+use super::connections::Connections;
+use super::{called, on_disk, whole_pages};
+
+/// A disk that is read while the guest writes to it.
+#[derive(Debug)]
+pub(crate) struct LeavingDisk {
+    name: String,
+    /// Its length; what is beyond, up to a whole page, reads as zeros.
+    bytes: u64,
+    connections: Connections,
+}
+
+impl LeavingDisk {
+    /// The disk with this number of a [`Recording`], whose server listens on `socket`.
+    pub(crate) fn open(
+        name: &str,
+        number: usize,
+        socket: &Path,
+        patience: Duration,
+    ) -> Result<Self, NbdError> {
+        let socket = socket.to_owned();
+        let connect =
+            move || Client::connect(&socket, &Recording::data_export(number), Some(ALLOCATION), patience);
+        let connections = Connections::new(connect);
+        let bytes = connections.with(|client| Ok(client.size_bytes()))?;
+        Ok(Self { name: name.to_owned(), bytes, connections })
+    }
+
+    /// Its length, in bytes.
+    #[cfg(test)]
+    pub(super) fn disk_bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, NbdError> {
+        self.connections.with(|client| client.status(range))
+    }
+}
+
+/// What has to be sent first of a disk: all of it that does not read as zeros, as the new image does.
+pub(crate) fn allocated(disk: &LeavingDisk) -> Result<DirtyBitmap, NbdError> {
+    let mut pages = DirtyBitmap::new(disk.bytes());
+    for extent in disk.status(0..disk.bytes)? {
+        if extent.status & ZERO == 0 {
+            pages.set_bytes(extent.bytes);
+        }
+    }
+    Ok(pages)
+}
+
+impl BlockReader for LeavingDisk {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn what(&self) -> String {
+        called(&self.name)
+    }
+
+    fn bytes(&self) -> u64 {
+        whole_pages(self.bytes)
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        let there = on_disk(offset..offset + into.len() as u64, self.bytes);
+        let (bytes, beyond) = into.split_at_mut((there.end - there.start) as usize);
+        beyond.fill(0);
+        let read = self.connections.with(|client| client.read(there.start, bytes));
+        read.map_err(|error| RamError::Disk(Box::new(error)))
+    }
+
+    fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
+        let there = on_disk(range.clone(), self.bytes);
+        if there.is_empty() {
+            return Ok(range.end);
+        }
+        let extents = match self.status(there) {
+            Ok(extents) => extents,
+            // A QEMU that has given its disks up, at the stop, tells only what is in them (seen with 10.0).
+            Err(NbdError::Failed { .. }) => return Ok(range.start),
+            Err(error) => return Err(RamError::Disk(Box::new(error))),
+        };
+        let is_hole = |extent: &&Extent| extent.status & (HOLE | ZERO) == HOLE | ZERO;
+        let present = extents.iter().find(|extent| !is_hole(extent));
+        Ok(present.map_or(range.end, |extent| extent.bytes.start))
+    }
+}
+
+/// The log of writes to all disks that are copied.
+#[derive(Debug)]
+pub(crate) struct DiskLog {
+    recording: Recording,
+    socket: SocketPath,
+    names: Vec<String>,
+    patience: Duration,
+}
+
+/// Why it is not known what was written.
+#[derive(Debug, thiserror::Error)]
+enum DiskLogError {
+    #[error("QEMU does not change its bitmaps")]
+    Qmp(#[from] QmpError),
+    #[error("QEMU does not tell what is in its bitmap")]
+    Nbd(#[from] NbdError),
+}
+
+impl DiskLog {
+    /// The log of a recording whose server listens on `socket`; `names` are those of its disks.
+    pub(crate) fn new(recording: Recording, socket: PathBuf, names: Vec<String>, patience: Duration) -> Self {
+        Self { recording, socket: SocketPath(socket), names, patience }
+    }
+
+    /// Adds to `into`, which has a set for each disk, all that was written since the last call, and forgets it. What it
+    /// could not add is lost: the migration cannot go on.
+    pub(crate) fn take(&mut self, qmp: &mut Qmp, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+        let began = Instant::now();
+        let before: u64 = into.iter().map(DirtyBitmap::count).sum();
+        let failed = |name: &String, error: DiskLogError| ScanError {
+            block: called(name),
+            source: LogError::Disk(Box::new(error)),
+        };
+        let all = self.names.join(", ");
+        let frozen = self.recording.freeze(qmp).map_err(|error| failed(&all, error.into()))?;
+        for ((frozen, name), into) in frozen.iter().zip(&self.names).zip(into.iter_mut()) {
+            written(&self.socket.0, frozen, self.patience, into)
+                .map_err(|error| failed(name, error.into()))?;
+        }
+        let pages = into.iter().map(DirtyBitmap::count).sum::<u64>().saturating_sub(before);
+        Ok(ScanStats { pages, duration_us: began.elapsed().as_micros() as u64 })
+    }
+
+    /// To be called when there is time after a [`take`](Self::take): the next one is quicker then.
+    pub(crate) fn tidy(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        self.recording.thaw(qmp)
+    }
+
+    /// Ends the recording; nothing of it is left in QEMU.
+    pub(crate) fn end(self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let Self { recording, socket, .. } = self;
+        drop(socket);
+        recording.end(qmp)
+    }
+}
+
+/// The path of a socket, which is removed with this.
+#[derive(Debug)]
+struct SocketPath(PathBuf);
+
+impl Drop for SocketPath {
+    fn drop(&mut self) {
+        // It may be gone.
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+/// Adds what a frozen bitmap has.
+fn written(
+    socket: &Path,
+    frozen: &Frozen,
+    patience: Duration,
+    into: &mut DirtyBitmap,
+) -> Result<(), NbdError> {
+    let context = dirty_bitmap(&frozen.bitmap);
+    let mut client = Client::connect(socket, &frozen.export, Some(&context), patience)?;
+    let whole = 0..client.size_bytes();
+    for extent in client.status(whole)? {
+        if extent.status & DIRTY != 0 {
+            into.set_bytes(extent.bytes);
+        }
+    }
+    Ok(())
+}

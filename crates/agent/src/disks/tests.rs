@@ -1,0 +1,154 @@
+//! A disk that is written while it is copied, by a real QEMU into an image of another format.
+
+use std::os::fd::AsFd as _;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ::memory::{BlockReader, BlockWriter, DirtyBitmap};
+use block::image::{self, Format, Server};
+use qemu::process::{Launch, Started};
+use qemu::qmp::Qmp;
+use qemu::recording::Recording;
+
+use super::*;
+
+const PATIENCE: Duration = Duration::from_mins(1);
+const MIB: u64 = 1 << 20;
+/// Neither whole pages nor whole chunks.
+const BYTES: u64 = 9 * MIB + 1536;
+
+/// A QEMU with one disk, which is written as a guest would.
+struct Writing {
+    qmp: Qmp,
+    started: Started,
+    disk: PathBuf,
+}
+
+impl Writing {
+    fn new(directory: &Path, format: Format) -> Self {
+        let disk = directory.join("source");
+        image::create(&disk, format, BYTES, None).unwrap();
+        let monitor = directory.join("qmp");
+        let drive = format!("if=none,id=d,format={format},discard=unmap,file={}", disk.display());
+        let program = std::env::var_os("WHIMBREL_QEMU_7").unwrap_or("qemu-system-x86_64".into());
+        let words = ["-S", "-nodefaults", "-display", "none", "-m", "16", "-accel", "tcg", "-drive", &drive];
+        let mut argv = vec![program];
+        argv.extend(words.map(Into::into));
+        argv.extend(["-device", "virtio-blk-pci,drive=d"].map(Into::into));
+        argv.extend(qemu::command::monitor(&monitor).map(Into::into));
+        let launch = Launch {
+            argv,
+            env: Vec::new(),
+            cwd: None,
+            log: directory.join("log"),
+            qmp: monitor,
+            scope: None,
+            oom_score_adj: 0,
+        };
+        let (started, qmp) = qemu::process::start(&launch, Instant::now() + PATIENCE).unwrap();
+        Self { qmp, started, disk }
+    }
+
+    fn does(&mut self, what: &str) {
+        let said = self
+            .qmp
+            .human(&format!("qemu-io -d /machine/peripheral-anon/device[0]/virtio-backend \"{what}\""));
+        assert_eq!(said.unwrap(), "");
+    }
+
+    /// Records the writes to its disk, and reads it.
+    fn leaves(&mut self, directory: &Path) -> (LeavingDisk, DiskLog) {
+        let socket = directory.join("nbd");
+        let listener = UnixListener::bind(&socket).unwrap();
+        let blocks: serde_json::Value = self.qmp.execute("query-block", serde_json::Value::Null).unwrap();
+        let node = blocks[0]["inserted"]["node-name"].as_str().unwrap().to_owned();
+        let recording = Recording::begin(&mut self.qmp, listener.as_fd(), vec![node]).unwrap();
+        let disk = LeavingDisk::open("d", 0, &socket, PATIENCE).unwrap();
+        (disk, DiskLog::new(recording, socket, vec!["d".to_owned()], PATIENCE))
+    }
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        let _ = self.qmp.run("quit", serde_json::Value::Null);
+        self.started.wait(Instant::now() + PATIENCE);
+    }
+}
+
+/// What the data plane does with pages.
+fn copy(pages: &DirtyBitmap, from: &dyn BlockReader, to: &dyn BlockWriter) {
+    const PAGE: u64 = PAGE_BYTES;
+    for run in pages.runs() {
+        let (start, end) = (run.start * PAGE, run.end * PAGE);
+        let present = from.first_present(start..end).unwrap().next_multiple_of(PAGE).min(end);
+        to.drop_pages(start..present).unwrap();
+        let mut bytes = vec![1; (end - present) as usize];
+        from.read(present, &mut bytes).unwrap();
+        to.write(present, &bytes).unwrap();
+    }
+}
+
+fn same(one: &Path, other: &Path) -> bool {
+    Command::new("qemu-img").args(["compare", "-q", "-U"]).args([one, other]).status().unwrap().success()
+}
+
+#[test]
+fn what_is_written_meanwhile_arrives() {
+    for (from, to) in [(Format::Raw, Format::Qcow2), (Format::Qcow2, Format::Raw)] {
+        let directory = tempfile::tempdir().unwrap();
+        let there = directory.path().join("destination");
+        image::create(&there, to, BYTES, None).unwrap();
+        let server = Server::start(&there, to, &directory.path().join("image"), 2, PATIENCE).unwrap();
+        let server = Arc::new(server);
+        let copied = destination::CopiedDisk::new("d", BYTES, &server);
+
+        let mut source = Writing::new(directory.path(), from);
+        source.does("write -P 1 1M 3M");
+        // The very end.
+        source.does(&format!("write -P 2 {} 1536", 9 * MIB));
+        let (disk, mut log) = source.leaves(directory.path());
+        assert_eq!((disk.disk_bytes(), disk.bytes(), copied.bytes()), (BYTES, 9 * MIB + 4096, disk.bytes()));
+        let first = allocated(&disk).unwrap();
+        assert!(first.contains(256) && !first.contains(2000), "{from}: only what is there");
+        copy(&first, &disk, &copied);
+
+        for round in 0..3 {
+            source.does(&format!("write -P {} {}M 64k", 10 + round, 2 * round));
+            source.does(&format!("write -P 7 {}k 512", 6000 + 512 * round));
+            source.does(&format!("discard {}M 512k", 1 + round));
+            let mut dirty = vec![DirtyBitmap::new(disk.bytes())];
+            let scan = log.take(&mut source.qmp, &mut dirty).unwrap();
+            assert_eq!(scan.pages, dirty[0].count());
+            assert!(dirty[0].contains(512 * round) && !dirty[0].contains(2200), "{from}");
+            copy(&dirty[0], &disk, &copied);
+            log.tidy(&mut source.qmp).unwrap();
+        }
+        let mut dirty = vec![DirtyBitmap::new(disk.bytes())];
+        assert_eq!(log.take(&mut source.qmp, &mut dirty).unwrap().pages, 0, "{from}");
+        log.end(&mut source.qmp).unwrap();
+        drop((disk, copied));
+        Arc::into_inner(server).unwrap().finish().unwrap();
+        // What a QEMU has of an image in memory is in it when it ends.
+        let left = source.disk.clone();
+        drop(source);
+        assert!(same(&left, &there), "{from} to {to}");
+        // And it can tell.
+        let write = ["-f", from.as_str(), "-c", "write -q -P 9 8M 512"];
+        assert!(Command::new("qemu-io").args(write).arg(&left).status().unwrap().success());
+        assert!(!same(&left, &there), "{from} to {to}");
+    }
+}
+
+#[test]
+fn an_image_s_name_is_nobody_else_s() {
+    let id = |vm: &str, epoch| proto::MigrationId {
+        vm: proto::VmName::new(vm).unwrap(),
+        epoch: proto::Epoch(epoch),
+    };
+    let path = |vm, epoch, disk| image_path(Path::new("/pool"), &id(vm, epoch), disk, "raw");
+    assert_eq!(path("web", 3, "drive0"), Path::new("/pool/web@3-drive0.raw"));
+    assert_eq!(path("web", 3, "../x"), Path::new("/pool/web@3-.._x.raw"));
+}

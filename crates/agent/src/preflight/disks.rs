@@ -1,0 +1,206 @@
+//! Which of a guest's disks are copied, and where to.
+
+use std::path::{Path, PathBuf};
+
+use block::image::Format;
+use proto::MigrationId;
+use proto::message::{CopiedDisk, DiskWish, Finding, ProposedDisk, Severity};
+use qemu::command::NewImage;
+use qemu::describe::{Disk, VmDescription};
+use qemu::preflight::DiskSight;
+use qemu::preflight::files::NeededFile;
+
+use crate::api::{Kind, MigrateRequest, Problem};
+use crate::config::{Pool, PoolFormat};
+use crate::disks::image_path;
+
+/// A disk that is to be copied.
+#[derive(Clone, Debug)]
+pub(crate) struct Planned {
+    pub(crate) name: String,
+    pub(crate) bytes: u64,
+    /// Where its image is made.
+    pub(crate) image: PathBuf,
+    pub(crate) format: Format,
+}
+
+impl Planned {
+    /// What the source is told.
+    pub(crate) fn told(&self) -> CopiedDisk {
+        CopiedDisk {
+            name: self.name.clone(),
+            path: self.image.display().to_string(),
+            format: self.format.as_str().to_owned(),
+        }
+    }
+
+    /// The image as QEMU is told of it.
+    pub(super) fn new_image(&self) -> NewImage {
+        NewImage {
+            path: self.image.clone(),
+            format: self.format.as_str().to_owned(),
+            cut_to_bytes: None,
+            is_device: false,
+        }
+    }
+}
+
+/// The disks that a guest writes to, and what the user wants of each.
+///
+/// # Errors
+/// When he wants something of a disk that is not there.
+pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result<Vec<ProposedDisk>, Problem> {
+    let written: Vec<_> =
+        disks.iter().filter(|disk| !disk.read_only && disk.nodes.is_some() && disk.bytes > Some(0)).collect();
+    if let Some(unknown) = request.disk.keys().find(|name| written.iter().all(|disk| disk.name != **name)) {
+        let names: Vec<_> = written.iter().map(|disk| disk.name.as_str()).collect();
+        let error = format!("{} has no disk {unknown} that it writes to", request.vm);
+        let advice = match names.as_slice() {
+            [] => "it has none at all".to_owned(),
+            names => format!("it has {}", names.join(", ")),
+        };
+        return Err(Problem::new(Kind::BadRequest, error, advice));
+    }
+    let proposed = |disk: &Disk| ProposedDisk {
+        name: disk.name.clone(),
+        bytes: disk.bytes.unwrap_or_default(),
+        allocated_bytes: disk.used_bytes.or(disk.bytes).unwrap_or_default(),
+        wanted: request.disk.get(&disk.name).copied().unwrap_or(request.disks),
+    };
+    Ok(written.into_iter().map(proposed).collect())
+}
+
+/// What becomes of a guest's disks.
+#[derive(Debug, Default)]
+pub(super) struct DiskPlan {
+    pub(super) copied: Vec<Planned>,
+    /// What stands in the way of it, and what is good to know.
+    pub(super) findings: Vec<Finding>,
+}
+
+/// Decides for each disk. `sights` are the files of all of them as this host sees them.
+pub(super) fn plan(
+    pool: Option<&Pool>,
+    id: &MigrationId,
+    vm: &VmDescription,
+    proposed: &[ProposedDisk],
+    sights: &[DiskSight],
+) -> DiskPlan {
+    let mut plan = DiskPlan::default();
+    let mut needed_bytes = 0_u64;
+    for wanted in proposed {
+        let Some(disk) = vm.disks.iter().find(|disk| disk.name == wanted.name) else { continue };
+        let is_copied = match wanted.wanted {
+            DiskWish::Shared => false,
+            DiskWish::Copy => true,
+            DiskWish::Auto => pool.is_some() && is_elsewhere(disk, sights),
+        };
+        if !is_copied {
+            continue;
+        }
+        let Some(pool) = pool else {
+            plan.findings.push(finding(
+                Severity::Blocker,
+                "disk-no-pool",
+                format!("disk {} is to be copied, and the destination has no place for images", wanted.name),
+                "name a directory under [disks.pool] in the destination's configuration",
+            ));
+            continue;
+        };
+        let format = format_of(disk, pool.format);
+        let image = image_path(&pool.directory, id, &wanted.name, format.as_str());
+        needed_bytes = needed_bytes.saturating_add(wanted.allocated_bytes);
+        plan.findings.push(finding(
+            Severity::Info,
+            "disk-copied",
+            format!(
+                "disk {} ({} of {} MiB in use) is copied to {}",
+                wanted.name,
+                wanted.allocated_bytes >> 20,
+                wanted.bytes >> 20,
+                image.display()
+            ),
+            "the image at the source stays as it is when the guest leaves; remove it when it is not wanted any more",
+        ));
+        plan.copied.push(Planned { name: wanted.name.clone(), bytes: wanted.bytes, image, format });
+    }
+    if let (Some(pool), false) = (pool, plan.copied.is_empty()) {
+        plan.findings.extend(no_room(&pool.directory, needed_bytes));
+    }
+    plan
+}
+
+/// What is left to be seen at the destination: files that only copied disks have need not be there.
+pub(super) fn still_needed(
+    files: Vec<NeededFile>,
+    vm: &VmDescription,
+    copied: &[Planned],
+) -> Vec<NeededFile> {
+    let is_copied = |disk: &&Disk| copied.iter().any(|copied| copied.name == disk.name);
+    let of = |disk: &Disk, path: &str| {
+        disk.file
+            .iter()
+            .chain(&disk.backing_files)
+            .any(|file| file == path || file.ends_with(&format!(":{path}")))
+    };
+    let only_copied = |file: &NeededFile| {
+        file.option.is_none()
+            && vm.disks.iter().filter(is_copied).any(|disk| of(disk, &file.path))
+            && !vm.disks.iter().filter(|disk| !is_copied(disk)).any(|disk| of(disk, &file.path))
+    };
+    files.into_iter().filter(|file| !only_copied(file)).collect()
+}
+
+/// Whether it can be seen that the disk is not on storage that both hosts see. Where nothing can be seen, the user has to
+/// say what he wants.
+fn is_elsewhere(disk: &Disk, sights: &[DiskSight]) -> bool {
+    let Some(file) = &disk.file else { return false };
+    let sight = sights.iter().find(|sight| sight.option.is_none() && sight.path == *file);
+    sight.is_some_and(|sight| {
+        !sight.marked_shared
+            && match (&sight.source, &sight.destination) {
+                (Some(ours), Some(theirs)) => {
+                    ours != theirs && !ours.may_be_of_one_server(theirs) && !ours.may_be(theirs)
+                }
+                _ => !sight.exists,
+            }
+    })
+}
+
+fn format_of(disk: &Disk, wanted: PoolFormat) -> Format {
+    match wanted {
+        PoolFormat::Raw => Format::Raw,
+        PoolFormat::Qcow2 => Format::Qcow2,
+        PoolFormat::Same => disk.format.as_deref().and_then(Format::of).unwrap_or(Format::Raw),
+    }
+}
+
+/// A twentieth more than is in use now: the guest goes on writing.
+fn no_room(directory: &Path, needed_bytes: u64) -> Option<Finding> {
+    let needed_bytes = needed_bytes.saturating_add(needed_bytes / 20);
+    let advice = "make room there, or name another directory under [disks.pool]";
+    match rustix::fs::statvfs(directory) {
+        Err(error) => Some(finding(
+            Severity::Blocker,
+            "disk-pool",
+            format!("the directory for images, {}, cannot be used: {error}", directory.display()),
+            "make it, or name another directory under [disks.pool]",
+        )),
+        Ok(system) if system.f_bavail.saturating_mul(system.f_frsize) < needed_bytes => Some(finding(
+            Severity::Blocker,
+            "disk-space",
+            format!(
+                "the disks need {} MiB in {}, where {} are free",
+                needed_bytes >> 20,
+                directory.display(),
+                system.f_bavail.saturating_mul(system.f_frsize) >> 20
+            ),
+            advice,
+        )),
+        Ok(_) => None,
+    }
+}
+
+fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Finding {
+    Finding { severity, code: code.to_owned(), what, advice: advice.to_owned() }
+}

@@ -1,0 +1,269 @@
+//! Images at the destination: made before the VM's QEMU is started, filled while the guest runs elsewhere, closed before it
+//! runs here.
+//!
+//! An image of any format is written through `qemu-nbd`, which is QEMU's block layer as a program of its own. It bypasses
+//! the page cache where the file system lets it, and ends by itself when its last connection does: an agent that dies
+//! leaves none behind. It is gone before the guest's QEMU takes the image.
+
+use std::fmt;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read as _};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::nbd::{Client, NbdError};
+
+/// The name under which an image is served.
+const EXPORT: &str = "disk";
+/// How often a server that is starting is looked at.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// Formats that are written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Format {
+    /// The bytes as they are; sparse where the file system can be.
+    Raw,
+    /// QEMU's own.
+    Qcow2,
+}
+
+impl Format {
+    /// QEMU's word for it.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Raw => "raw",
+            Self::Qcow2 => "qcow2",
+        }
+    }
+
+    /// The format of that name.
+    pub fn of(name: &str) -> Option<Self> {
+        [Self::Raw, Self::Qcow2].into_iter().find(|format| format.as_str() == name)
+    }
+}
+
+impl fmt::Display for Format {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Why an image was not made, or not written.
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    /// Its file was not made.
+    #[error("cannot make {path}", path = path.display())]
+    Make {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// One of QEMU's tools is not there.
+    #[error("cannot run {tool}: is QEMU's package of tools (qemu-utils, qemu-img) installed?")]
+    NoTool {
+        /// The program.
+        tool: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// One of QEMU's tools failed.
+    #[error("{tool} failed on {path}: {said}", path = path.display())]
+    Tool {
+        /// The program.
+        tool: &'static str,
+        /// The image.
+        path: PathBuf,
+        /// What it said.
+        said: String,
+    },
+    /// The image's server did not do what it was asked.
+    #[error("cannot write {path}", path = path.display())]
+    Write {
+        /// The image.
+        path: PathBuf,
+        /// Why.
+        source: NbdError,
+    },
+}
+
+/// An image below another one, of which that one has only what differs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Backing {
+    /// Its path, absolute.
+    pub path: PathBuf,
+    /// Its format.
+    pub format: Format,
+}
+
+/// Makes an empty image of so many bytes, which must be whole sectors of 512. Nobody else can have made a file of that
+/// name: if there is one, that is an error. Nothing is left after an error.
+pub fn create(path: &Path, format: Format, bytes: u64, backing: Option<&Backing>) -> Result<(), ImageError> {
+    let failed = |source| ImageError::Make { path: path.to_owned(), source };
+    // For root and the owner: what is in a disk is nobody else's.
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
+    let made = fill(&file, path, format, bytes, backing);
+    if made.is_err() {
+        // The first error is the one to tell.
+        let _ = fs::remove_file(path);
+    }
+    made
+}
+
+fn fill(
+    file: &File,
+    path: &Path,
+    format: Format,
+    bytes: u64,
+    backing: Option<&Backing>,
+) -> Result<(), ImageError> {
+    let failed = |source| ImageError::Make { path: path.to_owned(), source };
+    if format == Format::Raw {
+        if backing.is_some() {
+            return Err(failed(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "a raw image has nothing below it",
+            )));
+        }
+        file.set_len(bytes).map_err(failed)?;
+        return file.sync_all().map_err(failed);
+    }
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", format.as_str()]);
+    if let Some(backing) = backing {
+        // `qemu-img` only warns.
+        let there = |source| ImageError::Make { path: backing.path.clone(), source };
+        fs::metadata(&backing.path).map_err(there)?;
+        command.args(["-F", backing.format.as_str(), "-b"]).arg(&backing.path);
+    }
+    command.arg(path).arg(bytes.to_string()).stdin(Stdio::null());
+    let done = command.output().map_err(|source| ImageError::NoTool { tool: "qemu-img", source })?;
+    if done.status.success() {
+        return file.sync_all().map_err(failed);
+    }
+    let said = String::from_utf8_lossy(&done.stderr).trim().replace('\n', "; ");
+    Err(ImageError::Tool { tool: "qemu-img", path: path.to_owned(), said })
+}
+
+/// An image that is being written.
+#[derive(Debug)]
+pub struct Server {
+    child: Child,
+    path: PathBuf,
+    socket: PathBuf,
+    patience: Duration,
+    /// As long as it is there, the server is.
+    keeper: Option<Client>,
+}
+
+impl Server {
+    /// Serves an image for writing, on a socket that is made, to at most so many connections at a time; nothing that is
+    /// asked of it takes longer than `patience`.
+    pub fn start(
+        path: &Path,
+        format: Format,
+        socket: &Path,
+        connections: u16,
+        patience: Duration,
+    ) -> Result<Self, ImageError> {
+        // The keeper is one more.
+        let shared = (u32::from(connections) + 1).to_string();
+        let cache = if takes_direct_io(path, format) { "none" } else { "writeback" };
+        let child = Command::new("qemu-nbd")
+            .args(["--format", format.as_str(), "--cache", cache, "--discard", "unmap"])
+            .args(["--export-name", EXPORT, "--shared", &shared])
+            .arg("--socket")
+            .arg(socket)
+            .arg(path)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|source| ImageError::NoTool { tool: "qemu-nbd", source })?;
+        let mut server =
+            Self { child, path: path.to_owned(), socket: socket.to_owned(), patience, keeper: None };
+        let deadline = Instant::now() + patience;
+        loop {
+            match server.client() {
+                Ok(keeper) => {
+                    server.keeper = Some(keeper);
+                    return Ok(server);
+                }
+                Err(ImageError::Write { source: NbdError::Connect { .. }, .. })
+                    if !server.has_ended() && Instant::now() < deadline => {}
+                Err(_) if server.has_ended() => return Err(server.failure()),
+                Err(error) => return Err(error),
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+
+    /// A connection to write the image through.
+    pub fn client(&self) -> Result<Client, ImageError> {
+        let client = Client::connect(&self.socket, EXPORT, None, self.patience);
+        client.map_err(|source| ImageError::Write { path: self.path.clone(), source })
+    }
+
+    /// The image.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Puts all that was written on stable storage.
+    pub fn flush(&mut self) -> Result<(), ImageError> {
+        let Some(keeper) = &mut self.keeper else { return Ok(()) };
+        keeper.flush().map_err(|source| ImageError::Write { path: self.path.clone(), source })
+    }
+
+    /// Puts everything on stable storage and lets go of the image; all connections must have ended. Afterwards nobody has
+    /// the image open.
+    pub fn finish(mut self) -> Result<(), ImageError> {
+        self.flush()?;
+        self.keeper = None;
+        let deadline = Instant::now() + self.patience;
+        while !self.has_ended() {
+            if Instant::now() >= deadline {
+                let said = "it does not end: a connection is left".to_owned();
+                return Err(ImageError::Tool { tool: "qemu-nbd", path: self.path.clone(), said });
+            }
+            std::thread::sleep(LOOK);
+        }
+        if self.child.wait().is_ok_and(|status| status.success()) { Ok(()) } else { Err(self.failure()) }
+    }
+
+    fn has_ended(&mut self) -> bool {
+        !matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// What it said before it ended.
+    fn failure(&mut self) -> ImageError {
+        let mut said = String::new();
+        if let Some(stderr) = &mut self.child.stderr {
+            let _ = stderr.read_to_string(&mut said);
+        }
+        let said = said.trim().replace('\n', "; ");
+        ImageError::Tool { tool: "qemu-nbd", path: self.path.clone(), said }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.keeper = None;
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_file(&self.socket);
+    }
+}
+
+/// Whether an image can be written past the page cache. QEMU wants a raw one to be whole blocks of the file system then,
+/// which for one of 4 KiB is not every disk.
+fn takes_direct_io(path: &Path, format: Format) -> bool {
+    const O_DIRECT: i32 = 0o40000;
+    const LARGEST_BLOCK_BYTES: u64 = 4096;
+    let Ok(file) = OpenOptions::new().read(true).custom_flags(O_DIRECT).open(path) else { return false };
+    format != Format::Raw
+        || file.metadata().is_ok_and(|file| !file.is_file() || file.len().is_multiple_of(LARGEST_BLOCK_BYTES))
+}

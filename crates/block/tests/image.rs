@@ -1,0 +1,127 @@
+//! Images that are made, filled through their server, and let go of.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use whimbrel_block::image::{Backing, Format, ImageError, Server, create};
+
+const PATIENCE: Duration = Duration::from_mins(1);
+const MIB: u64 = 1 << 20;
+
+fn serve(directory: &Path, image: &Path, format: Format) -> Server {
+    Server::start(image, format, &directory.join("image.sock"), 2, PATIENCE).unwrap()
+}
+
+/// The contents of an image, by another of QEMU's tools.
+fn contents(image: &Path, format: Format) -> Vec<u8> {
+    let raw = image.with_extension("contents");
+    let converted = Command::new("qemu-img")
+        .args(["convert", "-f", format.as_str(), "-O", "raw"])
+        .args([image, &raw])
+        .status();
+    assert!(converted.unwrap().success());
+    fs::read(&raw).unwrap()
+}
+
+#[test]
+fn an_image_is_filled_and_let_go_of() {
+    for format in [Format::Raw, Format::Qcow2] {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("disk");
+        // Not a multiple of anything but sectors.
+        let bytes = 16 * MIB + 512;
+        create(&image, format, bytes, None).unwrap();
+        let server = serve(directory.path(), &image, format);
+        let mut first = server.client().unwrap();
+        let mut second = server.client().unwrap();
+        assert_eq!(first.size_bytes(), bytes, "{format}");
+        first.write(MIB, &[5; 4096]).unwrap();
+        second.write(16 * MIB, &[6; 512]).unwrap();
+        second.write(2 * MIB, &vec![7; 65536]).unwrap();
+        first.write_zeroes(2 * MIB..2 * MIB + 65536).unwrap();
+        drop((first, second));
+        server.finish().unwrap();
+        assert!(!directory.path().join("image.sock").exists());
+
+        let mut expected = vec![0; bytes as usize];
+        expected[MIB as usize..MIB as usize + 4096].fill(5);
+        expected[16 * MIB as usize..].fill(6);
+        assert!(contents(&image, format) == expected, "{format}");
+        let allocated = fs::metadata(&image).unwrap().blocks() * 512;
+        assert!(allocated < 2 * MIB, "{format}: {allocated} bytes");
+    }
+}
+
+#[test]
+fn an_image_on_another_has_what_differs() {
+    let directory = tempfile::tempdir().unwrap();
+    let (base, image) = (directory.path().join("base"), directory.path().join("disk"));
+    fs::write(&base, vec![3; 4 * MIB as usize]).unwrap();
+    let backing = Backing { path: base, format: Format::Raw };
+    create(&image, Format::Qcow2, 8 * MIB, Some(&backing)).unwrap();
+    let server = serve(directory.path(), &image, Format::Qcow2);
+    server.client().unwrap().write(MIB, &[4; 4096]).unwrap();
+    server.finish().unwrap();
+    let found = contents(&image, Format::Qcow2);
+    assert_eq!((found[0], found[MIB as usize], found[5 * MIB as usize]), (3, 4, 0));
+    let error = create(&directory.path().join("raw"), Format::Raw, MIB, Some(&backing)).unwrap_err();
+    assert!(matches!(error, ImageError::Make { .. }), "{error}");
+    assert!(!directory.path().join("raw").exists(), "nothing is left");
+}
+
+#[test]
+fn what_is_there_is_not_touched_and_what_fails_is_said() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk");
+    fs::write(&image, "somebody's").unwrap();
+    let error = create(&image, Format::Qcow2, MIB, None).unwrap_err();
+    assert!(matches!(error, ImageError::Make { .. }), "{error}");
+    assert_eq!(fs::read_to_string(&image).unwrap(), "somebody's");
+
+    let nowhere = directory.path().join("no/where");
+    let error = create(&nowhere, Format::Raw, MIB, None).unwrap_err();
+    assert!(error.to_string().contains("no/where"), "{error}");
+
+    let missing = Backing { path: "/no/such/base".into(), format: Format::Qcow2 };
+    let other = directory.path().join("other");
+    let error = create(&other, Format::Qcow2, MIB, Some(&missing)).unwrap_err();
+    assert!(error.to_string().contains("/no/such/base"), "{error}");
+    assert!(!other.exists(), "nothing is left");
+
+    let socket = directory.path().join("image.sock");
+    let error = Server::start(&image, Format::Qcow2, &socket, 1, PATIENCE).unwrap_err();
+    let said = error.to_string();
+    assert!(matches!(error, ImageError::Tool { tool: "qemu-nbd", .. }), "{said}");
+    assert!(said.contains("qcow2"), "{said}");
+}
+
+#[test]
+fn a_server_that_is_given_up_is_gone() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk");
+    create(&image, Format::Qcow2, MIB, None).unwrap();
+    let server = serve(directory.path(), &image, Format::Qcow2);
+    let client = server.client().unwrap();
+    drop(server);
+    drop(client);
+    // Nobody has it locked.
+    serve(directory.path(), &image, Format::Qcow2).finish().unwrap();
+}
+
+/// A connection that is left keeps the server, which says so.
+#[test]
+fn an_image_is_not_let_go_of_while_it_is_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let image = directory.path().join("disk");
+    create(&image, Format::Raw, MIB, None).unwrap();
+    let socket = directory.path().join("image.sock");
+    let server = Server::start(&image, Format::Raw, &socket, 2, Duration::from_millis(300)).unwrap();
+    let _client = server.client().unwrap();
+    let error = server.finish().unwrap_err();
+    assert!(error.to_string().contains("a connection is left"), "{error}");
+}

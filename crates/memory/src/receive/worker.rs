@@ -1,0 +1,155 @@
+//! One data stream: its frames are read, checked, applied in their order, and acknowledged.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+
+use proto::frame::Kind;
+use proto::limits::CHUNK_BYTES;
+use proto::pages::{Content, PagesHeader, Run, decode_round_end, encode_ack};
+
+use super::{Gate, Guard, ReceiveError, ReceiverEvent};
+use crate::background::GivesWay;
+use crate::lock;
+use crate::send::stream_of;
+use crate::wire::{FrameSink, FrameSource};
+
+/// Acknowledge at the latest after so many frames, or so many bytes, even if more are there already: what is not
+/// acknowledged when a connection breaks is sent again.
+const ACK_FRAMES: u64 = 64;
+const ACK_BYTES: u64 = 8 << 20;
+
+pub(super) struct StreamWorker {
+    pub(super) guard: Guard,
+    pub(super) source: Box<dyn FrameSource>,
+    pub(super) sink: Box<dyn FrameSink>,
+    /// The least round that may come.
+    pub(super) round: u32,
+    /// Sequence number of the last frame that was applied.
+    pub(super) applied: u64,
+    /// Sequence number of the last frame that was acknowledged.
+    pub(super) acked: u64,
+    pub(super) bytes_since_ack: u64,
+    /// Where the data of a frame goes. Reused.
+    pub(super) written: Vec<Range<u64>>,
+    /// In the first round, which is the long one. Whether the guest stands still in a later one is not known here.
+    pub(super) gives_way: Option<GivesWay>,
+}
+
+impl StreamWorker {
+    /// Until the stream ends; says why it did.
+    pub(super) fn run(&mut self) -> ReceiveError {
+        let mut payload = Vec::new();
+        let mut runs = Vec::new();
+        loop {
+            let result = self.acknowledge().and_then(|()| {
+                match self.source.receive(&mut payload).map_err(ReceiveError::Stream)? {
+                    Kind::Pages => self.apply(&payload, &mut runs),
+                    Kind::RoundEnd => self.end_round(&payload),
+                    kind => Err(ReceiveError::UnexpectedFrame(kind)),
+                }
+            });
+            if let Err(cause) = result {
+                return cause;
+            }
+        }
+    }
+
+    /// Acknowledges what was applied, unless more can be applied at once.
+    fn acknowledge(&mut self) -> Result<(), ReceiveError> {
+        let waiting = self.applied - self.acked;
+        let soon = waiting < ACK_FRAMES && self.bytes_since_ack < ACK_BYTES;
+        if waiting == 0 || (soon && self.source.has_more()) {
+            return Ok(());
+        }
+        let sent = self.sink.send(Kind::Ack, &[&encode_ack(self.applied)]);
+        sent.and_then(|()| self.sink.flush()).map_err(ReceiveError::Stream)?;
+        self.acked = self.applied;
+        self.bytes_since_ack = 0;
+        Ok(())
+    }
+
+    fn apply(&mut self, payload: &[u8], runs: &mut Vec<Run>) -> Result<(), ReceiveError> {
+        let shared = Arc::clone(&self.guard.shared);
+        let (header, data) = PagesHeader::decode(payload, runs)?;
+        let PagesHeader { seq, round, block, chunk } = header;
+        self.check_place(seq, round)?;
+        let outside = ReceiveError::Outside { block, chunk };
+        let Some(writer) = shared.ram.get(usize::from(block)) else { return Err(outside) };
+        let base = chunk.checked_mul(CHUNK_BYTES).filter(|base| *base < writer.bytes());
+        let Some(base) = base else { return Err(outside) };
+        // Runs ascend, so the last one tells for all.
+        if runs.last().is_some_and(|run| base + run.offset_bytes() + run.len_bytes() > writer.bytes()) {
+            return Err(outside);
+        }
+        let stream = self.guard.stream;
+        if stream_of(block, chunk, shared.streams) != stream {
+            return Err(ReceiveError::WrongStream { block, chunk, stream });
+        }
+
+        let gate = shared.gate.read().unwrap_or_else(PoisonError::into_inner);
+        if *gate == Gate::Shut {
+            return Err(ReceiveError::Shut);
+        }
+        let failed = |offset, source| ReceiveError::Memory { block: writer.what(), offset, source };
+        self.written.clear();
+        // Runs do not overlap: it does not matter which comes first.
+        for run in runs.iter() {
+            let place = base + run.offset_bytes()..base + run.offset_bytes() + run.len_bytes();
+            match run.content {
+                Content::Data => self.written.push(place),
+                Content::Zero | Content::Hole => {
+                    let offset = place.start;
+                    writer.drop_pages(place).map_err(|source| failed(offset, source))?;
+                }
+            }
+        }
+        if let Some(first) = self.written.first() {
+            writer.write_runs(&self.written, data).map_err(|source| failed(first.start, source))?;
+        }
+        let pages = runs.iter().map(|run| u64::from(run.pages)).sum();
+        shared.pages.fetch_add(pages, Ordering::Relaxed);
+        self.applied = seq;
+        self.bytes_since_ack += payload.len() as u64;
+        Ok(())
+    }
+
+    fn end_round(&mut self, payload: &[u8]) -> Result<(), ReceiveError> {
+        let (seq, round) = decode_round_end(payload)?;
+        self.check_place(seq, round)?;
+        self.applied = seq;
+        self.round = round.saturating_add(1);
+        let mut rounds = lock(&self.guard.shared.rounds);
+        rounds.ended[usize::from(self.guard.stream)] = round;
+        let complete = rounds.ended.iter().copied().min().unwrap_or(0);
+        let news = complete > rounds.complete;
+        rounds.complete = complete.max(rounds.complete);
+        drop(rounds);
+        if news {
+            self.guard.shared.tell(ReceiverEvent::RoundEnded { round: complete });
+        }
+        Ok(())
+    }
+
+    /// Whether a frame may come here and now.
+    fn check_place(&mut self, seq: u64, round: u32) -> Result<(), ReceiveError> {
+        let expected = self.applied + 1;
+        if seq != expected {
+            return Err(ReceiveError::WrongSeq { expected, found: seq });
+        }
+        if round < self.round || round == 0 {
+            return Err(ReceiveError::WrongRound { at_least: self.round.max(1), found: round });
+        }
+        if round > 1
+            && let Some(mut gives_way) = self.gives_way.take()
+        {
+            gives_way.end();
+        }
+        if round > self.round {
+            self.round = round;
+            let mut rounds = lock(&self.guard.shared.rounds);
+            rounds.newest = rounds.newest.max(round);
+        }
+        Ok(())
+    }
+}

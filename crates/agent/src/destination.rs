@@ -56,7 +56,7 @@ pub(crate) struct Driver {
     /// Digest and time of the device state that was loaded.
     loaded: Option<(String, u64)>,
     /// When `cont` had returned, and how long that took from GO's arrival; absent if another agent did it.
-    continued: Option<(Instant, Duration)>,
+    continued: Option<Continued>,
     /// Since the migration began here; absent if another agent began it.
     cpu: Option<CpuTime>,
     go_heard: Option<Instant>,
@@ -73,6 +73,17 @@ pub(crate) struct Driver {
     reason: Option<String>,
     /// The last thing that people were told, and in which state: not again at every repetition.
     told: Option<(&'static str, DestinationReport)>,
+}
+
+/// QEMU's `cont` at GO.
+#[derive(Debug)]
+struct Continued {
+    /// When it had returned.
+    returned: Instant,
+    /// From GO until then.
+    took: Duration,
+    /// The part of it after QEMU's event RESUME.
+    resumed: Option<Duration>,
 }
 
 impl Driver {

@@ -190,6 +190,10 @@ pub struct Downtime {
     pub handover_us: u64,
     /// QEMU's `cont`, by the destination's clock, in microseconds.
     pub continue_us: u64,
+    /// The part of the total from QEMU's event STOP at the source to its event RESUME at the destination, in
+    /// microseconds: the downtime of which QEMU's own migration tells. Absent where QEMU did not say either.
+    #[serde(default)]
+    pub events_us: Option<u64>,
 }
 
 /// What the two sides measured around the stop, each by its own clock, in microseconds.
@@ -215,6 +219,12 @@ pub struct Measured {
     pub load_us: u64,
     /// Destination: `cont`, as RUNNING tells.
     pub continue_us: u64,
+    /// Source: from before `stop` until QEMU's event STOP.
+    #[serde(default)]
+    pub stop_event_us: Option<u64>,
+    /// Destination: from QEMU's event RESUME until `cont` returned, as RUNNING tells.
+    #[serde(default)]
+    pub resumed_us: Option<u64>,
 }
 
 impl Downtime {
@@ -230,7 +240,9 @@ impl Downtime {
             save_to_ready_us,
             load_us,
             continue_us,
-            ..
+            stop_event_us,
+            resumed_us,
+            save_us: _,
         } = measured;
         let load_us = load_us.min(save_to_ready_us);
         let explained = [stop_us, last_pages_us, verify_us, save_to_ready_us, continue_us]
@@ -246,6 +258,9 @@ impl Downtime {
             load_us,
             handover_us: total_us.saturating_sub(explained),
             continue_us,
+            events_us: stop_event_us
+                .zip(resumed_us)
+                .map(|(before, after)| total_us.saturating_sub(before + after)),
         }
     }
 }

@@ -148,6 +148,9 @@ pub enum Message {
         /// From that moment until this message was sent, in microseconds: the guest had been running for so long.
         #[serde(default)]
         since_us: u64,
+        /// The part of `continue_us` after QEMU's event RESUME, in microseconds; absent if there was none.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        resumed_us: Option<u64>,
         /// CPU time of its agent since the proposal, in microseconds, for the report; absent if the agent was
         /// restarted since.
         #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -1,6 +1,7 @@
 //! Small questions and orders to a running QEMU that a migration needs.
 
 use std::collections::BTreeSet;
+use std::time::{Duration, SystemTime};
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -70,14 +71,20 @@ pub fn machine_types(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
     Ok(machines.iter().flat_map(names).flatten().collect())
 }
 
-/// Stops the virtual CPUs; returns when they stand and block I/O is drained.
-pub fn stop(qmp: &mut Qmp) -> Result<(), QmpError> {
-    qmp.run("stop", Value::Null)
+/// Stops the virtual CPUs; returns when they stand and block I/O is drained, how long that took until QEMU's event STOP.
+/// It comes when both is done; from it to RESUME is the downtime of which QEMU's own migration tells.
+pub fn stop(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {
+    let began = SystemTime::now();
+    qmp.run("stop", Value::Null)?;
+    Ok(qmp.last_said("STOP").and_then(|stopped| stopped.duration_since(began).ok()))
 }
 
-/// Lets the virtual CPUs run. Takes the images' locks first where they were given up.
-pub fn cont(qmp: &mut Qmp) -> Result<(), QmpError> {
-    qmp.run("cont", Value::Null)
+/// Lets the virtual CPUs run. Takes the images' locks first where they were given up. Returns how long that took from
+/// QEMU's event RESUME on, which comes before the devices go on, and they before the virtual CPUs.
+pub fn cont(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {
+    let began = SystemTime::now();
+    qmp.run("cont", Value::Null)?;
+    Ok(qmp.last_said("RESUME").filter(|resumed| *resumed >= began).and_then(|resumed| resumed.elapsed().ok()))
 }
 
 /// Announces the guest's MAC addresses to the network, as QEMU's own migration does when it ends:

@@ -23,7 +23,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use nix::sys::socket::getsockopt;
 use nix::sys::socket::sockopt::PeerCredentials;
@@ -239,6 +239,12 @@ impl Qmp {
     /// Forgets the collected events of that name, e.g. before an act whose event is then waited for.
     pub fn forget_events(&mut self, name: &str) {
         self.events.retain(|event| event.name != name);
+    }
+
+    /// When QEMU said so last, by its host's wall clock, as far as the collected events tell.
+    pub fn last_said(&self, name: &str) -> Option<SystemTime> {
+        let event = self.events.iter().rev().find(|event| event.name == name)?;
+        Some(SystemTime::UNIX_EPOCH + Duration::from_micros(event.timestamp_us))
     }
 
     fn exchange<T: DeserializeOwned>(

@@ -41,7 +41,7 @@ pub fn bars(results: &Results) -> Vec<Bar> {
     {
         bars.extend(case(name).into_iter().flat_map(|result| {
             [
-                at_most(result, Quantity::Downtime, "downtime", most_ms),
+                at_most(result, Quantity::Standstill, "downtime with `stop` and `cont`", most_ms),
                 no_longer(result, Quantity::Downtime, "downtime"),
             ]
         }));

@@ -143,6 +143,7 @@ impl Bench {
             total_ms: ms(moved.total),
             start_ms: ms(moved.start),
             downtime_ms: ms(moved.downtime),
+            events_ms: moved.events.map(ms),
             parts: moved.parts,
             last_scans_ms: moved.last_scans.map(ms),
             sent_bytes,

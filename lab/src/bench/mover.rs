@@ -1,7 +1,8 @@
 //! Moving the guest: by QEMU's own migration, or by Whimbrel. Each tells the same of what it did.
 
+use std::fs;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::mpsc;
 use std::thread;
@@ -52,6 +53,8 @@ pub(super) struct Moved {
     /// From the request until the destination's QEMU was there.
     pub(super) start: Duration,
     pub(super) downtime: Duration,
+    /// The part of it from QEMU's event STOP to its event RESUME, where they were told.
+    pub(super) events: Option<Duration>,
     pub(super) parts: Option<DowntimeParts>,
     /// Both scans for dirty pages while the guest stood still, where that is known.
     pub(super) last_scans: Option<Duration>,
@@ -100,7 +103,7 @@ pub(super) enum End {
 fn credentials(host: &Host, identity: &Identity) -> Result<String> {
     let directory = host.directory().join("qemu-pki");
     let prepare = || {
-        std::fs::create_dir_all(&directory)?;
+        fs::create_dir_all(&directory)?;
         for (file, name) in [
             (&identity.ca, "ca-cert.pem"),
             (&identity.certificate, "server-cert.pem"),
@@ -108,7 +111,7 @@ fn credentials(host: &Host, identity: &Identity) -> Result<String> {
             (&identity.certificate, "client-cert.pem"),
             (&identity.key, "client-key.pem"),
         ] {
-            std::fs::copy(file, directory.join(name))?;
+            fs::copy(file, directory.join(name))?;
         }
         Ok::<_, std::io::Error>(())
     };
@@ -219,12 +222,14 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
     from.command("quit", &json!({}))?;
     source.wait_for_end()?;
     let total = began.elapsed();
+    let downtime = Duration::from_micros(resumed_us.saturating_sub(stopped_us.unwrap_or(resumed_us)));
     let used = meter.read(destination.pid())?;
     let serial = destination.serial().clone();
     Ok(End::Moved(Box::new(Moved {
         total,
         start,
-        downtime: Duration::from_micros(resumed_us.saturating_sub(stopped_us.unwrap_or(resumed_us))),
+        downtime,
+        events: Some(downtime),
         parts: None,
         last_scans: None,
         used,
@@ -290,17 +295,16 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, streams: Option<u16>) -> Result<End
     let started = Duration::from_millis(report["started_unix_ms"].as_u64().unwrap_or(0));
     let first = &report["rounds"][0];
     let bytes = |value: &Value| value["sent_bytes"].as_f64().unwrap_or(1.0);
-    let shown: Value =
-        serde_json::from_str(&run(&mut agents.command(&lab.b, &["vm", "show", VM, "--json"]))?)
-            .map_err(|error| Error::Config(format!("Whimbrel does not show the guest: {error}")))?;
-    let (Some(pid), Some(qmp), Some(used)) = (shown["pid"].as_u64(), shown["qmp"].as_str(), used) else {
-        return Err(Error::Config(format!("Whimbrel does not tell where the guest is: {shown}")));
+    let (Some(pid), Some(used)) = (arrived.first().copied(), used) else {
+        return Err(Error::Config(format!("the guest that Whimbrel moved has no QEMU: {report}")));
     };
-    let (pid, directory) = (pid as u32, Path::new(qmp).with_file_name(""));
+    // Nobody asks a guest's QEMU about it while the guest is watched, so its agent is not asked either.
+    let socket = serial_socket(pid)?;
     Ok(End::Moved(Box::new(Moved {
         total: micros(&report["total_us"]),
         start: event("accepted")?,
         downtime: micros(&report["downtime"]["total_us"]),
+        events: report["downtime"]["events_us"].as_u64().map(Duration::from_micros),
         parts: Some(DowntimeParts {
             stop_ms: part("stop_us"),
             last_pages_ms: part("last_pages_us"),
@@ -314,9 +318,18 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, streams: Option<u16>) -> Result<End
         resumed: SystemTime::UNIX_EPOCH + started + event("running")?,
         first_round: Some((bytes(first) / bytes(&report), micros(&first["duration_us"]))),
         rounds: report["rounds"].as_array().map_or(0, Vec::len) as u64,
-        serial: Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), Some(pid)),
+        serial: Serial::new(&socket, &socket.with_extension("log"), Some(pid)),
         _destination: Destination::Process(pid),
     })))
+}
+
+/// The socket of a guest's serial line, from its QEMU's command line.
+fn serial_socket(pid: u32) -> Result<PathBuf> {
+    let path = format!("/proc/{pid}/cmdline");
+    let line = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
+    let ends_word = |character: char| "\0,=\"".contains(character);
+    let socket = line.split(ends_word).find(|word| word.ends_with("/serial.sock")).map(PathBuf::from);
+    socket.ok_or_else(|| Error::Config(format!("no serial line in {path}")))
 }
 
 /// Has both agents forget the guest, which is gone.

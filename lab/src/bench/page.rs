@@ -14,9 +14,10 @@ use crate::error::{Context, Error, Result};
 const MARKS: [&str; 2] = ["<!-- made from the results: begin -->", "<!-- made from the results: end -->"];
 
 /// A column of the tables: its heading, what it shows, and how many of it are one.
-const COLUMNS: [(&str, Quantity, f64); 9] = [
+const COLUMNS: [(&str, Quantity, f64); 10] = [
     ("total, ms", Quantity::Total, 1.0),
     ("downtime, ms", Quantity::Downtime, 1.0),
+    ("with `stop` and `cont`, ms", Quantity::Standstill, 1.0),
     ("CPU, ms", Quantity::Cpu, 1.0),
     ("sent, MB", Quantity::Sent, 1e6),
     ("sent back, MB", Quantity::Received, 1e6),

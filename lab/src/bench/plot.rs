@@ -118,7 +118,8 @@ fn downtime(result: &CaseResult) -> Vec<Bar> {
     let contenders = result.contenders().into_iter();
     contenders
         .filter_map(|one| {
-            let spread = result.spread(one, Quantity::Downtime)?;
+            let whole = if one == OURS { Quantity::Standstill } else { Quantity::Downtime };
+            let spread = result.spread(one, whole)?;
             let parts = if one == OURS {
                 vec![
                     ("stop", part(&|p| p.stop_ms)),

@@ -93,8 +93,13 @@ pub struct Measured {
     pub total_ms: f64,
     /// The start of the destination's QEMU and all before it, ms.
     pub start_ms: f64,
-    /// From the stop of the guest to its going on, ms.
+    /// From the stop of the guest to its going on, ms: by Whimbrel from before `stop` to the return of `cont`, by QEMU from
+    /// its event STOP to its event RESUME.
     pub downtime_ms: f64,
+    /// From QEMU's event STOP to its event RESUME, whoever moves the guest, ms. Absent of what was measured before
+    /// Whimbrel told it.
+    #[serde(default)]
+    pub events_ms: Option<f64>,
     /// Its parts, where they are known.
     pub parts: Option<DowntimeParts>,
     /// Both scans for dirty pages while the guest stood still, where they are known, ms.
@@ -150,8 +155,10 @@ impl Spread {
 pub enum Quantity {
     /// Total time, ms.
     Total,
-    /// Downtime, ms.
+    /// Downtime from QEMU's event STOP to its event RESUME, ms.
     Downtime,
+    /// Downtime from before `stop` to the return of `cont`, ms. QEMU tells no such thing of its own migration.
+    Standstill,
     /// Processor time, ms.
     Cpu,
     /// Bytes sent.
@@ -175,19 +182,24 @@ impl Quantity {
         let disturbance = run.disturbance.as_ref();
         match self {
             Self::Total => measured.map(|m| m.total_ms),
-            Self::Downtime => measured.map(|m| m.downtime_ms),
+            Self::Downtime => measured.map(|m| m.events_ms.unwrap_or(m.downtime_ms)),
+            Self::Standstill => measured.filter(|_| is_whimbrel(run)).map(|m| m.downtime_ms),
             Self::Cpu => measured.map(|m| m.cpu_ms),
             Self::Sent => measured.map(|m| m.sent_bytes as f64),
             Self::Received => measured.map(|m| m.received_bytes as f64),
             Self::AgentPeak => measured
                 .map(|m| m.source_agent_peak_bytes.max(m.destination_agent_peak_bytes))
-                .filter(|_| matches!(run.contender, Contender::Whimbrel(_)))
+                .filter(|_| is_whimbrel(run))
                 .map(|bytes| bytes as f64),
             Self::Stall => disturbance.map(|d| d.longest_stall_ms),
             Self::Lost => disturbance.map(|d| d.lost_ms),
             Self::Brownout => disturbance.map(|d| d.brownout_ms.unwrap_or(UNDISTURBED.as_secs_f64() * 1e3)),
         }
     }
+}
+
+fn is_whimbrel(run: &Run) -> bool {
+    matches!(run.contender, Contender::Whimbrel(_))
 }
 
 impl Quantity {

@@ -238,9 +238,13 @@ fn said(terms: &Terms, state: &DestinationState, event: &DestinationEvent) -> Ve
     step.effects
         .iter()
         .filter_map(|effect| match effect {
-            DestinationEffect::SendRunning => {
-                Some(Message::Running { epoch, continue_us: 0, since_us: 0, agent_cpu_us: None })
-            }
+            DestinationEffect::SendRunning => Some(Message::Running {
+                epoch,
+                continue_us: 0,
+                since_us: 0,
+                resumed_us: None,
+                agent_cpu_us: None,
+            }),
             DestinationEffect::SendRefused => {
                 Some(Message::Refused { epoch, reason: "this copy was given up".to_owned() })
             }

@@ -162,6 +162,7 @@ fn parts(downtime: &Downtime) -> String {
         load_us,
         handover_us,
         continue_us,
+        events_us: _,
     } = *downtime;
     let parts = [
         ("stop", stop_us),
@@ -292,6 +293,8 @@ mod tests {
             save_to_ready_us: 5_000,
             load_us: 3_000,
             continue_us: 1_000,
+            stop_event_us: Some(400),
+            resumed_us: Some(600),
         }));
         report.verification = Some(Verification {
             compared_bytes: 512 << 20,
@@ -323,6 +326,7 @@ mod tests {
         };
         let plain = sample().downtime.unwrap();
         assert_eq!((plain.handover_us, plain.device_state_us, sum(plain)), (1_500, 2_000, plain.total_us));
+        assert_eq!(plain.events_us, Some(9_000));
         let odd = Downtime::from_measured(Measured {
             total_us: 5,
             load_us: 90,

@@ -184,20 +184,26 @@ impl SourceVm {
     }
 
     /// Stops the guest, if it ran when it was last asked. One that was paused by its user stays as it is, and its disks
-    /// may be given up already: it came here paused, or was to leave before.
-    pub(crate) fn stop(&mut self) -> Result<(), VmError> {
+    /// may be given up already: it came here paused, or was to leave before. Returns how long it took until QEMU said
+    /// that the guest stands still, if it did.
+    pub(crate) fn stop(&mut self) -> Result<Option<Duration>, VmError> {
         let ran = self.ran;
-        self.disks = self.ask(|qmp| {
+        let (disks, stopping) = self.ask(|qmp| {
             qmp.forget_events("RESUME");
-            if ran { qemu::control::stop(qmp).map(|()| Disks::Held) } else { device_state::disks(qmp) }
+            if ran {
+                Ok((Disks::Held, qemu::control::stop(qmp)?))
+            } else {
+                Ok((device_state::disks(qmp)?, None))
+            }
         })?;
-        Ok(())
+        self.disks = disks;
+        Ok(stopping)
     }
 
     /// Lets the guest go on. QEMU may still be held: for the handover that did not come about.
     pub(crate) fn cont(&mut self) -> Result<(), VmError> {
         self.release()?;
-        self.ask(qemu::control::cont)
+        self.ask(qemu::control::cont).map(drop)
     }
 
     /// Makes the file into which QEMU will save its device state.

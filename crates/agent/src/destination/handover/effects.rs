@@ -1,7 +1,7 @@
 //! What the engine wants done on the destination: each effect, and what it needs of the journal, of QEMU and of the
 //! register.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::register::RegisterAnswer;
@@ -12,7 +12,7 @@ use tracing::{error, warn};
 
 use crate::cpu::CpuTime;
 use crate::destination::inbox::Notice;
-use crate::destination::{Driver, Traces};
+use crate::destination::{Continued, Driver, Traces};
 use crate::disks::Images;
 use crate::fault::Faults;
 use crate::journal::{Durability, JournalError, NewMigration, State};
@@ -100,9 +100,13 @@ impl Machine for Driver {
             }
             DestinationEffect::SendRunning => {
                 let agent_cpu_us = self.cpu.map(CpuTime::used_us);
-                let (since, took) = self.continued.map(|(at, took)| (at.elapsed(), took)).unwrap_or_default();
-                let (since_us, continue_us) = (since.as_micros() as u64, took.as_micros() as u64);
-                self.say(&Message::Running { epoch, continue_us, since_us, agent_cpu_us });
+                let us = |duration: Duration| duration.as_micros() as u64;
+                let (since_us, continue_us, resumed_us) =
+                    self.continued.as_ref().map_or((0, 0, None), |continued| {
+                        let since = us(continued.returned.elapsed());
+                        (since, us(continued.took), continued.resumed.map(us))
+                    });
+                self.say(&Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us });
             }
             DestinationEffect::SendRefused => {
                 let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());
@@ -168,8 +172,8 @@ impl Driver {
             error!(error = crate::chain(&error), "QEMU is not let go");
         }
         let event = match vm.qmp().and_then(qemu::control::cont) {
-            Ok(()) => {
-                self.continued = Some((Instant::now(), began.elapsed()));
+            Ok(resumed) => {
+                self.continued = Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
                 DestinationEvent::Contd
             }
             // QEMU itself said no before any vCPU ran: `cont` takes the disks first.

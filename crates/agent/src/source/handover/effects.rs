@@ -78,7 +78,8 @@ impl Machine for Driver {
             SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
             SourceEffect::StopVm => {
                 self.clock.stopped_at = Some(Instant::now());
-                self.with_vm(SourceVm::stop)?;
+                let until_told = self.with_vm(SourceVm::stop)?;
+                self.clock.measured.stop_event_us = until_told.map(|until| until.as_micros() as u64);
             }
             SourceEffect::PauseQemu => self.with_vm(SourceVm::hold)?,
             SourceEffect::ResumeQemu => self.with_vm(SourceVm::release)?,
@@ -134,7 +135,7 @@ impl Machine for Driver {
 }
 
 impl Driver {
-    fn with_vm(&mut self, act: impl FnOnce(&mut SourceVm) -> Result<(), VmError>) -> Result<(), VmError> {
+    fn with_vm<T>(&mut self, act: impl FnOnce(&mut SourceVm) -> Result<T, VmError>) -> Result<T, VmError> {
         self.vm.as_mut().map_or(Err(VmError::Gone), act)
     }
 

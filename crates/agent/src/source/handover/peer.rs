@@ -32,13 +32,13 @@ impl Driver {
         self.contact.heard = Instant::now();
         let own = self.terms.epoch();
         let event = match message {
-            Message::Running { epoch, continue_us, since_us, agent_cpu_us } => {
+            Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us } => {
                 if epoch == own {
                     self.controls.report(|report| {
                         let known = &mut report.destination.agent_cpu_us;
                         *known = known.or(agent_cpu_us);
                     });
-                    self.running(continue_us, since_us);
+                    self.running(continue_us, since_us, resumed_us);
                 }
                 SourceEvent::Running { epoch }
             }
@@ -80,12 +80,13 @@ impl Driver {
     }
 
     /// RUNNING came: what the guest's standstill was made of.
-    pub(super) fn running(&mut self, continue_us: u64, since_us: u64) {
+    pub(super) fn running(&mut self, continue_us: u64, since_us: u64, resumed_us: Option<u64>) {
         if self.clock.stopped_at.is_none() || self.clock.measured.total_us > 0 {
             return;
         }
         self.clock.measured.total_us = self.since_stop_us().saturating_sub(since_us);
         self.clock.measured.continue_us = continue_us;
+        self.clock.measured.resumed_us = resumed_us;
         let measured = self.clock.measured;
         let downtime = Downtime::from_measured(measured);
         let known =

@@ -137,7 +137,13 @@ fn a_peer_that_breaks_the_protocol_before_committed_ends_the_migration() {
     // Nothing was ever committed.
     driver.message(
         Some(link),
-        Message::Running { epoch: Epoch(1), continue_us: 0, since_us: 0, agent_cpu_us: None },
+        Message::Running {
+            epoch: Epoch(1),
+            continue_us: 0,
+            since_us: 0,
+            resumed_us: None,
+            agent_cpu_us: None,
+        },
     );
     peer.hung_up();
     assert_eq!(driver.settle(), SourceState::Aborted);
@@ -180,7 +186,13 @@ fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
         load_us: 0,
     });
     peer.hear_until(|message| matches!(message, Message::Go { .. }));
-    peer.say(&Message::Running { epoch: Epoch(1), continue_us: 0, since_us: 0, agent_cpu_us: None });
+    peer.say(&Message::Running {
+        epoch: Epoch(1),
+        continue_us: 0,
+        since_us: 0,
+        resumed_us: None,
+        agent_cpu_us: None,
+    });
     assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
 
@@ -197,7 +209,13 @@ fn a_peer_that_breaks_the_protocol_after_committed_loses_its_connection_and_noth
     let mut peer = world.accept();
     peer.hear_until(is_go);
     assert_eq!(world.state(), State::Source(committed()));
-    peer.say(&Message::Running { epoch: Epoch(1), continue_us: 0, since_us: 0, agent_cpu_us: None });
+    peer.say(&Message::Running {
+        epoch: Epoch(1),
+        continue_us: 0,
+        since_us: 0,
+        resumed_us: None,
+        agent_cpu_us: None,
+    });
     assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
 
@@ -215,7 +233,13 @@ fn go_waits_until_it_was_looked_whether_qemu_is_held() {
         report.events.iter().any(|event| event.detail.contains("this side's stopped copy is gone"))
     });
     assert!(looked, "GO went out before anybody looked");
-    peer.say(&Message::Running { epoch: Epoch(1), continue_us: 0, since_us: 0, agent_cpu_us: None });
+    peer.say(&Message::Running {
+        epoch: Epoch(1),
+        continue_us: 0,
+        since_us: 0,
+        resumed_us: None,
+        agent_cpu_us: None,
+    });
     settled.join().unwrap();
 }
 
@@ -226,7 +250,7 @@ fn the_guest_stood_still_until_cont_returned() {
     let (mut driver, _, controls) = driver(&world, committed(), None);
     let stopped_at = Instant::now().checked_sub(Duration::from_secs(1)).unwrap();
     driver.clock.stopped_at = Some(stopped_at);
-    driver.running(100_000, 400_000);
+    driver.running(100_000, 400_000, None);
     let downtime = controls.report(|report| report.downtime.unwrap());
     let most_us = stopped_at.elapsed().as_micros() as u64 - 400_000;
     assert!((600_000..=most_us).contains(&downtime.total_us), "{} of {most_us}", downtime.total_us);
@@ -339,7 +363,13 @@ fn a_source_does_not_forget_that_its_vm_has_left_before_the_journal_has_it() {
     let settled = thread::spawn(move || driver.settle());
     mailbox.put(Notice::Message {
         link: None,
-        message: Message::Running { epoch: Epoch(1), continue_us: 0, since_us: 0, agent_cpu_us: None },
+        message: Message::Running {
+            epoch: Epoch(1),
+            continue_us: 0,
+            since_us: 0,
+            resumed_us: None,
+            agent_cpu_us: None,
+        },
     });
     world.reaches("done");
     database.execute_batch("DROP TRIGGER refuse").unwrap();

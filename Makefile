@@ -25,7 +25,7 @@ export PATH
 .PHONY: test demo soak lint bench bench-functions callgrind callgrind-update guests
 
 test: lint
-	scripts/setup newer-qemu tiny-guest
+	scripts/setup newer-qemu tiny-guest debian-guest
 	. scripts/test-env && { $(CARGO) test --locked --workspace --no-fail-fast; passed=$$?; scripts/not-tried; exit $$passed; }
 
 lint:

@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -22,7 +23,7 @@ fn busy(version: QemuVersion) -> GuestSpec {
         disk_mib: 16,
         ..Load::default()
     };
-    GuestSpec { qemu: version, memory_mib: 256, ..GuestSpec::tiny("vm1", load) }
+    GuestSpec { qemu: version, memory_mib: 256, second_monitor: true, ..GuestSpec::tiny("vm1", load) }
 }
 
 /// Two hosts, and a guest at the first one with a disk of known content.
@@ -109,6 +110,62 @@ fn the_disk_is_the_one_that_it_left() {
         assert!(same(&image, &image_of(&report)));
         assert_eq!(cluster.b.vm("vm1").unwrap()["state"], "paused");
     }
+}
+
+/// Somebody writes into the image at the destination, as a fault of ours would.
+#[test]
+fn a_disk_that_differs_is_not_handed_over() {
+    let (cluster, guest, _image) = with_disk(QemuVersion::Newer, "raw");
+    let slowly = ["--bandwidth", "24M", "--on-limit", "stop"];
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify", "--json"];
+    let words = [&words[..], &slowly].concat();
+    let migration = cluster.a.command(&words).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    // The disk is there but for what is written now, which is in its second half.
+    cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
+    let image = pool(&cluster, "b").join(&entries(&pool(&cluster, "b"))[0]);
+    let there = std::fs::OpenOptions::new().write(true).open(&image).unwrap();
+    there.write_all_at(&[0xaa; 512], 8 << 20).unwrap();
+    there.sync_all().unwrap();
+    let said = migration.wait_with_output().unwrap();
+    assert_eq!(said.status.code(), Some(1), "{said:?}");
+    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    assert_eq!(report["verification"]["different_chunks"], 1, "{report:#}");
+    assert!(report["reason"].as_str().unwrap().contains("differ"), "{report:#}");
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
+    let serial = guest.serial();
+    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+    assert!(two.disk_writes > one.disk_writes, "the guest goes on");
+    assert!(serial.check().unwrap().ok);
+}
+
+/// What is written after a snapshot would not be seen: no migration rather than a wrong one.
+#[test]
+fn a_snapshot_of_a_disk_that_is_copied_ends_the_migration() {
+    let (cluster, guest, image) = with_disk(QemuVersion::Installed, "qcow2");
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "8M", "--json"];
+    let migration = cluster.a.command(&words).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    cluster.wait_for_sent(4 << 20);
+    let snapshot = json!({
+        "device": "disk0",
+        "snapshot-file": image.with_extension("snapshot"),
+        "format": "qcow2",
+    });
+    guest.monitor().unwrap().command("blockdev-snapshot-sync", &snapshot).unwrap();
+    let said = migration.wait_with_output().unwrap();
+    assert_eq!(said.status.code(), Some(1), "{said:?}");
+    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    assert!(report["reason"].as_str().unwrap().contains("snapshot"), "{report:#}");
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
+    let serial = guest.serial();
+    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+    assert!(two.disk_writes > one.disk_writes, "the guest goes on");
+    // It is moved as it is now, with what is below the snapshot.
+    cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    cluster.guest_is_whole("b", "vm1");
 }
 
 /// Nothing came of it: the guest runs on as if nothing had been, and nothing is left on either side.

@@ -1,4 +1,4 @@
-//! Memory that is promised to VMs on their way in.
+//! Memory, and room for images, that is promised to VMs on their way in.
 //!
 //! A host's free memory falls as an arriving VM's pages come in, not when the VM is let in: two that arrive at once would
 //! both find the same memory free (design, trap 14). So each one's whole need is noted when it is let in, and what it
@@ -9,12 +9,21 @@ use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+/// What a VM will take of this host.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Needs {
+    /// Of memory.
+    pub(crate) memory_bytes: u64,
+    /// Size of huge pages, where its memory is made of them.
+    pub(crate) hugepage_bytes: Option<u64>,
+    /// Images that are made for it, and how large each becomes.
+    pub(crate) images: Vec<(PathBuf, u64)>,
+}
+
 /// What was promised to one VM.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Promise {
-    bytes: u64,
-    /// Size of huge pages, where it is made of them.
-    hugepage_bytes: Option<u64>,
+    needs: Needs,
     /// Its QEMU, once it runs.
     pid: Option<u32>,
 }
@@ -52,15 +61,22 @@ impl Look<'_> {
     /// How much of usual memory, or of huge pages of that size, others will still take. To be asked before what is free:
     /// what they take in between then counts twice, rather than not at all.
     pub(crate) fn owed_bytes(&self, hugepage_bytes: Option<u64>) -> u64 {
-        let of_kind = self.book.open.values().filter(|promise| promise.hugepage_bytes == hugepage_bytes);
+        let of_kind =
+            self.book.open.values().filter(|promise| promise.needs.hugepage_bytes == hugepage_bytes);
         of_kind.map(|promise| promise.owed_bytes(Path::new("/proc"))).sum()
     }
 
+    /// How much images of others will still take; to be asked before what is free, too.
+    pub(crate) fn owed_image_bytes(&self) -> u64 {
+        let images = self.book.open.values().flat_map(|promise| &promise.needs.images);
+        images.map(|(path, bytes)| bytes.saturating_sub(image_bytes(path))).sum()
+    }
+
     /// Promises so much, until the answer is dropped.
-    pub(crate) fn promise(mut self, bytes: u64, hugepage_bytes: Option<u64>) -> Promised {
+    pub(crate) fn promise(mut self, needs: Needs) -> Promised {
         self.book.last += 1;
         let number = self.book.last;
-        self.book.open.insert(number, Promise { bytes, hugepage_bytes, pid: None });
+        self.book.open.insert(number, Promise { needs, pid: None });
         Promised { arrivals: Arc::clone(self.arrivals), number }
     }
 }
@@ -89,11 +105,12 @@ impl Drop for Promised {
 
 impl Promise {
     fn owed_bytes(&self, proc: &Path) -> u64 {
-        match (self.pid, self.hugepage_bytes) {
+        let bytes = self.needs.memory_bytes;
+        match (self.pid, self.needs.hugepage_bytes) {
             // QEMU has reserved its huge pages when it mapped them.
             (Some(_), Some(_)) => 0,
-            (Some(pid), None) => self.bytes.saturating_sub(taken_bytes(&proc.join(pid.to_string()))),
-            (None, _) => self.bytes,
+            (Some(pid), None) => bytes.saturating_sub(taken_bytes(&proc.join(pid.to_string()))),
+            (None, _) => bytes,
         }
     }
 }
@@ -121,6 +138,11 @@ fn memfd_bytes(process: &Path) -> u64 {
     files.values().sum()
 }
 
+/// What an image has of its file system so far.
+fn image_bytes(path: &Path) -> u64 {
+    std::fs::metadata(path).map_or(0, |image| image.blocks() * 512)
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::Write as _;
@@ -130,17 +152,33 @@ mod tests {
     #[test]
     fn what_is_promised_is_not_free_until_it_is_taken_or_given_up() {
         let arrivals = Arc::new(Arrivals::default());
-        let first = arrivals.look().promise(100 << 20, None);
-        let huge = arrivals.look().promise(64 << 20, Some(2 << 20));
+        let memory = |memory_bytes, hugepage_bytes| Needs { memory_bytes, hugepage_bytes, images: vec![] };
+        let first = arrivals.look().promise(memory(100 << 20, None));
+        let huge = arrivals.look().promise(memory(64 << 20, Some(2 << 20)));
         let owed = |kind| arrivals.look().owed_bytes(kind);
         assert_eq!((owed(None), owed(Some(2 << 20)), owed(Some(1 << 30))), (100 << 20, 64 << 20, 0));
-        let second = arrivals.look().promise(50 << 20, None);
+        let second = arrivals.look().promise(memory(50 << 20, None));
         assert_eq!(owed(None), 150 << 20);
         drop(second);
         huge.taken_by(std::process::id());
         assert_eq!((owed(None), owed(Some(2 << 20))), (100 << 20, 0));
         drop((first, huge));
         assert_eq!((owed(None), owed(Some(2 << 20))), (0, 0));
+    }
+
+    #[test]
+    fn what_an_image_will_take_is_not_free_for_another() {
+        let folder = tempfile::tempdir().unwrap();
+        let arrivals = Arc::new(Arrivals::default());
+        let (one, other) = (folder.path().join("one"), folder.path().join("other"));
+        let images = vec![(one.clone(), 3 << 20), (other, 1 << 20)];
+        let promised = arrivals.look().promise(Needs { images, ..Needs::default() });
+        assert_eq!(arrivals.look().owed_image_bytes(), 4 << 20);
+        std::fs::write(&one, vec![1; 2 << 20]).unwrap();
+        std::fs::File::open(&one).unwrap().sync_all().unwrap();
+        assert!(arrivals.look().owed_image_bytes() <= 2 << 20);
+        drop(promised);
+        assert_eq!(arrivals.look().owed_image_bytes(), 0);
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod disks;
 pub(crate) use binaries::{Emulators, end_probes};
 pub(crate) use disks::{Planned, proposed_disks};
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use engine::handover::Terms;
@@ -30,7 +31,7 @@ use tracee::{Feature, Kernel};
 use tracing::info;
 
 use crate::api::{KernelFeature, RamChoice};
-use crate::arrivals::Promised;
+use crate::arrivals::{Needs, Promised};
 use crate::context::Context;
 use crate::destination::{ArriveError, Traces};
 use crate::peers::{self, PeerError};
@@ -222,18 +223,21 @@ pub(crate) fn destination(
     let arrivals = context.arrivals.look();
     let (hugepage_bytes, needed_bytes) = ours.memory_needed(&theirs);
     let owed_bytes = arrivals.owed_bytes(hugepage_bytes);
+    let owed_image_bytes = arrivals.owed_image_bytes();
     ours.look_at_memory(owed_bytes);
     let mut findings: Vec<_> = rules::check(&theirs, &ours).into_iter().map(finding).collect();
     if let Ok(built) = &built {
         findings.extend(left_out(&built.warnings));
         findings.extend(rewritten(&context.config.host, &built.notes));
     }
-    findings.extend(disks.findings);
+    let no_room = disks.no_room(context.config.pool.as_ref(), owed_image_bytes);
+    findings.extend(disks.findings.iter().cloned().chain(no_room));
     findings.extend(no_way_back);
     findings.extend(register_finding(context.config.register.as_ref(), from, &proposal));
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
     let (Ok(built), false) = (built, blocked) else { return Err(findings) };
-    let promised = (!proposal.check_only).then(|| arrivals.promise(needed_bytes, hugepage_bytes));
+    let needs = Needs { memory_bytes: needed_bytes, hugepage_bytes, images: disks.images() };
+    let promised = (!proposal.check_only).then(|| arrivals.promise(needs));
     let launch = Launch {
         argv: built.argv,
         env: Vec::new(),
@@ -251,7 +255,8 @@ pub(crate) fn destination(
         witness: proposal.witness.clone(),
     };
     let qemu_version = ours.qemu_version.clone();
-    let compared = Compared { theirs, ours };
+    let images = here.images.into_values().map(|image| image.path).collect();
+    let compared = Compared { theirs, ours, images };
     let copied = disks.copied;
     Ok(Considered {
         terms,
@@ -271,6 +276,8 @@ pub(crate) fn destination(
 pub(crate) struct Compared {
     theirs: SourceFacts,
     ours: DestinationFacts,
+    /// Those that were made for its disks.
+    images: Vec<PathBuf>,
 }
 
 impl Compared {
@@ -283,8 +290,12 @@ impl Compared {
     ) -> Result<Vec<Finding>, ArriveError> {
         gather::started(&mut self.ours, &self.theirs, qmp, blocks)?;
         let findings = rules::check(&self.theirs, &self.ours);
-        let possible = rules::is_possible(&findings);
-        let findings = findings.into_iter().map(finding).collect();
+        let mut possible = rules::is_possible(&findings);
+        let mut findings: Vec<_> = findings.into_iter().map(finding).collect();
+        if let Some(unused) = disks::not_opened(&self.images, &qemu::control::open_files(qmp)?) {
+            possible = false;
+            findings.push(unused);
+        }
         if possible { Ok(findings) } else { Err(ArriveError::Refused(findings)) }
     }
 }

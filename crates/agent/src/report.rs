@@ -265,7 +265,7 @@ impl Downtime {
     }
 }
 
-/// What the comparison of both sides' memory found.
+/// What the comparison of both sides' memory and copied disks found.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Verification {
     /// Compared, in bytes.

@@ -1,9 +1,15 @@
 //! `--verify`: after the stop, all of memory is compared by a path that shares nothing with the one that moved it.
 //!
 //! Each side asks its own QEMU anew where its RAM blocks are, reads them plainly (from the file where it is shared memory,
-//! from `/proc/PID/mem` otherwise; see [`::memory::verify`]), and hashes every chunk. No scanner, reader, writer or bitmap of the data plane has a part in it.
+//! from `/proc/PID/mem` otherwise; see [`::memory::verify`]), and hashes every chunk. No scanner, reader, writer or bitmap
+//! of the data plane has a part in it. Disks that were copied are opened anew, see [`block::compare`].
+
+use std::path::Path;
+use std::time::Duration;
 
 use ::memory::verify::{self, Block, VerifyError};
+use block::compare::Reading;
+use block::image::ImageError;
 use proto::limits::{CHUNK_BYTES, HASHES};
 use proto::message::Message;
 use qemu::qmp::Qmp;
@@ -12,7 +18,7 @@ use qemu::ram::{RamBlock, RamError, ram_blocks};
 /// Threads that hash.
 const THREADS: usize = 2;
 
-/// Why memory could not be compared.
+/// Why memory or a disk could not be compared.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CompareError {
     /// QEMU does not tell where it is.
@@ -21,12 +27,16 @@ pub(crate) enum CompareError {
     /// It could not be read.
     #[error("the guest's memory could not be read")]
     Read(#[from] VerifyError),
+    /// A disk could not be read.
+    #[error("the guest's disk could not be read")]
+    Disk(#[from] ImageError),
     /// The other side names a block, or a part of one, that is not here.
-    #[error("the source has a part of RAM block {0} that is not here")]
+    #[error("the source has a part of {0} that is not here")]
     NotThere(String),
 }
 
-/// What the source says of its memory, in pieces that fit a message.
+/// What the source says of its memory and of disks, in pieces that fit a message.
+#[derive(Default)]
 pub(crate) struct Hashes {
     pub(crate) bytes: u64,
     pub(crate) chunks: u64,
@@ -36,22 +46,52 @@ pub(crate) struct Hashes {
 /// Hashes all of a stopped guest's memory. `names` are the blocks in the order of the proposal.
 pub(crate) fn hashes(qmp: &mut Qmp, pid: u32, names: &[&str]) -> Result<Hashes, CompareError> {
     let blocks = ram_blocks(qmp, pid)?;
-    let mut all = Hashes { bytes: 0, chunks: 0, messages: Vec::new() };
+    let mut all = Hashes::default();
     for block in &blocks {
         let place = names.iter().position(|name| *name == block.name);
-        let place = place.ok_or_else(|| CompareError::NotThere(block.name.clone()))?;
+        let place = place.ok_or_else(|| CompareError::NotThere(format!("RAM block {}", block.name)))?;
         let hashes = verify::hash_block(pid, &part(block, 0, u64::MAX), THREADS)?;
-        all.bytes += block.used_bytes;
-        all.chunks += hashes.len() as u64;
+        all.add(place, block.used_bytes, &hashes);
+    }
+    Ok(all)
+}
+
+/// A disk's image, as QEMU calls it.
+#[derive(Clone, Debug)]
+pub(crate) struct DiskImage {
+    pub(crate) path: String,
+    pub(crate) format: String,
+}
+
+impl Hashes {
+    /// Adds a block with this index.
+    fn add(&mut self, block: usize, bytes: u64, hashes: &[u64]) {
+        self.bytes += bytes;
+        self.chunks += hashes.len() as u64;
         for (piece, hashes) in hashes.chunks(HASHES).enumerate() {
-            all.messages.push(Message::Verify {
-                block: place as u16,
+            self.messages.push(Message::Verify {
+                block: block as u16,
                 first_chunk: (piece * HASHES) as u64,
                 hashes: hashes.iter().map(|hash| format!("{hash:016x}")).collect(),
             });
         }
     }
-    Ok(all)
+
+    /// Adds the copied disks of a stopped guest, which QEMU has given up. The first has the index `first_block`.
+    pub(crate) fn add_disks(
+        &mut self,
+        first_block: usize,
+        images: &[DiskImage],
+        socket: &Path,
+        patience: Duration,
+    ) -> Result<(), CompareError> {
+        for (number, image) in images.iter().enumerate() {
+            let mut reading = Reading::open(&image.path, &image.format, socket, patience)?;
+            let hashes = reading.hash_chunks(CHUNK_BYTES, 0..u64::MAX)?;
+            self.add(first_block + number, reading.size_bytes(), &hashes);
+        }
+        Ok(())
+    }
 }
 
 /// The chunks of a block of this side that differ from the source's hashes.
@@ -62,16 +102,27 @@ pub(crate) fn differences(
     first_chunk: u64,
     theirs: &[String],
 ) -> Result<Vec<u64>, CompareError> {
-    let not_there = || CompareError::NotThere(name.to_owned());
+    let called = format!("RAM block {name}");
     let blocks = ram_blocks(qmp, pid)?;
-    let block = blocks.iter().find(|block| block.name == name).ok_or_else(not_there)?;
+    let block = blocks.iter().find(|block| block.name == name);
+    let block = block.ok_or_else(|| CompareError::NotThere(called.clone()))?;
     let part = part(block, first_chunk, theirs.len() as u64);
-    let ours = verify::hash_block(pid, &part, THREADS)?;
+    different(&called, first_chunk, &verify::hash_block(pid, &part, THREADS)?, theirs)
+}
+
+/// The chunks that differ, of so many on either side.
+pub(crate) fn different(
+    called: &str,
+    first_chunk: u64,
+    ours: &[u64],
+    theirs: &[String],
+) -> Result<Vec<u64>, CompareError> {
+    let not_there = || CompareError::NotThere(called.to_owned());
     if ours.len() != theirs.len() {
         return Err(not_there());
     }
     let theirs: Option<Vec<_>> = theirs.iter().map(|hash| u64::from_str_radix(hash, 16).ok()).collect();
-    Ok(verify::different_chunks(first_chunk, &ours, &theirs.ok_or_else(not_there)?))
+    Ok(verify::different_chunks(first_chunk, ours, &theirs.ok_or_else(not_there)?))
 }
 
 /// Some chunks of a block, as far as it goes.

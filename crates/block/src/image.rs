@@ -5,6 +5,7 @@
 //! the page cache where the file system lets it, and ends by itself when its last connection does: an agent that dies
 //! leaves none behind. It is gone before the guest's QEMU takes the image.
 
+use std::ffi::OsStr;
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _};
@@ -79,6 +80,14 @@ pub enum ImageError {
         /// What it said.
         said: String,
     },
+    /// What is in an image cannot be read.
+    #[error("cannot read {path}", path = path.display())]
+    Read {
+        /// The image.
+        path: PathBuf,
+        /// Why.
+        source: NbdError,
+    },
     /// The image's server did not do what it was asked.
     #[error("cannot write {path}", path = path.display())]
     Write {
@@ -104,7 +113,11 @@ pub fn create(path: &Path, format: Format, bytes: u64, backing: Option<&Backing>
     let failed = |source| ImageError::Make { path: path.to_owned(), source };
     // For root and the owner: what is in a disk is nobody else's.
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
-    let made = fill(&file, path, format, bytes, backing);
+    let made = fill(&file, path, format, bytes, backing).and_then(|()| {
+        // Its name has to outlive the host, too.
+        let directory = path.parent().map_or(Ok(()), |directory| File::open(directory)?.sync_all());
+        directory.map_err(failed)
+    });
     if made.is_err() {
         // The first error is the one to tell.
         let _ = fs::remove_file(path);
@@ -147,7 +160,7 @@ fn fill(
     Err(ImageError::Tool { tool: "qemu-img", path: path.to_owned(), said })
 }
 
-/// An image that is being written.
+/// An image that is open in a program of its own, for writing or for reading.
 #[derive(Debug)]
 pub struct Server {
     child: Child,
@@ -168,15 +181,42 @@ impl Server {
         connections: u16,
         patience: Duration,
     ) -> Result<Self, ImageError> {
-        // The keeper is one more.
-        let shared = (u32::from(connections) + 1).to_string();
         let cache = if takes_direct_io(path, format) { "none" } else { "writeback" };
-        let child = Command::new("qemu-nbd")
-            .args(["--format", format.as_str(), "--cache", cache, "--discard", "unmap"])
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--format", format.as_str(), "--cache", cache, "--discard", "unmap"]);
+        Self::spawn(command, path.as_os_str(), path, socket, u32::from(connections), patience)
+    }
+
+    /// Serves an image for reading to one connection, whoever else has it open. `image` and `format` are QEMU's words for
+    /// it.
+    pub(crate) fn start_reading(
+        image: &str,
+        format: &str,
+        socket: &Path,
+        patience: Duration,
+    ) -> Result<Self, ImageError> {
+        let image_in_options = image.replace(',', ",,");
+        let options = format!("driver={format},file.filename={image_in_options},force-share=on");
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--read-only", "--image-opts"]);
+        Self::spawn(command, OsStr::new(&options), Path::new(image), socket, 1, patience)
+    }
+
+    fn spawn(
+        mut command: Command,
+        image: &OsStr,
+        path: &Path,
+        socket: &Path,
+        connections: u32,
+        patience: Duration,
+    ) -> Result<Self, ImageError> {
+        // The keeper is one more, and so is whoever flushes.
+        let shared = connections.saturating_add(2).to_string();
+        let child = command
             .args(["--export-name", EXPORT, "--shared", &shared])
             .arg("--socket")
             .arg(socket)
-            .arg(path)
+            .arg(image)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -202,7 +242,12 @@ impl Server {
 
     /// A connection to write the image through.
     pub fn client(&self) -> Result<Client, ImageError> {
-        let client = Client::connect(&self.socket, EXPORT, None, self.patience);
+        self.client_for(None)
+    }
+
+    /// A connection that tells what this context says.
+    pub(crate) fn client_for(&self, context: Option<&str>) -> Result<Client, ImageError> {
+        let client = Client::connect(&self.socket, EXPORT, context, self.patience);
         client.map_err(|source| ImageError::Write { path: self.path.clone(), source })
     }
 
@@ -212,9 +257,8 @@ impl Server {
     }
 
     /// Puts all that was written on stable storage.
-    pub fn flush(&mut self) -> Result<(), ImageError> {
-        let Some(keeper) = &mut self.keeper else { return Ok(()) };
-        keeper.flush().map_err(|source| ImageError::Write { path: self.path.clone(), source })
+    pub fn flush(&self) -> Result<(), ImageError> {
+        self.client()?.flush().map_err(|source| ImageError::Write { path: self.path.clone(), source })
     }
 
     /// Puts everything on stable storage and lets go of the image; all connections must have ended. Afterwards nobody has

@@ -5,8 +5,10 @@
 //! |---|---|
 //! | [`nbd`] | the client's side of NBD |
 //! | [`image`] | images that are made and filled |
+//! | [`compare`] | whether two images have the same in them |
 //!
 //! Nothing here knows of a migration. Image formats are known to QEMU's own tools alone.
 
+pub mod compare;
 pub mod image;
 pub mod nbd;

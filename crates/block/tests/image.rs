@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use whimbrel_block::compare::Reading;
 use whimbrel_block::image::{Backing, Format, ImageError, Server, create};
 
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -124,4 +125,49 @@ fn an_image_is_not_let_go_of_while_it_is_written() {
     let _client = server.client().unwrap();
     let error = server.finish().unwrap_err();
     assert!(error.to_string().contains("a connection is left"), "{error}");
+}
+
+/// While others have them open, and in whatever format.
+#[test]
+fn images_are_equal_when_what_is_in_them_is() {
+    const CHUNK: u64 = MIB;
+    let directory = tempfile::tempdir().unwrap();
+    let bytes = 5 * MIB + 1536;
+    let images = [Format::Raw, Format::Qcow2].map(|format| {
+        let image = directory.path().join(format!("a,disk.{format}"));
+        create(&image, format, bytes, None).unwrap();
+        let socket = directory.path().join(format!("{format}.sock"));
+        (image.clone(), format, Server::start(&image, format, &socket, 1, PATIENCE).unwrap())
+    });
+    let hashes = |index: usize, chunks| {
+        let (image, format, server) = &images[index];
+        server.flush().unwrap();
+        let socket = directory.path().join("compare.sock");
+        let mut reading = Reading::open(image.to_str().unwrap(), format.as_str(), &socket, PATIENCE).unwrap();
+        assert_eq!(reading.size_bytes(), bytes);
+        reading.hash_chunks(CHUNK, chunks).unwrap()
+    };
+    let write = |index: usize, at: u64, data: &[u8]| {
+        let (.., server) = &images[index];
+        server.client().unwrap().write(at, data).unwrap();
+    };
+    let empty = hashes(0, 0..u64::MAX);
+    assert_eq!(empty.len(), 6);
+    assert!(empty[..5].iter().all(|hash| *hash == empty[0]) && empty[5] != empty[0]);
+    assert_eq!(empty, hashes(1, 0..u64::MAX));
+    for index in [0, 1] {
+        write(index, 2 * MIB - 512, &[9; 1024]);
+        write(index, 5 * MIB + 1024, &[8; 512]);
+    }
+    let all = hashes(0, 0..u64::MAX);
+    let differs = |chunk: usize| all[chunk] != empty[chunk];
+    assert_eq!([0, 1, 2, 3, 4, 5].map(differs), [false, true, true, false, false, true]);
+    assert_eq!(all, hashes(1, 0..u64::MAX));
+    assert_eq!(all[1..3], hashes(1, 1..3));
+    assert_eq!(hashes(1, 6..9), []);
+    // Zeros that were written are as good as those that never were.
+    write(1, 3 * MIB, &vec![0; MIB as usize]);
+    assert_eq!(all, hashes(1, 0..u64::MAX));
+    write(1, 5 * MIB + 1535, &[7]);
+    assert_ne!(all[5..], hashes(1, 5..6));
 }

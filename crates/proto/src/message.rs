@@ -91,7 +91,7 @@ pub enum Message {
     Resumed,
     /// Source: the guest has stopped and all its pages were acknowledged; compare them with these hashes of my side.
     Verify {
-        /// Index of the RAM block in the proposal's list.
+        /// Index of the RAM block in the proposal's list; behind them are the disks that are copied, in their order.
         block: u16,
         /// First chunk of the list.
         first_chunk: u64,

@@ -149,6 +149,7 @@ pub fn build(vm: &VmDescription, rules: &HostRules) -> Result<BuiltCommand, Comm
     }
     build.terminal();
     build.memory();
+    build.all_images_are_used();
     build.finish()
 }
 
@@ -161,6 +162,8 @@ struct Build<'a> {
     warnings: Vec<Problem>,
     /// Names in the run directory that are taken.
     names: BTreeSet<String>,
+    /// How many options have the image of each disk that has one.
+    images_used: BTreeMap<String, usize>,
 }
 
 impl<'a> Build<'a> {
@@ -173,6 +176,7 @@ impl<'a> Build<'a> {
             notes: Vec::new(),
             warnings: Vec::new(),
             names: BTreeSet::new(),
+            images_used: BTreeMap::new(),
         }
     }
 
@@ -233,7 +237,10 @@ impl<'a> Build<'a> {
             }
             "drive" | "blockdev" => match self.copied(option) {
                 disks::Copied::No => Some(self.with_paths(option)),
-                disks::Copied::Replaced(option) => Some(option),
+                disks::Copied::Replaced { disk, by } => {
+                    *self.images_used.entry(disk).or_default() += 1;
+                    Some(by)
+                }
                 disks::Copied::Gone => None,
             },
             _ => Some(self.with_paths(option)),

@@ -71,6 +71,19 @@ pub fn machine_types(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
     Ok(machines.iter().flat_map(names).flatten().collect())
 }
 
+/// Files and devices of the host that block nodes have open, one for each node.
+pub fn open_files(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
+    #[derive(Deserialize)]
+    struct Node {
+        #[serde(rename = "drv")]
+        driver: String,
+        file: String,
+    }
+    let nodes: Vec<Node> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
+    let is_file = |node: &Node| ["file", "host_device"].contains(&node.driver.as_str());
+    Ok(nodes.into_iter().filter(is_file).map(|node| node.file).collect())
+}
+
 /// Stops the virtual CPUs; returns when they stand and block I/O is drained, how long that took until QEMU's event STOP.
 /// It comes when both is done; from it to RESUME is the downtime of which QEMU's own migration tells.
 pub fn stop(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {

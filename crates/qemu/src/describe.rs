@@ -143,8 +143,11 @@ pub struct Disk {
 pub struct DiskNodes {
     /// What the device uses, through which all that the guest writes goes.
     pub top: String,
-    /// The image: the top one, or what it filters.
+    /// The image: the top one, or what it filters; as the options name it.
     pub image: String,
+    /// The image's format, or its driver where it has none.
+    #[serde(default)]
+    pub format: String,
     /// All nodes below the image: its file, the images below it, theirs.
     pub below: Vec<String>,
 }
@@ -230,18 +233,22 @@ pub fn describe(qmp: &mut Qmp, origin: &Origin) -> Result<VmDescription, QmpErro
         ));
     }
     devices::refuse(&options, &mut problems);
-    Ok(assemble(origin, live, tree, options, problems))
+    Ok(assemble(origin, live, &names, tree, options, problems))
 }
 
 fn assemble(
     origin: &Origin,
     live: Live,
+    names: &blocks::Names,
     devices: DeviceTree,
     options: Vec<Given>,
     problems: Vec<Problem>,
 ) -> VmDescription {
-    let disks =
-        live.backends.iter().map(|backend| blocks::disk(backend, &live, &origin.working_dir)).collect();
+    let disks = live
+        .backends
+        .iter()
+        .map(|backend| blocks::disk(backend, &live, names, &origin.working_dir))
+        .collect();
     let block = |(name, page_size_bytes)| MemoryBlock { name, page_size_bytes };
     VmDescription {
         schema: SCHEMA,

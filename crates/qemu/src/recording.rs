@@ -12,13 +12,14 @@
 //! All that is made in QEMU has a name that begins with [`PREFIX`], by which an agent finds what one before it left
 //! ([`remove_leavings`]).
 
+use std::iter;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{Qmp, QmpError, decoded};
 
 /// How names of exports, bitmaps and descriptors of ours begin.
 pub const PREFIX: &str = "whimbrel-";
@@ -38,9 +39,26 @@ pub enum RecordError {
         "this QEMU's NBD server is in use (a backup, a mirror): {0}; wait until that is done, or end it with nbd-server-stop"
     )]
     ServerTaken(String),
+    /// A disk is not what it was: what was written to it since is not all recorded.
+    #[error("disk {node} {what}")]
+    Changed {
+        /// Its top node.
+        node: String,
+        /// What became of it.
+        what: String,
+    },
     /// QEMU refused, or its monitor failed.
     #[error(transparent)]
     Qmp(#[from] QmpError),
+}
+
+/// A disk whose writes are recorded.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RecordedDisk {
+    /// Its top node: what its device uses.
+    pub node: String,
+    /// Its length, in bytes.
+    pub bytes: u64,
 }
 
 /// What is served after a [`freeze`](Recording::freeze), one for each disk.
@@ -55,8 +73,7 @@ pub struct Frozen {
 /// Writes to some disks are recorded, until [`end`](Recording::end).
 #[derive(Debug)]
 pub struct Recording {
-    /// Top nodes of the disks.
-    nodes: Vec<String>,
+    disks: Vec<RecordedDisk>,
     /// Which bitmap records.
     turn: u64,
     /// Exports of the last frozen bitmaps, which are there until the next ones.
@@ -64,43 +81,61 @@ pub struct Recording {
 }
 
 impl Recording {
-    /// Begins to record writes to the disks with these top nodes, and serves the disks on `listener`, a unix socket that is
-    /// bound and need not listen yet.
+    /// Begins to record writes to the disks, and serves them on `listener`, a unix socket that is bound and need not
+    /// listen yet.
     ///
     /// # Errors
-    /// When QEMU's NBD server is taken, or QEMU refuses. Nothing is left behind then.
-    pub fn begin(qmp: &mut Qmp, listener: BorrowedFd<'_>, nodes: Vec<String>) -> Result<Self, RecordError> {
-        let name = format!("{PREFIX}nbd");
-        qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": name }), listener)?;
-        let address = json!({ "addr": { "type": "fd", "data": { "str": name } } });
-        if let Err(error) = qmp.run("nbd-server-start", address) {
-            // The server would have closed it.
-            let _ = qmp.run("closefd", json!({ "fdname": name }));
-            return Err(match error {
-                QmpError::CommandFailed { desc, .. } if desc.contains("already running") => {
-                    RecordError::ServerTaken(desc)
-                }
-                error => error.into(),
-            });
+    /// When QEMU's NBD server is taken, a disk is not as it is said to be, or QEMU refuses. Nothing is left behind then.
+    pub fn begin(
+        qmp: &mut Qmp,
+        listener: BorrowedFd<'_>,
+        disks: Vec<RecordedDisk>,
+    ) -> Result<Self, RecordError> {
+        // Bitmaps before anything else: by them it is found whatever an agent that dies has left.
+        let add: Vec<Value> = disks.iter().map(|disk| add_bitmap(&disk.node, 0)).collect();
+        qmp.run("transaction", json!({ "actions": add }))?;
+        let recording = Self { disks, turn: 0, frozen: Vec::new() };
+        if let Err(error) = start_server(qmp, listener) {
+            // The server may be somebody else's, so it is not stopped. The first error is the one to tell.
+            let _ = remove_leavings(qmp);
+            return Err(error);
         }
-        let recording = Self { nodes, turn: 0, frozen: Vec::new() };
         match recording.serve(qmp) {
             Ok(()) => Ok(recording),
             Err(error) => {
                 let _ = recording.end(qmp);
-                Err(error.into())
+                Err(error)
             }
         }
     }
 
-    fn serve(&self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        let add: Vec<Value> = self.nodes.iter().map(|node| add_bitmap(node, 0)).collect();
-        qmp.run("transaction", json!({ "actions": add }))?;
-        let exports = self.nodes.iter().enumerate().map(|(disk, node)| {
-            let name = Self::data_export(disk);
-            ("block-export-add", export(node, &name, json!({ "allocation-depth": true })))
+    fn serve(&self, qmp: &mut Qmp) -> Result<(), RecordError> {
+        let exports = self.disks.iter().enumerate().map(|(number, disk)| {
+            let name = Self::data_export(number);
+            ("block-export-add", export(&disk.node, &name, json!({ "allocation-depth": true })))
         });
-        all_done(qmp, exports)
+        all_done(qmp, exports)?;
+        self.check(qmp.execute(QUERY_BLOCK, Value::Null)?)
+    }
+
+    /// Compares the disks with what devices use now. A snapshot puts another node above the one that is recorded, a change
+    /// of medium puts another in its place, and a disk that has grown has more than was proposed.
+    fn check(&self, backends: Vec<BlockBackend>) -> Result<(), RecordError> {
+        let media: Vec<Inserted> = backends.into_iter().filter_map(|backend| backend.inserted).collect();
+        self.disks.iter().try_for_each(|disk| {
+            let changed = |what| Err(RecordError::Changed { node: disk.node.clone(), what });
+            match media.iter().find(|medium| medium.node_name == disk.node) {
+                None => changed(
+                    "is not what its device uses any more: somebody made a snapshot, or changed it"
+                        .to_owned(),
+                ),
+                Some(medium) if medium.image.virtual_size != disk.bytes => changed(format!(
+                    "has {} bytes and had {}: somebody has changed its length",
+                    medium.image.virtual_size, disk.bytes
+                )),
+                Some(_) => Ok(()),
+            }
+        })
     }
 
     /// The export that serves a disk as it is now, for reading and for what is allocated; it stays the same.
@@ -110,28 +145,38 @@ impl Recording {
 
     /// Puts an empty bitmap in the place of each that records, and serves those: what was written between the call before
     /// (or the beginning) and this one. Returns what was written only once: to lose it is to lose the migration.
-    pub fn freeze(&mut self, qmp: &mut Qmp) -> Result<&[Frozen], QmpError> {
+    ///
+    /// # Errors
+    /// When a disk is not what it was at the beginning, or QEMU refuses.
+    pub fn freeze(&mut self, qmp: &mut Qmp) -> Result<&[Frozen], RecordError> {
         self.thaw(qmp)?;
         let (old, new) = (self.turn, self.turn + 1);
         let mut actions = Vec::new();
-        for node in &self.nodes {
+        for RecordedDisk { node, .. } in &self.disks {
             actions.push(add_bitmap(node, new));
             actions.push(bitmap_action("block-dirty-bitmap-disable", node, old));
             if let Some(older) = old.checked_sub(1) {
                 actions.push(bitmap_action("block-dirty-bitmap-remove", node, older));
             }
         }
-        // Both at once: between the two nobody has to wake up.
-        let frozen: Vec<Frozen> = (0..self.nodes.len())
+        // All at once: between them nobody has to wake up. What the disks are is asked last, so that it holds for all that
+        // was recorded.
+        let frozen: Vec<Frozen> = (0..self.disks.len())
             .map(|disk| Frozen { export: format!("{PREFIX}written-{disk}-{old}"), bitmap: bitmap(old) })
             .collect();
-        let exports = frozen.iter().zip(&self.nodes).map(|(frozen, node)| {
-            ("block-export-add", export(node, &frozen.export, json!({ "bitmaps": [frozen.bitmap] })))
+        let exports = frozen.iter().zip(&self.disks).map(|(frozen, disk)| {
+            ("block-export-add", export(&disk.node, &frozen.export, json!({ "bitmaps": [frozen.bitmap] })))
         });
         let swap = ("transaction", json!({ "actions": actions }));
-        all_done(qmp, std::iter::once(swap).chain(exports))?;
-        self.turn = new;
+        let look = (QUERY_BLOCK, Value::Null);
+        let mut answers = qmp.execute_all(iter::once(swap).chain(exports).chain([look]))?;
+        let looked = answers.pop();
         self.frozen = frozen;
+        answers.into_iter().try_for_each(|answer| answer.map(drop))?;
+        self.turn = new;
+        if let Some(looked) = looked {
+            self.check(decoded(QUERY_BLOCK, looked?)?)?;
+        }
         Ok(&self.frozen)
     }
 
@@ -142,11 +187,49 @@ impl Recording {
         end_exports(qmp, &names)
     }
 
-    /// Ends all of it.
+    /// Ends all of it. The server goes first: it is known to be ours as long as the bitmaps are there.
     pub fn end(self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let stopped = qmp.run("nbd-server-stop", Value::Null);
         remove_leavings(qmp)?;
-        qmp.run("nbd-server-stop", Value::Null)
+        stopped
     }
+}
+
+fn start_server(qmp: &mut Qmp, listener: BorrowedFd<'_>) -> Result<(), RecordError> {
+    let name = format!("{PREFIX}nbd");
+    qmp.execute_with_fd::<Value>("getfd", json!({ "fdname": name }), listener)?;
+    // As many connections as there are streams and disks: none at all is QEMU's word for any number.
+    let address = json!({ "addr": { "type": "fd", "data": { "str": name } }, "max-connections": 0 });
+    let Err(error) = qmp.run("nbd-server-start", address) else { return Ok(()) };
+    // The server would have closed it.
+    let _ = qmp.run("closefd", json!({ "fdname": name }));
+    Err(match error {
+        QmpError::CommandFailed { desc, .. } if desc.contains("already running") => {
+            RecordError::ServerTaken(desc)
+        }
+        error => error.into(),
+    })
+}
+
+const QUERY_BLOCK: &str = "query-block";
+
+/// What a device uses, from `query-block`.
+#[derive(Deserialize)]
+struct BlockBackend {
+    inserted: Option<Inserted>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Inserted {
+    node_name: String,
+    image: Image,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Image {
+    virtual_size: u64,
 }
 
 /// Removes exports and bitmaps that were made for a recording, by whomever. Returns whether there were any; whether the
@@ -187,7 +270,11 @@ pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
 pub fn end_left(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let found = remove_leavings(qmp)?;
     if found && exports(qmp)?.is_empty() {
-        qmp.run("nbd-server-stop", Value::Null)?;
+        match qmp.run("nbd-server-stop", Value::Null) {
+            // It died before it had started the server, or after it had stopped it.
+            Err(error) if error.is_refusal() => {}
+            stopped => stopped?,
+        }
     }
     Ok(found)
 }

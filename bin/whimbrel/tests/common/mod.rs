@@ -192,7 +192,8 @@ impl Cluster {
         guest
     }
 
-    /// Moves a VM with `--verify`, and returns the report. Nothing may differ, and all of memory must have been compared.
+    /// Moves a VM with `--verify`, and returns the report. Nothing may differ, and all of memory and of the disks that were
+    /// copied must have been compared.
     #[track_caller]
     pub fn migrate(&self, vm: &str, from: &str, to: &str, more: &[&str]) -> Value {
         let from = self.agent(from);
@@ -204,8 +205,9 @@ impl Cluster {
         assert_eq!(report["outcome"], "moved", "{report:#}");
         assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
         let bytes = |block: &Value| block["bytes"].as_u64().unwrap();
-        let ram: u64 = report["ram_blocks"].as_array().unwrap().iter().map(bytes).sum();
-        assert_eq!(report["verification"]["compared_bytes"], ram, "all of memory was compared: {report:#}");
+        let sum = |of: &str| report[of].as_array().into_iter().flatten().map(bytes).sum::<u64>();
+        let all = sum("ram_blocks") + sum("disks");
+        assert_eq!(report["verification"]["compared_bytes"], all, "all of it was compared: {report:#}");
         report
     }
 

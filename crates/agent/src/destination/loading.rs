@@ -30,18 +30,23 @@ impl Driver {
     }
 
     pub(super) fn verify(&mut self, block: u16, first_chunk: u64, hashes: &[String]) {
-        let name = self.proposal.ram.get(usize::from(block)).map(|block| block.name.clone());
-        let (Some(vm), Some(name)) = (&mut self.vm, name) else {
-            return self.fail("there is nothing to compare");
-        };
-        let pid = vm.process.pid();
-        let compared = match vm.qmp() {
-            Ok(qmp) => verification::differences(qmp, pid, &name, first_chunk, hashes),
-            Err(error) => return self.fail(&format!("QEMU does not answer: {}", crate::chain(&error))),
+        let (index, ram) = (usize::from(block), &self.proposal.ram);
+        let Some(vm) = &mut self.vm else { return self.fail("there is nothing to compare") };
+        let compared = if let Some(block) = ram.get(index) {
+            let pid = vm.process.pid();
+            match vm.qmp() {
+                Ok(qmp) => verification::differences(qmp, pid, &block.name, first_chunk, hashes),
+                Err(error) => return self.fail(&format!("QEMU does not answer: {}", crate::chain(&error))),
+            }
+        } else {
+            // Disks are behind the RAM blocks.
+            let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+            let (disk, directory) = (index - ram.len(), &vm.traces.directory);
+            self.images.differences(disk, first_chunk, hashes, directory, patience)
         };
         match compared {
             Ok(different_chunks) => self.say(&Message::Verified { different_chunks }),
-            Err(error) => self.fail(&format!("memory cannot be compared: {}", crate::chain(&error))),
+            Err(error) => self.fail(&format!("the two sides cannot be compared: {}", crate::chain(&error))),
         }
     }
 

@@ -36,9 +36,13 @@ impl Receiving {
         let ram = crate::ram::destination(&vm.process, &vm.blocks)?;
         let ram = ram.into_iter().chain(images.writers()).collect();
         let giver = Giver::new(context, vm)?;
+        let flusher = images.flusher();
         let notices = mailbox.clone();
         let observer = move |event, handle: &ReceiverHandle| match event {
-            ReceiverEvent::RoundEnded { round } => giver.give_back(round, handle),
+            ReceiverEvent::RoundEnded { round } => {
+                flusher.flush();
+                giver.give_back(round, handle);
+            }
             ReceiverEvent::Broken { generation, stream, cause } => {
                 if cause.is_connection() {
                     debug!(stream, %cause, "a data stream ended");

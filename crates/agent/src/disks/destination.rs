@@ -2,23 +2,67 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use ::memory::BlockWriter;
 use ::memory::ram::RamError;
+use block::compare::Reading;
 use block::image::{self, ImageError, Server};
 use block::nbd::NbdError;
 use proto::MigrationId;
+use proto::limits::CHUNK_BYTES;
+use tracing::warn;
 
 use super::connections::Connections;
 use super::{called, on_disk, whole_pages};
 use crate::preflight::Planned;
+use crate::verification::{self, CompareError};
 
 /// The images of all disks that are copied, made and open for writing.
 #[derive(Debug, Default)]
 pub(crate) struct Images {
     images: Vec<(Planned, Arc<Server>)>,
+    flusher: Flusher,
+}
+
+/// Puts images on stable storage now and then, so that little is left of that when the guest waits for it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Flusher {
+    servers: Vec<Weak<Server>>,
+    /// The one that is at it.
+    thread: Arc<Mutex<Option<JoinHandle<()>>>>,
+}
+
+impl Flusher {
+    /// Flushes all of them, in a thread of its own; if one is still at it, that has to do.
+    pub(crate) fn flush(&self) {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.servers.is_empty() || thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+            return;
+        }
+        let servers = self.servers.clone();
+        let flush = move || {
+            for server in servers.iter().filter_map(Weak::upgrade) {
+                // If it is still so at the end, the migration ends with it.
+                if let Err(error) = server.flush() {
+                    warn!(error = crate::chain(&error), "an image is not on stable storage");
+                }
+            }
+        };
+        // Without a thread all is left for the end.
+        *thread = thread::Builder::new().name("flush".to_owned()).spawn(flush).ok();
+    }
+
+    /// Waits for the one that is at it.
+    fn wait(&self) {
+        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(thread) = thread {
+            // What it did is done again.
+            let _ = thread.join();
+        }
+    }
 }
 
 impl Images {
@@ -37,7 +81,33 @@ impl Images {
             let server = Server::start(&disk.image, disk.format, &socket, streams, patience)?;
             images.push((disk, Arc::new(server)));
         }
-        Ok(Self { images })
+        let servers = images.iter().map(|(_, server)| Arc::downgrade(server)).collect();
+        Ok(Self { images, flusher: Flusher { servers, ..Flusher::default() } })
+    }
+
+    /// To be told of every round that has come.
+    pub(crate) fn flusher(&self) -> Flusher {
+        self.flusher.clone()
+    }
+
+    /// The chunks of the disk with this number that differ from the source's hashes; `directory` is for a socket.
+    /// Nothing is being written.
+    pub(crate) fn differences(
+        &self,
+        number: usize,
+        first_chunk: u64,
+        theirs: &[String],
+        directory: &Path,
+        patience: Duration,
+    ) -> Result<Vec<u64>, CompareError> {
+        let (disk, server) =
+            self.images.get(number).ok_or_else(|| CompareError::NotThere(format!("disk {number}")))?;
+        server.flush()?;
+        let (image, socket) = (disk.image.to_string_lossy(), directory.join("compare.sock"));
+        let mut reading = Reading::open(&image, disk.format.as_str(), &socket, patience)?;
+        let ours =
+            reading.hash_chunks(CHUNK_BYTES, first_chunk..first_chunk.saturating_add(theirs.len() as u64))?;
+        verification::different(&called(&disk.name), first_chunk, &ours, theirs)
     }
 
     /// Writers of the disks, in their order.
@@ -49,6 +119,7 @@ impl Images {
 
     /// Puts everything on stable storage and lets go of the images; all writers are gone.
     pub(crate) fn finish(self) -> Result<(), ImageError> {
+        self.flusher.wait();
         for (disk, server) in self.images {
             let Some(server) = Arc::into_inner(server) else {
                 let said = "a writer is left; please report this".to_owned();
@@ -117,9 +188,15 @@ impl BlockWriter for CopiedDisk {
 }
 
 /// Where an image for a disk is made: a name that no other disk, VM or migration has.
-pub(crate) fn image_path(pool: &Path, migration: &MigrationId, disk: &str, format: &str) -> PathBuf {
+pub(crate) fn image_path(
+    pool: &Path,
+    migration: &MigrationId,
+    disk: &str,
+    unique: &str,
+    format: &str,
+) -> PathBuf {
     let plain =
         |letter: char| if letter.is_ascii_alphanumeric() || "-_.".contains(letter) { letter } else { '_' };
     let disk: String = disk.chars().map(plain).collect();
-    pool.join(format!("{}@{}-{disk}.{format}", migration.vm, migration.epoch))
+    pool.join(format!("{}@{}-{disk}-{unique}.{format}", migration.vm, migration.epoch))
 }

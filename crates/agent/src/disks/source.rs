@@ -8,7 +8,7 @@ use ::memory::ram::RamError;
 use ::memory::{BlockReader, DirtyBitmap, LogError, ScanError, ScanStats};
 use block::nbd::{ALLOCATION, Client, DIRTY, Extent, HOLE, NbdError, ZERO, dirty_bitmap};
 use qemu::qmp::{Qmp, QmpError};
-use qemu::recording::{Frozen, Recording};
+use qemu::recording::{Frozen, RecordError, Recording};
 
 use super::connections::Connections;
 use super::{called, on_disk, whole_pages};
@@ -88,7 +88,7 @@ impl BlockReader for LeavingDisk {
         }
         let extents = match self.status(there) {
             Ok(extents) => extents,
-            // A QEMU that has given its disks up, at the stop, tells only what is in them (seen with 10.0).
+            // It is only a saving. A QEMU that has given its disks up at the stop need not tell what is allocated.
             Err(NbdError::Failed { .. }) => return Ok(range.start),
             Err(error) => return Err(RamError::Disk(Box::new(error))),
         };
@@ -111,7 +111,7 @@ pub(crate) struct DiskLog {
 #[derive(Debug, thiserror::Error)]
 enum DiskLogError {
     #[error("QEMU does not change its bitmaps")]
-    Qmp(#[from] QmpError),
+    Record(#[from] RecordError),
     #[error("QEMU does not tell what is in its bitmap")]
     Nbd(#[from] NbdError),
 }
@@ -120,6 +120,11 @@ impl DiskLog {
     /// The log of a recording whose server listens on `socket`; `names` are those of its disks.
     pub(crate) fn new(recording: Recording, socket: PathBuf, names: Vec<String>, patience: Duration) -> Self {
         Self { recording, socket: SocketPath(socket), names, patience }
+    }
+
+    /// Its disks, in their order.
+    pub(crate) fn names(&self) -> &[String] {
+        &self.names
     }
 
     /// Adds to `into`, which has a set for each disk, all that was written since the last call, and forgets it. What it

@@ -11,7 +11,7 @@ use ::memory::{BlockReader, BlockWriter, DirtyBitmap};
 use block::image::{self, Format, Server};
 use qemu::process::{Launch, Started};
 use qemu::qmp::Qmp;
-use qemu::recording::Recording;
+use qemu::recording::{RecordedDisk, Recording};
 
 use super::*;
 
@@ -65,7 +65,8 @@ impl Writing {
         let listener = UnixListener::bind(&socket).unwrap();
         let blocks: serde_json::Value = self.qmp.execute("query-block", serde_json::Value::Null).unwrap();
         let node = blocks[0]["inserted"]["node-name"].as_str().unwrap().to_owned();
-        let recording = Recording::begin(&mut self.qmp, listener.as_fd(), vec![node]).unwrap();
+        let recorded = vec![RecordedDisk { node, bytes: BYTES }];
+        let recording = Recording::begin(&mut self.qmp, listener.as_fd(), recorded).unwrap();
         let disk = LeavingDisk::open("d", 0, &socket, PATIENCE).unwrap();
         (disk, DiskLog::new(recording, socket, vec!["d".to_owned()], PATIENCE))
     }
@@ -148,7 +149,7 @@ fn an_image_s_name_is_nobody_else_s() {
         vm: proto::VmName::new(vm).unwrap(),
         epoch: proto::Epoch(epoch),
     };
-    let path = |vm, epoch, disk| image_path(Path::new("/pool"), &id(vm, epoch), disk, "raw");
-    assert_eq!(path("web", 3, "drive0"), Path::new("/pool/web@3-drive0.raw"));
-    assert_eq!(path("web", 3, "../x"), Path::new("/pool/web@3-.._x.raw"));
+    let path = |vm, epoch, disk| image_path(Path::new("/pool"), &id(vm, epoch), disk, "7f", "raw");
+    assert_eq!(path("web", 3, "drive0"), Path::new("/pool/web@3-drive0-7f.raw"));
+    assert_eq!(path("web", 3, "../x"), Path::new("/pool/web@3-.._x-7f.raw"));
 }

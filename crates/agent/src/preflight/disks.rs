@@ -19,6 +19,8 @@ use crate::disks::image_path;
 pub(crate) struct Planned {
     pub(crate) name: String,
     pub(crate) bytes: u64,
+    /// What its image will take in the pool, about.
+    needed_bytes: u64,
     /// Where its image is made.
     pub(crate) image: PathBuf,
     pub(crate) format: Format,
@@ -87,7 +89,6 @@ pub(super) fn plan(
     sights: &[DiskSight],
 ) -> DiskPlan {
     let mut plan = DiskPlan::default();
-    let mut needed_bytes = 0_u64;
     for wanted in proposed {
         let Some(disk) = vm.disks.iter().find(|disk| disk.name == wanted.name) else { continue };
         let is_copied = match wanted.wanted {
@@ -108,8 +109,7 @@ pub(super) fn plan(
             continue;
         };
         let format = format_of(disk, pool.format);
-        let image = image_path(&pool.directory, id, &wanted.name, format.as_str());
-        needed_bytes = needed_bytes.saturating_add(wanted.allocated_bytes);
+        let image = image_path(&pool.directory, id, &wanted.name, &unique(), format.as_str());
         plan.findings.push(finding(
             Severity::Info,
             "disk-copied",
@@ -122,12 +122,26 @@ pub(super) fn plan(
             ),
             "the image at the source stays as it is when the guest leaves; remove it when it is not wanted any more",
         ));
-        plan.copied.push(Planned { name: wanted.name.clone(), bytes: wanted.bytes, image, format });
-    }
-    if let (Some(pool), false) = (pool, plan.copied.is_empty()) {
-        plan.findings.extend(no_room(&pool.directory, needed_bytes));
+        // A twentieth more than is in use now: the guest goes on writing.
+        let needed_bytes = wanted.allocated_bytes.saturating_add(wanted.allocated_bytes / 20);
+        let name = wanted.name.clone();
+        plan.copied.push(Planned { name, bytes: wanted.bytes, needed_bytes, image, format });
     }
     plan
+}
+
+impl DiskPlan {
+    /// What the images will take, for a promise.
+    pub(super) fn images(&self) -> Vec<(PathBuf, u64)> {
+        self.copied.iter().map(|disk| (disk.image.clone(), disk.needed_bytes)).collect()
+    }
+
+    /// Whether the pool has no room for them beside what others there will still take.
+    pub(super) fn no_room(&self, pool: Option<&Pool>, owed_bytes: u64) -> Option<Finding> {
+        let needed_bytes: u64 = self.copied.iter().map(|disk| disk.needed_bytes).sum();
+        let pool = pool.filter(|_| !self.copied.is_empty())?;
+        no_room(&pool.directory, needed_bytes, owed_bytes)
+    }
 }
 
 /// What is left to be seen at the destination: files that only copied disks have need not be there.
@@ -151,6 +165,18 @@ pub(super) fn still_needed(
     files.into_iter().filter(|file| !only_copied(file)).collect()
 }
 
+/// A started QEMU that has not opened an image that was made for it, or has it twice, would run its guest with another
+/// disk than the one that is copied.
+pub(super) fn not_opened(images: &[PathBuf], open: &[String]) -> Option<Finding> {
+    let times = |image: &Path| open.iter().filter(|file| Path::new(file) == image).count();
+    let image = images.iter().find(|image| times(image) != 1)?;
+    let what = match times(image) {
+        0 => format!("QEMU was started for the VM and has not opened {}", image.display()),
+        times => format!("QEMU was started for the VM and has {} open {times} times", image.display()),
+    };
+    Some(finding(Severity::Blocker, "disk-unclear", what, "this is an error of Whimbrel; please report it"))
+}
+
 /// Whether it can be seen that the disk is not on storage that both hosts see. Where nothing can be seen, the user has to
 /// say what he wants.
 fn is_elsewhere(disk: &Disk, sights: &[DiskSight]) -> bool {
@@ -167,6 +193,17 @@ fn is_elsewhere(disk: &Disk, sights: &[DiskSight]) -> bool {
     })
 }
 
+/// A word that no other migration has, whatever became of the journals: what is removed by its name is removed by nobody
+/// else's.
+fn unique() -> String {
+    let mut word = [0_u8; 8];
+    // Without the kernel's numbers the clock has to do.
+    if rustix::rand::getrandom(&mut word, rustix::rand::GetRandomFlags::empty()) != Ok(word.len()) {
+        word = crate::report::unix_ms_now().to_be_bytes();
+    }
+    format!("{:016x}", u64::from_be_bytes(word))
+}
+
 fn format_of(disk: &Disk, wanted: PoolFormat) -> Format {
     match wanted {
         PoolFormat::Raw => Format::Raw,
@@ -175,9 +212,7 @@ fn format_of(disk: &Disk, wanted: PoolFormat) -> Format {
     }
 }
 
-/// A twentieth more than is in use now: the guest goes on writing.
-fn no_room(directory: &Path, needed_bytes: u64) -> Option<Finding> {
-    let needed_bytes = needed_bytes.saturating_add(needed_bytes / 20);
+fn no_room(directory: &Path, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
     let advice = "make room there, or name another directory under [disks.pool]";
     match rustix::fs::statvfs(directory) {
         Err(error) => Some(finding(
@@ -186,18 +221,22 @@ fn no_room(directory: &Path, needed_bytes: u64) -> Option<Finding> {
             format!("the directory for images, {}, cannot be used: {error}", directory.display()),
             "make it, or name another directory under [disks.pool]",
         )),
-        Ok(system) if system.f_bavail.saturating_mul(system.f_frsize) < needed_bytes => Some(finding(
-            Severity::Blocker,
-            "disk-space",
-            format!(
-                "the disks need {} MiB in {}, where {} are free",
-                needed_bytes >> 20,
-                directory.display(),
-                system.f_bavail.saturating_mul(system.f_frsize) >> 20
-            ),
-            advice,
-        )),
-        Ok(_) => None,
+        Ok(system) => {
+            let free_bytes = system.f_bavail.saturating_mul(system.f_frsize);
+            (free_bytes < needed_bytes.saturating_add(owed_bytes)).then(|| {
+                let promised = match owed_bytes >> 20 {
+                    0 => String::new(),
+                    mib => format!(", {mib} of them promised to VMs on their way here"),
+                };
+                let what = format!(
+                    "the disks need {} MiB in {}, where {} are free{promised}",
+                    needed_bytes >> 20,
+                    directory.display(),
+                    free_bytes >> 20
+                );
+                finding(Severity::Blocker, "disk-space", what, advice)
+            })
+        }
     }
 }
 

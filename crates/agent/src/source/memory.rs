@@ -8,12 +8,11 @@ use ::memory::ram::RamError;
 use ::memory::{DirtyBitmap, DirtyLog, Owed, RoundStats, ScanError, ScanStats, SourceRam, TrackedRam};
 use block::nbd::NbdError;
 use engine::precopy::{Aim, FixedCost, OnLimit, RoundObservation, StopTime, Traced};
+use qemu::qmp::{Qmp, QmpError};
+use qemu::recording::RecordError;
 use tracee::{InjectError, TrackerStart};
 
 use super::Aims;
-use qemu::qmp::{Qmp, QmpError};
-use qemu::recording::RecordError;
-
 use super::vm::{SourceVm, VmError};
 use crate::api;
 use crate::context::Context;
@@ -89,6 +88,15 @@ impl Cargo {
 
     pub(crate) fn total_ram_bytes(&self) -> u64 {
         self.ram_bytes.iter().sum()
+    }
+
+    pub(crate) fn ram_blocks(&self) -> usize {
+        self.ram_bytes.len()
+    }
+
+    /// The disks, in their order.
+    pub(crate) fn disk_names(&self) -> &[String] {
+        self.disks.as_ref().map_or(&[], DiskLog::names)
     }
 
     /// What has to be sent of the disks, and nothing of memory.

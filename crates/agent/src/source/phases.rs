@@ -111,7 +111,7 @@ impl Driver {
         self.stop()?;
         let (state, sender) = self.last_pages(sender, owed, cargo)?;
         if self.controls.aims().verify {
-            self.verify()?;
+            self.verify(cargo)?;
         }
         self.load(&state, sender)
     }

@@ -30,8 +30,13 @@ pub struct NewImage {
 pub(super) enum Copied {
     /// It is none of a copied disk.
     No,
-    /// It names the new image.
-    Replaced(Given),
+    /// It is this disk's, and names the new image now.
+    Replaced {
+        /// The disk's name.
+        disk: String,
+        /// What takes the option's place.
+        by: Given,
+    },
     /// It made something that the new image has no use for.
     Gone,
 }
@@ -74,8 +79,12 @@ impl Build<'_> {
                         && disk.file == value.get("file").or_else(|| value.get("file.filename"))
                 }
             };
-            let image = self.vm.disks.iter().find(is_it).and_then(|disk| self.rules.images.get(&disk.name));
-            return image.map_or(Copied::No, |image| Copied::Replaced(drive(option, value, image)));
+            let disk = self.vm.disks.iter().find(is_it);
+            let image = disk.and_then(|disk| Some((disk, self.rules.images.get(&disk.name)?)));
+            return image.map_or(Copied::No, |(disk, image)| Copied::Replaced {
+                disk: disk.name.clone(),
+                by: drive(option, value, image),
+            });
         }
         let Some(name) = value.get("node-name") else { return Copied::No };
         let mut used = false;
@@ -84,7 +93,10 @@ impl Build<'_> {
             let below = nodes.below.contains(&name);
             match self.rules.images.get(&disk.name) {
                 Some(image) if nodes.image == name => {
-                    return Copied::Replaced(self.blockdev(&value, &name, nodes.below.as_slice(), image));
+                    return Copied::Replaced {
+                        disk: disk.name.clone(),
+                        by: self.blockdev(&value, &name, nodes.below.as_slice(), image),
+                    };
                 }
                 Some(_) => used |= below,
                 // Another disk, which is not copied, needs it still.
@@ -93,6 +105,20 @@ impl Build<'_> {
             }
         }
         if used { Copied::Gone } else { Copied::No }
+    }
+
+    /// A guest whose disk was copied must not be given another one: each image has exactly one option.
+    pub(super) fn all_images_are_used(&mut self) {
+        for disk in self.rules.images.keys() {
+            let options = self.images_used.get(disk).copied().unwrap_or_default();
+            if options != 1 {
+                let what =
+                    format!("disk {disk} was to be replaced by its copy in one option, and is in {options}");
+                let what_to_do = "give the disk an id (-drive id=…) or a node name when the guest is started next, do not \
+                     allow -drive or -blockdev by name, or let both hosts share it (--disk NAME=shared)";
+                self.problem("disk-unclear", what, what_to_do);
+            }
+        }
     }
 
     /// The node of an image, with one for its file below it.

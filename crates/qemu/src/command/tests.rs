@@ -277,6 +277,7 @@ fn disk(name: &str, file: &str, nodes: (&str, &str, &[&str])) -> Disk {
         bytes: Some(1 << 20),
         used_bytes: None,
         nodes: Some(DiskNodes {
+            format: "raw".to_owned(),
             top: top.to_owned(),
             image: image.to_owned(),
             below: below.iter().map(|name| (*name).to_owned()).collect(),
@@ -315,7 +316,22 @@ fn a_copied_drive_keeps_its_ways_and_loses_its_old_image() {
     );
     // Another one stays as it is.
     let other = "-drive if=none,id=d1,file=/old/b,format=raw";
-    assert_eq!(built_with_image(other, disks(), "d0", image("raw")), other);
+    let both = built_with_image(&format!("-drive id=d0,file=/old/a {other}"), disks(), "d0", image("raw"));
+    assert!(both.ends_with(other) && !both.contains("/old/a"), "{both}");
+}
+
+#[test]
+fn a_guest_whose_copied_disk_has_no_option_of_its_own_is_not_built() {
+    let refused = |arguments: &str, allow: &[&str]| {
+        let vm = VmDescription { disks: vec![disk("d0", "/old/a", ("#1", "#1", &["#2"]))], ..vm(arguments) };
+        let allow_options = allow.iter().map(|&name| name.to_owned()).collect();
+        let images = [("d0".to_owned(), image("raw"))].into();
+        let error = build(&vm, &HostRules { images, allow_options, ..rules() }).unwrap_err();
+        error.problems[0].code.clone()
+    };
+    assert_eq!(refused("-drive if=none,id=d1,file=/old/b", &[]), "disk-unclear");
+    assert_eq!(refused("-drive if=none,id=d0,file=/old/a", &["drive"]), "disk-unclear");
+    assert_eq!(refused("-drive id=d0,file=/old/a -drive if=ide,file=/old/a", &[]), "disk-unclear");
 }
 
 #[test]

@@ -65,13 +65,16 @@ pub(super) fn normalise(options: &mut [Given]) {
 }
 
 /// A disk for people.
-pub(super) fn disk(backend: &Backend, live: &Live, working_dir: &Path) -> Disk {
+pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &Path) -> Disk {
     let file_of = |node: &Node| absolute(&live.file_of(node), working_dir);
     let chain = backend.root.as_ref().map(|root| live.chain(root)).unwrap_or_default();
     let top = chain.first();
     let file = top.map(|node| file_of(node));
     let mut below: Vec<String> = chain.iter().map(|node| file_of(node)).collect();
     below.dedup();
+    let is_device = |name: &String| live.nodes.get(name).is_some_and(|node| node.driver == "host_device");
+    // Of a device QEMU does not know how much is in use.
+    let on_device = backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_device(&name));
     Disk {
         name: if backend.name.is_empty() {
             backend.root.clone().unwrap_or_default()
@@ -86,22 +89,24 @@ pub(super) fn disk(backend: &Backend, live: &Live, working_dir: &Path) -> Disk {
         direct: top.is_some_and(|node| node.cache.direct),
         removable: backend.removable,
         bytes: backend.bytes,
-        used_bytes: backend.used_bytes,
-        nodes: backend.root.as_ref().map(|root| nodes(root, live)),
+        used_bytes: if on_device { backend.bytes } else { backend.used_bytes },
+        nodes: backend.root.as_ref().map(|root| nodes(root, live, names)),
     }
 }
 
 /// Drivers that only look at what passes to the image below them.
 const FILTERS: &[&str] = &["throttle", "copy-on-read", "preallocate"];
 
-fn nodes(top: &str, live: &Live) -> DiskNodes {
+fn nodes(top: &str, live: &Live, names: &Names) -> DiskNodes {
     let is_filter = |node: &&&Node| FILTERS.contains(&node.driver.as_str());
     let chain = live.chain(top);
     let filters = chain.iter().take_while(is_filter).count();
     let image = chain.get(filters).map_or(top, |node| &node.name);
     let mut below = live.below(image);
     below.remove(image);
-    DiskNodes { top: top.to_owned(), image: image.to_owned(), below: below.into_iter().collect() }
+    let format = chain.get(filters).map(|node| node.driver.clone()).unwrap_or_default();
+    let image = names.renamed.get(image).map_or(image, String::as_str);
+    DiskNodes { top: top.to_owned(), image: image.to_owned(), format, below: below.into_iter().collect() }
 }
 
 /// Brings `-drive` and `-blockdev` to what is there now.

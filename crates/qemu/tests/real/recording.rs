@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use block::nbd::{ALLOCATION, Client, DEPTH, DIRTY, Extent, HOLE, dirty_bitmap};
 use serde_json::{Value, json};
-use whimbrel_qemu::recording::{GRANULARITY_BYTES, RecordError, Recording, remove_leavings};
+use whimbrel_qemu::recording::{GRANULARITY_BYTES, RecordError, RecordedDisk, Recording, remove_leavings};
 
 use crate::support::{Version, Vm, args, qcow2, versions};
 
@@ -47,15 +47,18 @@ impl Disks {
         Self { vm, socket, listener, dir }
     }
 
-    fn nodes(&mut self) -> Vec<String> {
+    fn recorded(&mut self) -> Vec<RecordedDisk> {
         let blocks = self.vm.command("query-block", Value::Null);
-        let node = |block: &Value| block["inserted"]["node-name"].as_str().unwrap().to_owned();
-        blocks.as_array().unwrap().iter().map(node).collect()
+        let disk = |block: &Value| RecordedDisk {
+            node: block["inserted"]["node-name"].as_str().unwrap().to_owned(),
+            bytes: block["inserted"]["image"]["virtual-size"].as_u64().unwrap(),
+        };
+        blocks.as_array().unwrap().iter().map(disk).collect()
     }
 
     fn begin(&mut self) -> Result<Recording, RecordError> {
-        let nodes = self.nodes();
-        Recording::begin(&mut self.vm.qmp, self.listener.as_fd(), nodes)
+        let disks = self.recorded();
+        Recording::begin(&mut self.vm.qmp, self.listener.as_fd(), disks)
     }
 
     /// Writes as a guest would.
@@ -129,8 +132,9 @@ fn every_write_is_in_exactly_one_round() {
         disks.is_clean();
         // The server is free again.
         let listener = UnixListener::bind(disks.dir.path().join("again.sock")).unwrap();
-        let nodes = disks.nodes();
-        Recording::begin(&mut disks.vm.qmp, listener.as_fd(), nodes).unwrap().end(&mut disks.vm.qmp).unwrap();
+        let recorded = disks.recorded();
+        let again = Recording::begin(&mut disks.vm.qmp, listener.as_fd(), recorded).unwrap();
+        again.end(&mut disks.vm.qmp).unwrap();
     }
 }
 
@@ -171,11 +175,45 @@ fn what_a_dead_agent_left_is_found() {
 fn a_node_that_is_not_there_leaves_nothing() {
     for version in versions() {
         let mut disks = Disks::new(&version);
-        let nodes = vec![disks.nodes()[0].clone(), "none".to_owned()];
+        let mut recorded = disks.recorded();
+        recorded[1].node = "none".to_owned();
         let listener = disks.listener.try_clone().unwrap();
-        let error = Recording::begin(&mut disks.vm.qmp, listener.as_fd(), nodes).unwrap_err();
+        let error = Recording::begin(&mut disks.vm.qmp, listener.as_fd(), recorded).unwrap_err();
         assert!(error.to_string().contains("none"), "{error}");
         disks.is_clean();
         disks.begin().unwrap().end(&mut disks.vm.qmp).unwrap();
+    }
+}
+
+/// What is written after a snapshot is in another node than the one that is recorded.
+#[test]
+fn a_disk_that_somebody_changes_meanwhile_is_noticed() {
+    for version in versions() {
+        let mut disks = Disks::new(&version);
+        let mut recording = disks.begin().unwrap();
+        recording.freeze(&mut disks.vm.qmp).unwrap();
+        // QEMU itself lets nobody do that to a disk that is served.
+        let resized = disks.vm.qmp.run("block_resize", json!({ "node-name": "b", "size": 20 * MIB }));
+        assert!(resized.unwrap_err().is_refusal(), "{}", version.name);
+        recording.end(&mut disks.vm.qmp).unwrap();
+
+        let stale = disks.recorded();
+        disks.vm.command("block_resize", json!({ "node-name": "b", "size": 20 * MIB }));
+        let listener = UnixListener::bind(disks.dir.path().join("stale.sock")).unwrap();
+        let error = Recording::begin(&mut disks.vm.qmp, listener.as_fd(), stale).unwrap_err();
+        assert!(error.to_string().contains("has 20971520 bytes and had 16777216"), "{error}");
+        disks.is_clean();
+
+        let listener = UnixListener::bind(disks.dir.path().join("again.sock")).unwrap();
+        let recorded = disks.recorded();
+        let mut recording = Recording::begin(&mut disks.vm.qmp, listener.as_fd(), recorded).unwrap();
+        let snapshot = disks.dir.path().join("snapshot.qcow2");
+        let snapshot = json!({ "device": "a", "snapshot-file": snapshot, "format": "qcow2" });
+        disks.vm.command("blockdev-snapshot-sync", snapshot);
+        disks.write(0, 5, 0, 4 * KIB);
+        let error = recording.freeze(&mut disks.vm.qmp).unwrap_err();
+        assert!(error.to_string().contains("snapshot"), "{error}");
+        recording.end(&mut disks.vm.qmp).unwrap();
+        disks.is_clean();
     }
 }

@@ -9,15 +9,17 @@ use std::time::Duration;
 
 use ::memory::{Owed, Sender};
 use engine::bulk::{self, DiskRound, Next};
+use engine::handover::source::SourceEvent;
 use proto::limits::PAGE_BYTES;
 use proto::message::{CopiedDisk, DiskWish};
 use qemu::describe::VmDescription;
-use qemu::recording::Recording;
+use qemu::recording::{RecordedDisk, Recording};
 
 use super::{Failure, gone};
 use crate::disks::{DiskLog, LeavingDisk};
 use crate::source::memory::{Cargo, CargoError};
 use crate::source::{Driver, VmError};
+use crate::verification::DiskImage;
 
 impl Driver {
     /// Everything that will go over the streams. Writes to disks are recorded from here on.
@@ -28,6 +30,31 @@ impl Driver {
         Cargo::new(vm, disks).map_err(failed)
     }
 
+    /// The VM as it was proposed.
+    fn described(&self) -> Option<VmDescription> {
+        let description = self.proposal.as_ref()?.description.clone();
+        serde_json::from_value(description).ok()
+    }
+
+    /// Images of the copied disks, to be opened anew.
+    pub(super) fn copied_images(&self, cargo: &Cargo) -> Result<Vec<DiskImage>, Failure> {
+        let described = self.described();
+        let image = |name: &String| {
+            let disk = described.iter().flat_map(|vm| &vm.disks).find(|disk| disk.name == *name)?;
+            let format = disk.nodes.as_ref()?.format.as_str();
+            // Without a format of its own an image is raw.
+            let format = if ["file", "host_device"].contains(&format) { "raw" } else { format };
+            Some(DiskImage { path: disk.file.clone()?, format: format.to_owned() })
+        };
+        let not_there = |name: &String| {
+            Failure::new(
+                SourceEvent::Failed,
+                format!("where disk {name} is was not told, so it cannot be compared"),
+            )
+        };
+        cargo.disk_names().iter().map(|name| image(name).ok_or_else(|| not_there(name))).collect()
+    }
+
     /// Where QEMU serves the disks.
     pub(crate) fn disk_socket(&self) -> PathBuf {
         let id = &self.terms.migration;
@@ -36,18 +63,18 @@ impl Driver {
 
     /// Has QEMU record writes, and opens the disks for reading.
     fn record(&mut self, copied: &[CopiedDisk]) -> Result<(DiskLog, Vec<LeavingDisk>), CargoError> {
-        let description = self.proposal.as_ref().map(|proposal| proposal.description.clone());
-        let description: Option<VmDescription> =
-            description.and_then(|description| serde_json::from_value(description).ok());
-        let mut nodes = Vec::new();
+        let description = self.described();
+        let mut disks = Vec::new();
         let mut seen = BTreeSet::new();
         for wanted in copied {
             let disk = description.iter().flat_map(|vm| &vm.disks).find(|disk| disk.name == wanted.name);
             let mut proposed = self.proposal.iter().flat_map(|proposal| &proposal.disks);
-            let proposed = proposed.any(|disk| disk.name == wanted.name && disk.wanted != DiskWish::Shared);
-            match disk.and_then(|disk| disk.nodes.as_ref()).filter(|_| proposed && seen.insert(&wanted.name))
-            {
-                Some(place) => nodes.push(place.top.clone()),
+            let proposed = proposed.find(|disk| disk.name == wanted.name && disk.wanted != DiskWish::Shared);
+            let place = disk.and_then(|disk| disk.nodes.as_ref());
+            match place.zip(proposed).filter(|_| seen.insert(&wanted.name)) {
+                Some((place, proposed)) => {
+                    disks.push(RecordedDisk { node: place.top.clone(), bytes: proposed.bytes });
+                }
                 None => return Err(CargoError::Unknown(wanted.name.clone())),
             }
         }
@@ -58,7 +85,7 @@ impl Driver {
         let vm = self.vm.as_mut().ok_or(VmError::Gone)?;
         vm.end_left_recording()?;
         let names: Vec<String> = copied.iter().map(|disk| disk.name.clone()).collect();
-        let recording = Recording::begin(vm.monitor()?, listener.as_fd(), nodes)?;
+        let recording = Recording::begin(vm.monitor()?, listener.as_fd(), disks)?;
         let log = DiskLog::new(recording, socket.clone(), names.clone(), patience);
         let open = |(number, name): (usize, &String)| LeavingDisk::open(name, number, &socket, patience);
         let disks: Result<Vec<_>, _> = names.iter().enumerate().map(open).collect();

@@ -15,6 +15,7 @@ use crate::progress::Phase;
 use crate::report::Round;
 use crate::source::memory::Cargo;
 use crate::source::{Driver, VmError, memory};
+use crate::verification::CompareError;
 
 /// A round of a guest that stands still.
 struct StoppedRound {
@@ -172,13 +173,16 @@ impl Driver {
         }
     }
 
-    pub(super) fn verify(&mut self) -> Result<(), Failure> {
+    pub(super) fn verify(&mut self, cargo: &Cargo) -> Result<(), Failure> {
         self.phase(Phase::Verifying);
         let began = Instant::now();
         // Otherwise memory that was plugged meanwhile would be taken for memory that was lost.
         self.check_unchanged()?;
-        let vm = self.vm()?;
-        let hashes = vm.hashes().map_err(|error| Failure::local("cannot read the guest's memory", &error))?;
+        let cannot_read = |error: CompareError| Failure::local("cannot read what is to be compared", &error);
+        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        let (images, socket) = (self.copied_images(cargo)?, self.disk_socket().with_extension("compare"));
+        let mut hashes = self.vm()?.hashes().map_err(cannot_read)?;
+        hashes.add_disks(cargo.ram_blocks(), &images, &socket, patience).map_err(cannot_read)?;
         let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
         // It has as much to do as this side had.
         let compared_by = self.standstill_ends() + 4 * began.elapsed();
@@ -195,8 +199,8 @@ impl Driver {
         });
         if different > 0 {
             let reason = format!(
-                "{different} of {chunks} chunks of memory differ between the two sides; this is an error of Whimbrel, \
-                 please report it. The VM goes on here"
+                "{different} of {chunks} chunks of memory and disks differ between the two sides; this is an error of \
+                 Whimbrel, please report it. The VM goes on here"
             );
             return Err(Failure::new(SourceEvent::Failed, reason));
         }

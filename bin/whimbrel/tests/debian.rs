@@ -1,0 +1,82 @@
+//! A Debian guest that moves with its root disk while it serves: what a database has confirmed is on the disk that arrived.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use common::{Cluster, Setup};
+use lab::client::{Client, wait_for_service};
+use lab::demo::debian_guest;
+use lab::{Guest, Net, vm_address};
+
+const VM: &str = "web";
+const DEADLINE: Duration = Duration::from_mins(5);
+/// As often in `make test`; in `make soak` ten times so often.
+const MOVES: usize = 5;
+
+/// ext4, SQLite with a write-ahead log, nginx, and a client whose two connections are never opened again. Each move compares
+/// memory and disk by hashes; at the end the guest is killed in the midst of its work, as by a power cut, and programs that
+/// had no part in copying look at the disk: the file system's journal is replayed, then it has to be sound, the database
+/// too, and every note whose receipt was confirmed has to be in it.
+#[test]
+fn a_database_moves_with_its_disk_and_loses_no_note() {
+    let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let spec = debian_guest(&cluster.lab, &cluster.environment, VM, 1).unwrap();
+    cluster.lab.b.tap(&Net::new(1).tap).unwrap();
+    let guest = Guest::start(&cluster.lab.a, &cluster.environment, &spec).unwrap();
+    guest.serial().follow().unwrap().wait_for_text("SERVING").unwrap();
+    wait_for_service(&cluster.lab.client, vm_address(1), 80, DEADLINE).unwrap();
+    cluster.a.cli(&["vm", "adopt", "--pid", &guest.pid().to_string()]).ok();
+    let client =
+        Client::start(&cluster.lab.client, (vm_address(1), 80).into(), Duration::from_millis(2)).unwrap();
+    client.wait_for_answers(50).unwrap();
+
+    let moves = if std::env::var_os("WHIMBREL_SOAK").is_some() { 10 * MOVES } else { MOVES };
+    let mut hosts = ["a", "b"];
+    let mut image = None;
+    for _ in 0..moves {
+        let report = cluster.migrate(VM, hosts[0], hosts[1], &["--disks", "copy"]);
+        client.wait_for_answers(20).unwrap();
+        // The one before is not wanted any more.
+        let arrived = report["disks"][0]["path"].as_str().unwrap().to_owned();
+        if let Some(left) = image.replace(arrived) {
+            std::fs::remove_file(left).unwrap();
+        }
+        hosts.reverse();
+    }
+    let pid = cluster.agent(hosts[0]).vm(VM).unwrap()["pid"].as_u64().unwrap() as u32;
+    let seen = client.finish();
+    lab::kill_pid(pid).unwrap();
+    assert!(seen.is_clean(), "{seen:?}");
+    assert!(seen.notes.answered > moves as u64, "{seen:?}");
+    let notes = notes_on(Path::new(&image.unwrap()));
+    assert!(notes >= seen.notes.answered, "{notes} notes on the disk, {} confirmed", seen.notes.answered);
+}
+
+/// How many notes are in the database on this disk.
+fn notes_on(image: &Path) -> u64 {
+    let directory = tempfile::tempdir_in(image.parent().unwrap()).unwrap();
+    let raw = directory.path().join("raw");
+    let run = |program: &str, words: &[&str], well: &[i32]| {
+        let said = Command::new(program).args(words).output().unwrap();
+        assert!(said.status.code().is_some_and(|code| well.contains(&code)), "{program} {words:?}: {said:?}");
+    };
+    let raw_path = raw.to_str().unwrap();
+    run("qemu-img", &["convert", "-O", "raw", image.to_str().unwrap(), raw_path], &[0]);
+    // 1: the journal was replayed, as after any power cut.
+    run("e2fsck", &["-p", raw_path], &[0, 1]);
+    run("e2fsck", &["-f", "-n", raw_path], &[0]);
+    for file in ["notes.db", "notes.db-wal"] {
+        let dump = format!("dump /var/lib/notes/{file} {}", directory.path().join(file).display());
+        run("debugfs", &["-R", &dump, raw_path], &[0]);
+    }
+    let database = rusqlite::Connection::open(directory.path().join("notes.db")).unwrap();
+    let sound: String = database.query_row("pragma integrity_check", [], |row| row.get(0)).unwrap();
+    assert_eq!(sound, "ok");
+    let count: i64 = database.query_row("select count(*) from notes", [], |row| row.get(0)).unwrap();
+    count as u64
+}

@@ -1,0 +1,87 @@
+//! Are two disks equal? Asked after the guest has stopped, by a path that shares nothing with the one that moved them but
+//! the [client](crate::nbd): each image is opened anew, for reading, by a server of its own.
+
+use std::ops::Range;
+use std::path::Path;
+use std::time::Duration;
+
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
+use crate::image::{ImageError, Server};
+use crate::nbd::{ALLOCATION, Client, NbdError, ZERO};
+
+/// Read at a time: fits the processor's cache.
+const PIECE_BYTES: u64 = 256 << 10;
+
+/// An image that is open for reading, whoever else has it open.
+#[derive(Debug)]
+pub struct Reading {
+    server: Server,
+    client: Client,
+}
+
+impl Reading {
+    /// Opens an image in any format that QEMU knows by this name, through a server on a socket that is made. Whoever writes
+    /// it must have flushed it, and not write any more.
+    pub fn open(image: &str, format: &str, socket: &Path, patience: Duration) -> Result<Self, ImageError> {
+        let server = Server::start_reading(image, format, socket, patience)?;
+        let client = server.client_for(Some(ALLOCATION))?;
+        Ok(Self { server, client })
+    }
+
+    /// Length of what is in the image, in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.client.size_bytes()
+    }
+
+    /// XXH3 of chunks of that length, 64 bits each, as far as the disk goes; its last one may be shorter. What reads as
+    /// zeros is not read.
+    pub fn hash_chunks(&mut self, chunk_bytes: u64, chunks: Range<u64>) -> Result<Vec<u64>, ImageError> {
+        let hashed = hash_chunks(&mut self.client, chunk_bytes, chunks);
+        hashed.map_err(|source| ImageError::Read { path: self.server.path().to_owned(), source })
+    }
+}
+
+fn hash_chunks(client: &mut Client, chunk_bytes: u64, chunks: Range<u64>) -> Result<Vec<u64>, NbdError> {
+    let end = client.size_bytes();
+    let bytes = |chunk: u64| {
+        let start = chunk.saturating_mul(chunk_bytes).min(end);
+        start..start.saturating_add(chunk_bytes).min(end)
+    };
+    let chunks = chunks.start..chunks.end.min(end.div_ceil(chunk_bytes)).max(chunks.start);
+    let mut is_zero = vec![true; (chunks.end - chunks.start) as usize];
+    for extent in client.status(bytes(chunks.start).start..bytes(chunks.end).start)? {
+        if extent.status & ZERO == 0 {
+            let touched = extent.bytes.start / chunk_bytes..extent.bytes.end.div_ceil(chunk_bytes);
+            let place = |chunk: u64| (chunk - chunks.start) as usize;
+            is_zero[place(touched.start)..place(touched.end)].fill(false);
+        }
+    }
+    let zeros = vec![0; chunk_bytes.min(end) as usize];
+    let of_zeros = xxh3_64(&zeros);
+    let mut piece = vec![0; PIECE_BYTES.min(chunk_bytes) as usize];
+    let mut hashes = Vec::with_capacity(is_zero.len());
+    for (chunk, is_zero) in chunks.zip(is_zero) {
+        let bytes = bytes(chunk);
+        let len = (bytes.end - bytes.start) as usize;
+        hashes.push(match is_zero {
+            true if len == zeros.len() => of_zeros,
+            true => xxh3_64(&zeros[..len]),
+            false => hash(client, bytes, &mut piece)?,
+        });
+    }
+    Ok(hashes)
+}
+
+fn hash(client: &mut Client, bytes: Range<u64>, piece: &mut [u8]) -> Result<u64, NbdError> {
+    let mut hash = Xxh3::new();
+    let mut at = bytes.start;
+    while at < bytes.end {
+        let len = (bytes.end - at).min(piece.len() as u64);
+        let piece = &mut piece[..len as usize];
+        client.read(at, piece)?;
+        hash.update(piece);
+        at += len;
+    }
+    Ok(hash.digest())
+}

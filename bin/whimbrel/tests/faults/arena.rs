@@ -28,6 +28,17 @@ pub struct Arena {
     dealt: Vec<Injury>,
     /// Neither agents nor links are injured.
     undisturbed: bool,
+    /// The guest's disk: on storage that both hosts share, or copied with each move.
+    disk: GuestDisk,
+    /// Where it is now.
+    image: PathBuf,
+}
+
+/// What becomes of the guest's disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum GuestDisk {
+    Shared,
+    Copied,
 }
 
 /// What an injury has done to the source's QEMU.
@@ -42,7 +53,18 @@ enum SourceQemu {
 
 impl Arena {
     pub fn new(witness: bool) -> Self {
-        let cluster = Cluster::with(&Setup { witness, fault_harness: true, ..Setup::default() });
+        Self::with(witness, GuestDisk::Shared)
+    }
+
+    /// One whose guest takes its disk along.
+    pub fn with_copied_disk() -> Self {
+        Self::with(false, GuestDisk::Copied)
+    }
+
+    fn with(witness: bool, disk: GuestDisk) -> Self {
+        let pool = disk == GuestDisk::Copied;
+        let cluster = Cluster::with(&Setup { witness, fault_harness: true, pool, ..Setup::default() });
+        let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
         let mut arena = Self {
             cluster,
             guest: None,
@@ -50,6 +72,8 @@ impl Arena {
             source_qemu: SourceQemu::NotKilled,
             dealt: Vec::new(),
             undisturbed: true,
+            disk,
+            image,
         };
         arena.start_guest();
         arena
@@ -57,10 +81,12 @@ impl Arena {
 
     fn start_guest(&mut self) {
         let qemu = self.cluster.environment.qemu(lab::QemuVersion::Installed).unwrap();
-        let image = self.image();
         if self.guest.take().is_some() {
-            disk::is_sound(&qemu, &image).unwrap();
+            disk::is_sound(&qemu, &self.image).unwrap();
         }
+        self.image = self.cluster.lab.shared_directory().unwrap().join("disk.qcow2");
+        self.clear_pools();
+        let image = self.image.clone();
         disk::known_content(&qemu, &image, "qcow2", 4).unwrap();
         let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, disk_writers: 1, ..Load::default() };
         // The log of an earlier guest would tell of ticks that this one has not made yet.
@@ -83,9 +109,34 @@ impl Arena {
         }
     }
 
-    /// The guest's disk, which both hosts see. The guest writes to it all the while.
-    fn image(&self) -> PathBuf {
-        self.cluster.lab.shared_directory().unwrap().join("disk.qcow2")
+    /// All images that were made for the guest's disk.
+    fn copies(&self) -> Vec<PathBuf> {
+        let pool = |host: &lab::Host| host.directory().join("images");
+        let files = |pool: PathBuf| common::entries(&pool).into_iter().map(move |name| pool.join(name));
+        [&self.cluster.lab.a, &self.cluster.lab.b].into_iter().map(pool).flat_map(files).collect()
+    }
+
+    /// Removes images that the guest has left, as an administrator would.
+    fn clear_pools(&self) {
+        for copy in self.copies().into_iter().filter(|copy| *copy != self.image) {
+            fs::remove_file(copy).unwrap();
+        }
+    }
+
+    /// Finds the guest's disk, which it writes to all the while. Of copies there are the one that it has and the one that
+    /// it has left; one that may have run elsewhere and crashed there is kept, too.
+    fn find_disk(&mut self, what: &str) {
+        if self.disk == GuestDisk::Shared {
+            return;
+        }
+        let shown = self.cluster.agent(self.at).cli(&["vm", "show", "vm1"]).ok().json();
+        let now = PathBuf::from(shown["description"]["disks"][0]["file"].as_str().unwrap());
+        let is_known = |copy: &PathBuf| *copy == now || *copy == self.image;
+        let strange: Vec<_> = self.copies().into_iter().filter(|copy| !is_known(copy)).collect();
+        let may_have_crashed = usize::from(self.dealt.contains(&Injury::DestinationQemu));
+        assert!(strange.len() <= may_have_crashed, "{what}: {strange:?} are left");
+        self.image = now;
+        self.clear_pools();
     }
 
     fn other(&self) -> &'static str {
@@ -108,9 +159,17 @@ impl Arena {
     }
 
     pub fn migrate(&self) -> Child {
-        let words = ["migrate", "vm1", "--to", self.other(), "--verify", "--on-limit", "stop"];
+        let mut words = vec!["migrate", "vm1", "--to", self.other(), "--verify", "--on-limit", "stop"];
+        words.extend(self.disks());
         let mut command = self.cluster.agent(self.at).command(&words);
         command.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null()).spawn().unwrap()
+    }
+
+    fn disks(&self) -> &'static [&'static str] {
+        match self.disk {
+            GuestDisk::Shared => &[],
+            GuestDisk::Copied => &["--disks", "copy"],
+        }
     }
 
     /// What a host's agent says of its last migration.
@@ -280,9 +339,11 @@ impl Arena {
         assert_eq!(vm["state"], "running", "{what}: {vm}\n{}", logs());
         assert!(there.vm("vm1").is_none(), "{what}: both have it\n{}", logs());
         self.check_guest(what);
+        self.find_disk(what);
+        let (here, there) = (self.cluster.agent(self.at), self.cluster.agent(self.other()));
         let pid = a.iter().chain(&b).next().unwrap();
-        assert_eq!(holders(&self.image()), [*pid], "{what}: who has the guest's disk open");
-        assert!(is_locked(&self.image()), "{what}: the guest's disk is not locked");
+        assert_eq!(holders(&self.image), [*pid], "{what}: who has the guest's disk open");
+        assert!(is_locked(&self.image), "{what}: the guest's disk is not locked");
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
         assert!(status.contains("TracerPid:\t0"), "{what}: still traced");
         for descriptor in fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
@@ -384,9 +445,10 @@ impl Arena {
     /// Moves the guest once with all of memory compared: what was injured before has left nothing in the way.
     pub fn retry(&mut self) {
         let to = self.other();
-        self.cluster.migrate("vm1", self.at, to, &[]);
+        self.cluster.migrate("vm1", self.at, to, self.disks());
         self.at = to;
         self.check_guest("a retry");
+        self.find_disk("a retry");
     }
 }
 

@@ -48,12 +48,9 @@ fn points_of(arena: &mut Arena) -> Vec<String> {
 }
 
 /// A sample of the cells that lie on the way of an undisturbed migration; each must be reached.
-fn sample(witness: bool, cells: usize) {
-    let seed = std::env::var("WHIMBREL_SEED")
-        .ok()
-        .and_then(|seed| seed.parse().ok())
-        .unwrap_or(0x5eed + u64::from(witness));
-    let mut arena = Arena::new(witness);
+fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
+    let seed = std::env::var("WHIMBREL_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(usual_seed);
+    let mut arena = arena();
     let points = points_of(&mut arena);
     tell(&format!(
         "{} fault points in the table, {} on the way of an undisturbed migration",
@@ -81,9 +78,9 @@ fn sample(witness: bool, cells: usize) {
 /// The whole matrix: each injury at each point of an undisturbed migration; then at each point that only an injury led
 /// to; and so on, until no new point is found or a way has grown to three injuries. A cell that fails is told at the
 /// end, with the others.
-fn whole(witness: bool) {
+fn whole(new_arena: fn() -> Arena) {
     const LONGEST_WAY: usize = 3;
-    let mut arena = Arena::new(witness);
+    let mut arena = new_arena();
     let points = points_of(&mut arena);
     let mut known: BTreeSet<String> = points.iter().cloned().collect();
     let mut open: VecDeque<_> = points.into_iter().map(|point| (Way(Vec::new()), point)).collect();
@@ -109,7 +106,7 @@ fn whole(witness: bool) {
             } else {
                 failed.push(way.to_string());
                 eprintln!("FAILED: {way}");
-                arena = Arena::new(witness);
+                arena = new_arena();
             }
             let is_new = |name: &&String| seen_before.get(*name) != seen.get(*name) && !known.contains(*name);
             let new: Vec<_> = seen.keys().filter(is_new).cloned().collect();
@@ -144,18 +141,23 @@ fn tell(what: &str) {
     drop(writeln!(std::io::stderr(), "{what}"));
 }
 
-fn matrix(witness: bool, cells: usize) {
-    if soak() { whole(witness) } else { sample(witness, cells) }
+fn matrix(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
+    if soak() { whole(arena) } else { sample(arena, usual_seed, cells) }
 }
 
 #[test]
 fn a_sample_of_the_matrix() {
-    matrix(false, 8);
+    matrix(|| Arena::new(false), 0x5eed, 8);
 }
 
 #[test]
 fn a_sample_of_the_matrix_with_a_register() {
-    matrix(true, 6);
+    matrix(|| Arena::new(true), 0x5eee, 6);
+}
+
+#[test]
+fn a_sample_of_the_matrix_with_a_disk_that_is_copied() {
+    matrix(Arena::with_copied_disk, 0x5eef, 5);
 }
 
 /// A host that is gone for good after COMMITTED: the other side takes over, by the register.

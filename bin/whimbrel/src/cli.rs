@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use agent::api::{BadName, DiskWish, HostId, OnLimit, RamChoice, VmName};
+use agent::api::{BadName, DiskWish, HostId, OnLimit, RamChoice, ThrottleWrites, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::rate::Rate;
@@ -234,9 +234,13 @@ pub(crate) struct MigrateCommand {
     /// Number of data streams, 1 to 64 (4)
     #[arg(long, value_name = "N")]
     pub streams: Option<u16>,
-    /// Compare all of memory after the stop; makes the downtime much longer
+    /// Compare all of memory and of copied disks after the stop; makes the downtime much longer
     #[arg(long)]
     pub verify: bool,
+    /// How fast the VM may write to disks that are copied: `off` as it likes, `drain` at most two fifths of what is sent, `threshold` the
+    /// slower the more it has written (off)
+    #[arg(long, value_name = "off|drain|threshold", hide_possible_values = true)]
+    pub throttle_writes: Option<ThrottleArg>,
     /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is not
     #[arg(
         long,
@@ -279,6 +283,26 @@ impl From<OnLimitArg> for OnLimit {
         match arg {
             OnLimitArg::Stop => Self::Stop,
             OnLimitArg::Abort => Self::Abort,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ThrottleArg {
+    /// As fast as it likes
+    Off,
+    /// Held to two fifths of what is sent, where it writes faster
+    Drain,
+    /// The slower the more it has written
+    Threshold,
+}
+
+impl From<ThrottleArg> for ThrottleWrites {
+    fn from(arg: ThrottleArg) -> Self {
+        match arg {
+            ThrottleArg::Off => Self::Off,
+            ThrottleArg::Drain => Self::Drain,
+            ThrottleArg::Threshold => Self::Threshold,
         }
     }
 }

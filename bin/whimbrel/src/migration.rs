@@ -26,6 +26,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         bandwidth_bytes_per_s: command.bandwidth.map(|Rate(rate)| rate),
         streams: command.streams,
         verify: command.verify,
+        throttle_writes: command.throttle_writes.map(Into::into),
         ram: command.ram.into(),
         allow_options: command.allow_options,
         disks: command.disks.into(),

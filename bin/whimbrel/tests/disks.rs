@@ -308,3 +308,72 @@ fn what_cannot_be_copied_is_said() {
     let report = cluster.migrate("vm1", "a", "b", &[]);
     assert!(report.get("disks").is_none(), "{report:#}");
 }
+
+/// A guest that writes as fast as it can, over a link that carries less.
+fn diabolical() -> (Cluster, Guest) {
+    let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let image = cluster.lab.shared_directory().unwrap().join("disk.raw");
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    disk::known_content(&qemu, &image, "raw", 64).unwrap();
+    let load = Load { fill_mib: 32, disk_threads: 0, disk_writers: 2, ..Load::default() };
+    let mut spec = GuestSpec {
+        qemu: QemuVersion::Newer,
+        memory_mib: 128,
+        second_monitor: true,
+        ..GuestSpec::tiny("vm1", load)
+    };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
+    let guest = cluster.guest(&spec);
+    (cluster, guest)
+}
+
+const SLOW: [&str; 4] = ["--disks", "copy", "--bandwidth", "10M"];
+
+#[test]
+fn a_guest_that_writes_faster_than_the_link_carries_is_moved_when_it_is_throttled() {
+    let (cluster, _guest) = diabolical();
+    let words = |more: &[&'static str]| [&["migrate", "vm1", "--to", "b"][..], &SLOW, more].concat();
+    let left_alone = cluster.a.cli(&words(&[]));
+    assert_eq!(left_alone.code, 1, "{left_alone:?}");
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(report["reason"].as_str().unwrap().contains("rounds"), "{report:#}");
+    assert!(!events(&report).contains(&"writes-throttled".to_owned()), "{report:#}");
+
+    let report = cluster.migrate("vm1", "a", "b", &[&SLOW[..], &["--throttle-writes", "drain"]].concat());
+    assert!(events(&report).contains(&"writes-throttled".to_owned()), "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+    let serial = cluster.serial("b", "vm1");
+    let writes = || serial.next_tick().unwrap().disk_writes;
+    let one = writes();
+    assert!(writes() > one, "it writes on");
+}
+
+fn events(report: &Value) -> Vec<String> {
+    let events = report["events"].as_array().unwrap().iter();
+    events.map(|event| event["what"].as_str().unwrap().to_owned()).collect()
+}
+
+/// Whatever ends the migration: the guest is let go.
+#[test]
+fn no_throttle_outlives_the_migration() {
+    let (mut cluster, guest) = diabolical();
+    let throttles = || {
+        let blocks = guest.monitor().unwrap().command("query-block", &json!({})).unwrap();
+        let of = |block: &Value| block["inserted"]["bps_wr"].as_u64().unwrap_or(0);
+        blocks.as_array().unwrap().iter().map(of).sum::<u64>()
+    };
+    for is_cancelled in [true, false] {
+        let mut words = vec!["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--detach"];
+        words.extend(SLOW);
+        cluster.a.cli(&words).ok();
+        until("the guest is throttled", || throttles() > 0);
+        if is_cancelled {
+            cluster.a.cli(&["cancel", "vm1"]).ok();
+        } else {
+            cluster.a.kill();
+            cluster.a.start();
+        }
+        cluster.a.wait_settled();
+        assert_eq!(throttles(), 0, "{is_cancelled}: {}", cluster.a.log());
+    }
+}

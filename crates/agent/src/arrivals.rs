@@ -69,7 +69,7 @@ impl Look<'_> {
     /// How much images of others will still take; to be asked before what is free, too.
     pub(crate) fn owed_image_bytes(&self) -> u64 {
         let images = self.book.open.values().flat_map(|promise| &promise.needs.images);
-        images.map(|(path, bytes)| bytes.saturating_sub(image_bytes(path))).sum()
+        images.map(|(path, bytes)| bytes.saturating_sub(image_bytes(path))).fold(0, u64::saturating_add)
     }
 
     /// Promises so much, until the answer is dropped.

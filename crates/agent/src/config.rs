@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
-use crate::api::OnLimit;
+use crate::api::{OnLimit, ThrottleWrites};
 
 /// Where the configuration lies if nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/whimbrel/agent.toml";
@@ -171,6 +171,8 @@ pub struct Limits {
     pub max_rounds: u32,
     /// What to do when the rounds are used up.
     pub on_limit: OnLimit,
+    /// How fast a guest may write to disks that are copied.
+    pub throttle_writes: ThrottleWrites,
 }
 
 impl Default for Limits {
@@ -181,6 +183,7 @@ impl Default for Limits {
             max_downtime_ms: 300,
             max_rounds: 30,
             on_limit: OnLimit::Abort,
+            throttle_writes: ThrottleWrites::Off,
         }
     }
 }

@@ -260,7 +260,7 @@ impl Downtime {
             continue_us,
             events_us: stop_event_us
                 .zip(resumed_us)
-                .map(|(before, after)| total_us.saturating_sub(before + after)),
+                .map(|(before, after)| total_us.saturating_sub(before.saturating_add(after))),
         }
     }
 }

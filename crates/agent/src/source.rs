@@ -13,6 +13,7 @@ mod leavings;
 mod memory;
 mod phases;
 mod telemetry;
+mod throttling;
 mod vm;
 
 use std::collections::VecDeque;
@@ -28,7 +29,7 @@ use proto::{Generation, VmName};
 
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
-use crate::api::{MigrateRequest, OnLimit};
+use crate::api::{MigrateRequest, OnLimit, ThrottleWrites};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
@@ -52,8 +53,10 @@ pub(crate) struct Aims {
     pub(crate) streams: u16,
     /// Cap on the sending rate, in bytes per second; none if there is none.
     pub(crate) bandwidth_bytes_per_s: Option<u64>,
-    /// Compare all of memory after the stop.
+    /// Compare all of memory and of copied disks after the stop.
     pub(crate) verify: bool,
+    /// How fast the guest may write to disks that are copied.
+    pub(crate) throttle_writes: ThrottleWrites,
 }
 
 impl Aims {
@@ -67,6 +70,7 @@ impl Aims {
             streams: request.streams.unwrap_or(limits.streams),
             bandwidth_bytes_per_s: (bandwidth > 0).then_some(bandwidth),
             verify: request.verify,
+            throttle_writes: request.throttle_writes.unwrap_or(limits.throttle_writes),
         }
     }
 

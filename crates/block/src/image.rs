@@ -116,7 +116,15 @@ pub fn create(path: &Path, format: Format, bytes: u64, backing: Option<&Backing>
     let made = fill(&file, path, format, bytes, backing).and_then(|()| {
         // Its name has to outlive the host, too.
         let directory = path.parent().map_or(Ok(()), |directory| File::open(directory)?.sync_all());
-        directory.map_err(failed)
+        match directory {
+            // Some file systems know no such thing.
+            Err(error)
+                if [io::ErrorKind::InvalidInput, io::ErrorKind::Unsupported].contains(&error.kind()) =>
+            {
+                Ok(())
+            }
+            synced => synced.map_err(failed),
+        }
     });
     if made.is_err() {
         // The first error is the one to tell.
@@ -231,7 +239,8 @@ impl Server {
                     server.keeper = Some(keeper);
                     return Ok(server);
                 }
-                Err(ImageError::Write { source: NbdError::Connect { .. }, .. })
+                // It takes connections before it opens the image, and ends if it cannot.
+                Err(ImageError::Write { source: NbdError::Connect { .. } | NbdError::Lost(_), .. })
                     if !server.has_ended() && Instant::now() < deadline => {}
                 Err(_) if server.has_ended() => return Err(server.failure()),
                 Err(error) => return Err(error),
@@ -258,7 +267,12 @@ impl Server {
 
     /// Puts all that was written on stable storage.
     pub fn flush(&self) -> Result<(), ImageError> {
-        self.client()?.flush().map_err(|source| ImageError::Write { path: self.path.clone(), source })
+        self.flusher().flush()
+    }
+
+    /// Who can flush, and does not keep the server.
+    pub fn flusher(&self) -> Flusher {
+        Flusher { path: self.path.clone(), socket: self.socket.clone(), patience: self.patience }
     }
 
     /// Puts everything on stable storage and lets go of the image; all connections must have ended. Afterwards nobody has
@@ -289,6 +303,23 @@ impl Server {
         }
         let said = said.trim().replace('\n', "; ");
         ImageError::Tool { tool: "qemu-nbd", path: self.path.clone(), said }
+    }
+}
+
+/// Puts what was written to an image on stable storage, as long as its server is there.
+#[derive(Clone, Debug)]
+pub struct Flusher {
+    path: PathBuf,
+    socket: PathBuf,
+    patience: Duration,
+}
+
+impl Flusher {
+    /// Puts all that was written on stable storage.
+    pub fn flush(&self) -> Result<(), ImageError> {
+        let client = Client::connect(&self.socket, EXPORT, None, self.patience);
+        let flushed = client.and_then(|mut client| client.flush());
+        flushed.map_err(|source| ImageError::Write { path: self.path.clone(), source })
     }
 }
 

@@ -6,9 +6,11 @@
 //! - [`handover`]: who owns the VM; the two roles' transition functions and the register's compare-and-set.
 //! - [`bulk`]: when disks have gone ahead far enough for memory to begin.
 //! - [`precopy`]: when to stop the guest.
+//! - [`throttle`]: how fast a guest may write to disks that are copied.
 //! - [`phase`]: the parts of a migration in their order, for progress and report.
 
 pub mod bulk;
 pub mod handover;
 pub mod phase;
 pub mod precopy;
+pub mod throttle;

@@ -40,7 +40,7 @@ pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, open_destination, o
 pub use receive::{
     AttachError, DestinationRam, Discardable, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
 };
-pub use round::{Cleared, DirtyLog, DrainFailed, Owed, Readable, ScanError, ScanFailed, ScanStats};
+pub use round::{Cleared, DirtyLog, DrainFailed, Owed, Place, Readable, ScanError, ScanFailed, ScanStats};
 pub use send::{
     Interrupted, Progress, RoundStats, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,
 };

@@ -29,6 +29,7 @@
 //! # }
 //! ```
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
 use crate::dirty::DirtyBitmap;
@@ -98,6 +99,11 @@ impl Owed {
         log: impl FnOnce(&mut [DirtyBitmap]) -> Result<ScanStats, ScanError>,
     ) -> Result<ScanStats, ScanError> {
         log(self.blocks.get_mut(first..).unwrap_or_default())
+    }
+
+    /// Owes the pages that a [part](Readable::part) left out as well.
+    pub fn take_back(&mut self, later: &Self) {
+        self.blocks.iter_mut().zip(&later.blocks).for_each(|(mine, theirs)| mine.insert(theirs));
     }
 
     /// How many pages are owed.
@@ -195,7 +201,45 @@ pub struct Readable {
     pub(crate) owed: Owed,
 }
 
+/// Where in all blocks, one after the other, a part of a round begins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Place {
+    block: usize,
+    page: u64,
+}
+
 impl Readable {
+    /// Only so many of the pages from a place on; the others stay owed, whoever takes them back
+    /// ([`Owed::take_back`]). Also tells where the next part begins; none if this one goes to the end.
+    pub fn part(mut self, from: Place, pages: u64) -> (Self, Owed, Option<Place>) {
+        let mut later = self.owed.clone();
+        let (mut left, mut next) = (pages, None);
+        for (number, (now, later)) in self.owed.blocks.iter_mut().zip(&mut later.blocks).enumerate() {
+            let start = match number.cmp(&from.block) {
+                Ordering::Less => now.pages(),
+                Ordering::Equal => from.page.min(now.pages()),
+                Ordering::Greater => 0,
+            };
+            let mut end = start;
+            for run in later.runs_within(start..now.pages()) {
+                let taken = (run.end - run.start).min(left);
+                end = run.start + taken;
+                left -= taken;
+                if left == 0 {
+                    break;
+                }
+            }
+            // Where nothing more is wanted this is the next part's beginning.
+            if left == 0 && next.is_none() {
+                next = Some(Place { block: number, page: end });
+            }
+            now.clear(0..start);
+            now.clear(end..now.pages());
+            later.clear(start..end);
+        }
+        (self, later, next)
+    }
+
     /// What is owed.
     pub fn owed(&self) -> &Owed {
         &self.owed
@@ -229,6 +273,40 @@ mod tests {
             }
             Ok(ScanStats { pages: self.0.drain(..).count() as u64, duration_us: 0 })
         }
+    }
+
+    /// Parts from place to place are all of it, each page once, however it is cut.
+    #[test]
+    fn parts_make_up_the_whole() {
+        let mut blocks = vec![DirtyBitmap::new(0), DirtyBitmap::new(4 << 20), DirtyBitmap::new(9 << 20)];
+        blocks[1].set(3..700);
+        blocks[1].set(1023..1024);
+        blocks[2].set(0..1);
+        blocks[2].set(511..1500);
+        let whole = Owed { blocks, round: 7 };
+        for size in [1, 2, 512, 697, 698, 1000, 1688, 1689, u64::MAX] {
+            let (mut owed, mut from) = (whole.clone(), Some(Place::default()));
+            let mut sent = Owed {
+                blocks: owed.blocks.iter().map(|b| DirtyBitmap::new(b.pages() * 4096)).collect(),
+                round: 7,
+            };
+            let mut count = 0;
+            while let Some(place) = from {
+                let (part, later, next) = Readable { owed }.part(place, size);
+                assert!(
+                    part.pages() <= size && part.pages() + later.pages() + sent.pages() == whole.pages(),
+                    "{size}"
+                );
+                count += part.pages();
+                sent.take_back(part.owed());
+                (owed, from) = (later, next);
+            }
+            assert_eq!((count, &sent, owed.pages()), (whole.pages(), &whole, 0), "{size}");
+        }
+        // What is before the place has to wait.
+        let from = Place { block: 2, page: 600 };
+        let (part, later, next) = Readable { owed: whole.clone() }.part(from, u64::MAX);
+        assert_eq!((part.pages(), later.pages(), next), (900, whole.pages() - 900, None));
     }
 
     #[test]

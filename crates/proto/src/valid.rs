@@ -245,9 +245,11 @@ fn at_most(field: &'static str, count: usize, max: usize) -> Result<(), Invalid>
 }
 
 fn block_index(index: u16) -> Result<(), Invalid> {
-    if usize::from(index) < limits::RAM_BLOCKS { Ok(()) } else { Err(Invalid::BlockIndex(index)) }
+    let blocks = limits::RAM_BLOCKS + limits::DISKS;
+    if usize::from(index) < blocks { Ok(()) } else { Err(Invalid::BlockIndex(index)) }
 }
 
 fn chunk(index: u64) -> Result<(), Invalid> {
-    if index <= limits::RAM_BYTES / limits::CHUNK_BYTES { Ok(()) } else { Err(Invalid::Chunk(index)) }
+    let most_bytes = limits::RAM_BYTES.max(limits::DISK_BYTES);
+    if index <= most_bytes / limits::CHUNK_BYTES { Ok(()) } else { Err(Invalid::Chunk(index)) }
 }

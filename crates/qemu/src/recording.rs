@@ -12,6 +12,8 @@
 //! All that is made in QEMU has a name that begins with [`PREFIX`], by which an agent finds what one before it left
 //! ([`remove_leavings`]).
 
+mod throttle;
+
 use std::iter;
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -20,6 +22,8 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use crate::qmp::{Qmp, QmpError, decoded};
+use throttle::Throttle;
+pub use throttle::{WriteCap, Written};
 
 /// How names of exports, bitmaps and descriptors of ours begin.
 pub const PREFIX: &str = "whimbrel-";
@@ -78,6 +82,7 @@ pub struct Recording {
     turn: u64,
     /// Exports of the last frozen bitmaps, which are there until the next ones.
     frozen: Vec<Frozen>,
+    throttle: Throttle,
 }
 
 impl Recording {
@@ -94,7 +99,7 @@ impl Recording {
         // Bitmaps before anything else: by them it is found whatever an agent that dies has left.
         let add: Vec<Value> = disks.iter().map(|disk| add_bitmap(&disk.node, 0)).collect();
         qmp.run("transaction", json!({ "actions": add }))?;
-        let recording = Self { disks, turn: 0, frozen: Vec::new() };
+        let mut recording = Self { disks, turn: 0, frozen: Vec::new(), throttle: Throttle::default() };
         if let Err(error) = start_server(qmp, listener) {
             // The server may be somebody else's, so it is not stopped. The first error is the one to tell.
             let _ = remove_leavings(qmp);
@@ -109,13 +114,25 @@ impl Recording {
         }
     }
 
-    fn serve(&self, qmp: &mut Qmp) -> Result<(), RecordError> {
+    fn serve(&mut self, qmp: &mut Qmp) -> Result<(), RecordError> {
         let exports = self.disks.iter().enumerate().map(|(number, disk)| {
             let name = Self::data_export(number);
             ("block-export-add", export(&disk.node, &name, json!({ "allocation-depth": true })))
         });
         all_done(qmp, exports)?;
+        self.throttle = Throttle::find(qmp, self.disks.iter().map(|disk| disk.node.as_str()))?;
         self.check(qmp.execute(QUERY_BLOCK, Value::Null)?)
+    }
+
+    /// What the guest has written to the disks since its start.
+    pub fn written(&self, qmp: &mut Qmp) -> Result<Written, QmpError> {
+        self.throttle.written(qmp)
+    }
+
+    /// From now on the guest writes no faster than this to all of the disks together, until the recording ends. A disk
+    /// that somebody else has throttled keeps the caps that it has.
+    pub fn cap_writes(&mut self, qmp: &mut Qmp, cap: WriteCap) -> Result<(), QmpError> {
+        self.throttle.keep(qmp, cap)
     }
 
     /// Compares the disks with what devices use now. A snapshot puts another node above the one that is recorded, a change
@@ -126,7 +143,7 @@ impl Recording {
             let changed = |what| Err(RecordError::Changed { node: disk.node.clone(), what });
             match media.iter().find(|medium| medium.node_name == disk.node) {
                 None => changed(
-                    "is not what its device uses any more: somebody made a snapshot, or changed it"
+                    "is not what its device uses any more: somebody made a snapshot, changed the medium, or began a backup or a mirror"
                         .to_owned(),
                 ),
                 Some(medium) if medium.image.virtual_size != disk.bytes => changed(format!(
@@ -187,11 +204,13 @@ impl Recording {
         end_exports(qmp, &names)
     }
 
-    /// Ends all of it. The server goes first: it is known to be ours as long as the bitmaps are there.
-    pub fn end(self, qmp: &mut Qmp) -> Result<(), QmpError> {
+    /// Ends all of it: first what the guest feels, then the server, which is known to be ours as long as the bitmaps are
+    /// there. What fails does not keep the rest from being done; the first error is returned.
+    pub fn end(mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
+        let lifted = self.throttle.lift(qmp);
         let stopped = qmp.run("nbd-server-stop", Value::Null);
-        remove_leavings(qmp)?;
-        stopped
+        let removed = remove_leavings(qmp).map(drop);
+        lifted.and(stopped).and(removed)
     }
 }
 
@@ -232,7 +251,7 @@ struct Image {
     virtual_size: u64,
 }
 
-/// Removes exports and bitmaps that were made for a recording, by whomever. Returns whether there were any; whether the
+/// Lifts caps, and removes exports and bitmaps, that were made for a recording, by whomever. Returns whether there were any; whether the
 /// server itself is ours, too, is not to be seen.
 pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
     #[derive(Deserialize)]
@@ -247,6 +266,8 @@ pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
         #[serde(default)]
         name: String,
     }
+    // If it fails, the rest is done nevertheless.
+    let lifted = throttle::lift_all(qmp);
     let ours = |name: &String| name.starts_with(PREFIX);
     let names: Vec<String> = exports(qmp)?.into_iter().filter(ours).collect();
     end_exports(qmp, &names)?;
@@ -262,7 +283,7 @@ pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
     if !removals.is_empty() {
         qmp.run("transaction", json!({ "actions": removals }))?;
     }
-    Ok(found)
+    Ok(lifted? || found)
 }
 
 /// Ends a recording that an agent before this one left, with its server, unless somebody else uses that. Returns whether

@@ -136,6 +136,20 @@ pub enum OnLimit {
     Abort,
 }
 
+/// How fast a guest may write to disks that are copied.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ThrottleWrites {
+    /// As fast as it likes.
+    #[default]
+    Off,
+    /// Held to two fifths of what is sent, where it writes faster than that.
+    Drain,
+    /// The more it has written the longer each write takes: from 16,384 writes on 2 ms, from twice as many on twice as
+    /// long (Bradford et al. 2007, section 3.2).
+    Threshold,
+}
+
 /// Which kind of RAM the destination gives the VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -175,9 +189,12 @@ pub struct MigrateRequest {
     /// Number of data streams.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub streams: Option<u16>,
-    /// Compare all of memory after the stop; makes the downtime much longer.
+    /// Compare all of memory and of copied disks after the stop; makes the downtime much longer.
     #[serde(default)]
     pub verify: bool,
+    /// How fast the guest may write to disks that are copied.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub throttle_writes: Option<ThrottleWrites>,
     /// Kind of RAM at the destination.
     #[serde(default)]
     pub ram: RamChoice,
@@ -205,6 +222,7 @@ impl MigrateRequest {
             bandwidth_bytes_per_s: None,
             streams: None,
             verify: false,
+            throttle_writes: None,
             ram: RamChoice::Auto,
             allow_options: Vec::new(),
             disks: DiskWish::Auto,

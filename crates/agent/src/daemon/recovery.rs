@@ -122,6 +122,7 @@ impl Daemon {
             streams: limits.streams,
             bandwidth_bytes_per_s: None,
             verify: false,
+            throttle_writes: limits.throttle_writes,
         };
         let report = self.context.journal.report(record.id()).ok().flatten().unwrap_or_else(|| {
             let terms = &record.terms;

@@ -36,11 +36,11 @@ impl Receiving {
         let ram = crate::ram::destination(&vm.process, &vm.blocks)?;
         let ram = ram.into_iter().chain(images.writers()).collect();
         let giver = Giver::new(context, vm)?;
-        let flusher = images.flusher();
+        let flushing = images.flushing();
         let notices = mailbox.clone();
         let observer = move |event, handle: &ReceiverHandle| match event {
             ReceiverEvent::RoundEnded { round } => {
-                flusher.flush();
+                flushing.flush();
                 giver.give_back(round, handle);
             }
             ReceiverEvent::Broken { generation, stream, cause } => {

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -13,7 +13,6 @@ use block::image::{self, ImageError, Server};
 use block::nbd::NbdError;
 use proto::MigrationId;
 use proto::limits::CHUNK_BYTES;
-use tracing::warn;
 
 use super::connections::Connections;
 use super::{called, on_disk, whole_pages};
@@ -24,43 +23,48 @@ use crate::verification::{self, CompareError};
 #[derive(Debug, Default)]
 pub(crate) struct Images {
     images: Vec<(Planned, Arc<Server>)>,
-    flusher: Flusher,
+    flushing: Flushing,
 }
+
+/// A thread that flushes, and what comes of it.
+type Flushed = JoinHandle<Result<(), ImageError>>;
 
 /// Puts images on stable storage now and then, so that little is left of that when the guest waits for it.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Flusher {
-    servers: Vec<Weak<Server>>,
-    /// The one that is at it.
-    thread: Arc<Mutex<Option<JoinHandle<()>>>>,
+pub(crate) struct Flushing {
+    images: Vec<image::Flusher>,
+    /// The thread that is at it.
+    thread: Arc<Mutex<Option<Flushed>>>,
+    /// The first that failed. A system tells of a lost write only once, so that the next one may seem to go well.
+    failed: Arc<Mutex<Option<ImageError>>>,
 }
 
-impl Flusher {
+impl Flushing {
     /// Flushes all of them, in a thread of its own; if one is still at it, that has to do.
     pub(crate) fn flush(&self) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.servers.is_empty() || thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
+        if self.images.is_empty() || thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
             return;
         }
-        let servers = self.servers.clone();
-        let flush = move || {
-            for server in servers.iter().filter_map(Weak::upgrade) {
-                // If it is still so at the end, the migration ends with it.
-                if let Err(error) = server.flush() {
-                    warn!(error = crate::chain(&error), "an image is not on stable storage");
-                }
-            }
-        };
+        self.take(thread.take());
+        let images = self.images.clone();
+        let flush = move || images.iter().try_for_each(image::Flusher::flush);
         // Without a thread all is left for the end.
         *thread = thread::Builder::new().name("flush".to_owned()).spawn(flush).ok();
     }
 
-    /// Waits for the one that is at it.
-    fn wait(&self) {
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(thread) = thread {
-            // What it did is done again.
-            let _ = thread.join();
+    /// Waits for the thread that is at it.
+    ///
+    /// # Errors
+    /// When any flush has failed.
+    fn end(&self) -> Result<(), ImageError> {
+        self.take(self.thread.lock().unwrap_or_else(PoisonError::into_inner).take());
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner).take().map_or(Ok(()), Err)
+    }
+
+    fn take(&self, thread: Option<Flushed>) {
+        if let Some(Ok(Err(error))) = thread.map(JoinHandle::join) {
+            self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
     }
 }
@@ -81,13 +85,13 @@ impl Images {
             let server = Server::start(&disk.image, disk.format, &socket, streams, patience)?;
             images.push((disk, Arc::new(server)));
         }
-        let servers = images.iter().map(|(_, server)| Arc::downgrade(server)).collect();
-        Ok(Self { images, flusher: Flusher { servers, ..Flusher::default() } })
+        let flushers = images.iter().map(|(_, server)| server.flusher()).collect();
+        Ok(Self { images, flushing: Flushing { images: flushers, ..Flushing::default() } })
     }
 
     /// To be told of every round that has come.
-    pub(crate) fn flusher(&self) -> Flusher {
-        self.flusher.clone()
+    pub(crate) fn flushing(&self) -> Flushing {
+        self.flushing.clone()
     }
 
     /// The chunks of the disk with this number that differ from the source's hashes; `directory` is for a socket.
@@ -119,7 +123,7 @@ impl Images {
 
     /// Puts everything on stable storage and lets go of the images; all writers are gone.
     pub(crate) fn finish(self) -> Result<(), ImageError> {
-        self.flusher.wait();
+        self.flushing.end()?;
         for (disk, server) in self.images {
             let Some(server) = Arc::into_inner(server) else {
                 let said = "a writer is left; please report this".to_owned();

@@ -7,8 +7,9 @@ use std::time::{Duration, Instant};
 use ::memory::ram::RamError;
 use ::memory::{BlockReader, DirtyBitmap, LogError, ScanError, ScanStats};
 use block::nbd::{ALLOCATION, Client, DIRTY, Extent, HOLE, NbdError, ZERO, dirty_bitmap};
+use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
-use qemu::recording::{Frozen, RecordError, Recording};
+use qemu::recording::{Frozen, RecordError, Recording, WriteCap, Written};
 
 use super::connections::Connections;
 use super::{called, on_disk, whole_pages};
@@ -105,6 +106,8 @@ pub(crate) struct DiskLog {
     socket: SocketPath,
     names: Vec<String>,
     patience: Duration,
+    /// How much more there was to send after each look, all together, in bytes.
+    dirtied_bytes: u64,
 }
 
 /// Why it is not known what was written.
@@ -119,7 +122,7 @@ enum DiskLogError {
 impl DiskLog {
     /// The log of a recording whose server listens on `socket`; `names` are those of its disks.
     pub(crate) fn new(recording: Recording, socket: PathBuf, names: Vec<String>, patience: Duration) -> Self {
-        Self { recording, socket: SocketPath(socket), names, patience }
+        Self { recording, socket: SocketPath(socket), names, patience, dirtied_bytes: 0 }
     }
 
     /// Its disks, in their order.
@@ -143,7 +146,23 @@ impl DiskLog {
                 .map_err(|error| failed(name, error.into()))?;
         }
         let pages = into.iter().map(DirtyBitmap::count).sum::<u64>().saturating_sub(before);
+        self.dirtied_bytes += pages * PAGE_BYTES;
         Ok(ScanStats { pages, duration_us: began.elapsed().as_micros() as u64 })
+    }
+
+    /// How much has come to be sent by the guest's writes since the recording began, in bytes.
+    pub(crate) fn dirtied_bytes(&self) -> u64 {
+        self.dirtied_bytes
+    }
+
+    /// What the guest has written to them since its start.
+    pub(crate) fn written(&self, qmp: &mut Qmp) -> Result<Written, QmpError> {
+        self.recording.written(qmp)
+    }
+
+    /// From now on the guest writes to them no faster than this.
+    pub(crate) fn cap_writes(&mut self, qmp: &mut Qmp, cap: WriteCap) -> Result<(), QmpError> {
+        self.recording.cap_writes(qmp, cap)
     }
 
     /// To be called when there is time after a [`take`](Self::take): the next one is quicker then.

@@ -138,7 +138,7 @@ impl DiskPlan {
 
     /// Whether the pool has no room for them beside what others there will still take.
     pub(super) fn no_room(&self, pool: Option<&Pool>, owed_bytes: u64) -> Option<Finding> {
-        let needed_bytes: u64 = self.copied.iter().map(|disk| disk.needed_bytes).sum();
+        let needed_bytes = self.copied.iter().map(|disk| disk.needed_bytes).fold(0, u64::saturating_add);
         let pool = pool.filter(|_| !self.copied.is_empty())?;
         no_room(&pool.directory, needed_bytes, owed_bytes)
     }

@@ -8,11 +8,13 @@ use ::memory::ram::RamError;
 use ::memory::{DirtyBitmap, DirtyLog, Owed, RoundStats, ScanError, ScanStats, SourceRam, TrackedRam};
 use block::nbd::NbdError;
 use engine::precopy::{Aim, FixedCost, OnLimit, RoundObservation, StopTime, Traced};
+use engine::throttle::Cap;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::RecordError;
 use tracee::{InjectError, TrackerStart};
 
 use super::Aims;
+use super::throttling::Throttling;
 use super::vm::{SourceVm, VmError};
 use crate::api;
 use crate::context::Context;
@@ -62,11 +64,17 @@ pub(crate) struct Cargo {
     ram: Option<TrackedRam>,
     /// The log of the disks, if there are any.
     disks: Option<DiskLog>,
+    /// Where writes to them are to be capped.
+    throttling: Option<Throttling>,
 }
 
 impl Cargo {
     /// Nothing is done to the guest yet; where there are disks, their writes are recorded already.
-    pub(crate) fn new(vm: &SourceVm, disks: Option<(DiskLog, Vec<LeavingDisk>)>) -> Result<Self, CargoError> {
+    pub(crate) fn new(
+        vm: &SourceVm,
+        disks: Option<(DiskLog, Vec<LeavingDisk>)>,
+        throttling: Option<Throttling>,
+    ) -> Result<Self, CargoError> {
         let mut readers = ram::source(&vm.process, &vm.blocks)?;
         let (log, disks) = disks.unzip();
         let mut first_of_disks = Vec::new();
@@ -75,7 +83,7 @@ impl Cargo {
             readers.push(Box::new(disk));
         }
         let ram_bytes = vm.blocks.iter().map(|block| block.used_bytes).collect();
-        Ok(Self { readers: readers.into(), ram_bytes, first_of_disks, ram: None, disks: log })
+        Ok(Self { readers: readers.into(), ram_bytes, first_of_disks, ram: None, disks: log, throttling })
     }
 
     pub(crate) fn readers(&self) -> SourceRam {
@@ -88,6 +96,25 @@ impl Cargo {
 
     pub(crate) fn total_ram_bytes(&self) -> u64 {
         self.ram_bytes.iter().sum()
+    }
+
+    pub(crate) fn throttling(&self) -> Option<&Throttling> {
+        self.throttling.as_ref()
+    }
+
+    /// A round was sent, or a part of one; none if it was cut off.
+    pub(crate) fn drained(&mut self, stats: Option<&RoundStats>) {
+        if let Some((throttling, stats)) = self.throttling.as_mut().zip(stats) {
+            throttling.drained(stats);
+        }
+    }
+
+    /// Caps the guest's writes to its disks as the policy says, where one was chosen; returns a new cap.
+    pub(crate) fn throttle(&mut self, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
+        match (&mut self.throttling, &mut self.disks) {
+            (Some(throttling), Some(disks)) => throttling.look(disks, qmp),
+            _ => Ok(None),
+        }
     }
 
     pub(crate) fn ram_blocks(&self) -> usize {

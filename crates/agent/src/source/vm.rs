@@ -252,7 +252,10 @@ impl SourceVm {
             None => self.end_left_recording(),
         };
         if let Err(error) = ended {
-            warn!(error = crate::chain(&error), "QEMU goes on recording what its guest writes");
+            warn!(
+                error = crate::chain(&error),
+                "QEMU may go on recording what its guest writes, and holding it to a throttle: see query-block"
+            );
         }
     }
 

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use block::nbd::{ALLOCATION, Client, DEPTH, DIRTY, Extent, HOLE, dirty_bitmap};
 use serde_json::{Value, json};
-use whimbrel_qemu::recording::{GRANULARITY_BYTES, RecordError, RecordedDisk, Recording, remove_leavings};
+use whimbrel_qemu::recording::{
+    GRANULARITY_BYTES, RecordError, RecordedDisk, Recording, WriteCap, remove_leavings,
+};
 
 use crate::support::{Version, Vm, args, qcow2, versions};
 
@@ -215,5 +217,71 @@ fn a_disk_that_somebody_changes_meanwhile_is_noticed() {
         assert!(error.to_string().contains("snapshot"), "{error}");
         recording.end(&mut disks.vm.qmp).unwrap();
         disks.is_clean();
+    }
+}
+
+/// Two caps, one after the other, for both disks together; gone with the recording, or when an agent that died is cleaned
+/// up after. What somebody else has throttled stays as it is.
+#[test]
+fn writes_are_counted_and_capped() {
+    for version in versions() {
+        let mut disks = Disks::new(&version);
+        let caps = |disks: &mut Disks| -> Vec<(u64, u64, Option<String>)> {
+            let blocks = disks.vm.command("query-block", Value::Null);
+            let of = |block: &Value| {
+                let inserted = &block["inserted"];
+                let group = inserted["group"].as_str().map(str::to_owned);
+                (inserted["bps_wr"].as_u64().unwrap(), inserted["iops_wr"].as_u64().unwrap(), group)
+            };
+            blocks.as_array().unwrap().iter().map(of).collect()
+        };
+        let none = [(0, 0, None), (0, 0, None)];
+        let mut recording = disks.begin().unwrap();
+        let before = recording.written(&mut disks.vm.qmp).unwrap();
+        // Only this way of writing from within counts as the guest's own.
+        for (disk, bytes) in [(0, 8 * KIB), (1, 4 * KIB)] {
+            let blocks = disks.vm.command("query-block", Value::Null);
+            let device = blocks[disk]["qdev"].as_str().unwrap();
+            for what in [format!("aio_write 0 {bytes}"), "aio_flush".to_owned()] {
+                disks.vm.qmp.human(&format!("qemu-io -d {device} \"{what}\"")).unwrap();
+            }
+        }
+        let after = recording.written(&mut disks.vm.qmp).unwrap();
+        assert_eq!(
+            (after.writes - before.writes, after.bytes - before.bytes),
+            (2, 12 * KIB),
+            "{}",
+            version.name
+        );
+
+        let ours = Some("whimbrel-writes".to_owned());
+        let cap = WriteCap { bytes_per_s: Some(MIB), writes_per_s: None };
+        recording.cap_writes(&mut disks.vm.qmp, cap).unwrap();
+        assert_eq!(caps(&mut disks), [(MIB, 0, ours.clone()), (MIB, 0, ours.clone())], "{}", version.name);
+        let cap = WriteCap { bytes_per_s: None, writes_per_s: Some(488) };
+        recording.cap_writes(&mut disks.vm.qmp, cap).unwrap();
+        assert_eq!(caps(&mut disks), [(0, 488, ours.clone()), (0, 488, ours)], "{}", version.name);
+        recording.cap_writes(&mut disks.vm.qmp, WriteCap::default()).unwrap();
+        assert_eq!(caps(&mut disks), none, "{}", version.name);
+        recording.cap_writes(&mut disks.vm.qmp, cap).unwrap();
+        recording.end(&mut disks.vm.qmp).unwrap();
+        assert_eq!(caps(&mut disks), none, "{}", version.name);
+        disks.is_clean();
+
+        let device = disks.vm.command("query-block", Value::Null)[1]["qdev"].clone();
+        let theirs = json!({
+            "id": device, "bps": 0, "bps_rd": 0, "bps_wr": 5 * MIB, "iops": 0, "iops_rd": 0, "iops_wr": 0,
+        });
+        disks.vm.command("block_set_io_throttle", theirs);
+        let listener = UnixListener::bind(disks.dir.path().join("again.sock")).unwrap();
+        let recorded = disks.recorded();
+        let mut recording = Recording::begin(&mut disks.vm.qmp, listener.as_fd(), recorded).unwrap();
+        recording.cap_writes(&mut disks.vm.qmp, cap).unwrap();
+        let kept = |caps: &[(u64, u64, Option<String>)]| (caps[0].1, caps[1].0);
+        assert_eq!(kept(&caps(&mut disks)), (488, 5 * MIB), "{}", version.name);
+        // Its agent dies.
+        drop(recording);
+        assert!(remove_leavings(&mut disks.vm.qmp).unwrap());
+        assert_eq!(kept(&caps(&mut disks)), (0, 5 * MIB), "{}", version.name);
     }
 }

@@ -10,7 +10,7 @@ use proto::message::{Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::api::OnLimit;
+use crate::api::{OnLimit, ThrottleWrites};
 use crate::journal::State;
 use crate::progress::Publisher;
 use crate::report::{Outcome, Report};
@@ -25,6 +25,7 @@ fn aims() -> Aims {
         streams: 1,
         bandwidth_bytes_per_s: None,
         verify: false,
+        throttle_writes: ThrottleWrites::Off,
     }
 }
 

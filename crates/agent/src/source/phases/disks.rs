@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ::memory::{Owed, Sender};
+use ::memory::{Owed, Place, Sender};
 use engine::bulk::{self, DiskRound, Next};
 use engine::handover::source::SourceEvent;
 use proto::limits::PAGE_BYTES;
@@ -15,9 +15,11 @@ use proto::message::{CopiedDisk, DiskWish};
 use qemu::describe::VmDescription;
 use qemu::recording::{RecordedDisk, Recording};
 
+use super::rounds::Looked;
 use super::{Failure, gone};
 use crate::disks::{DiskLog, LeavingDisk};
 use crate::source::memory::{Cargo, CargoError};
+use crate::source::throttling::Throttling;
 use crate::source::{Driver, VmError};
 use crate::verification::DiskImage;
 
@@ -27,7 +29,7 @@ impl Driver {
         let failed = |error: CargoError| Failure::local("cannot read what is to be sent", &error);
         let disks = if copied.is_empty() { None } else { Some(self.record(copied).map_err(failed)?) };
         let vm = self.vm.as_ref().ok_or_else(gone)?;
-        Cargo::new(vm, disks).map_err(failed)
+        Cargo::new(vm, disks, Throttling::new(self.controls.aims().throttle_writes)).map_err(failed)
     }
 
     /// The VM as it was proposed.
@@ -103,20 +105,75 @@ impl Driver {
     pub(super) fn send_disks(&mut self, cargo: &mut Cargo) -> Result<(Sender, Owed), Failure> {
         let mut sender = self.open_streams(cargo)?;
         let mut owed = cargo.disks_alone();
-        let mut sent_bytes = None;
+        let (mut sent_bytes, mut round) = (None, 0);
         loop {
+            round += 1;
             let looked = self.look(owed, cargo)?;
             let dirty_bytes = looked.readable.pages() * PAGE_BYTES;
-            if let Some((round, sent_bytes)) = sent_bytes {
+            if let Some(sent_bytes) = sent_bytes {
                 let observed = DiskRound { round, dirty_bytes, sent_bytes };
                 if bulk::next(&observed, cargo.total_ram_bytes()) == Next::Memory {
                     return Ok((sender, looked.readable.give_up()));
                 }
             }
-            self.take_notices()?;
-            let sent = self.send_looked(sender, looked, cargo)?;
-            sent_bytes = sent.stats.map(|stats| (stats.round, dirty_bytes));
+            let sent = self.send_in_parts(sender, looked, cargo)?;
+            sent_bytes = sent.is_whole.then_some(dirty_bytes);
             (sender, owed) = (sent.sender, sent.owed);
         }
     }
+
+    /// Sends a round, with looks at the guest's writes in between where they are throttled: in a round of hours much can
+    /// be written. What is written meanwhile goes along if it is further on, and else in the next round.
+    fn send_in_parts(
+        &mut self,
+        mut sender: Sender,
+        mut looked: Looked,
+        cargo: &mut Cargo,
+    ) -> Result<SentInParts, Failure> {
+        let all = looked.readable.pages();
+        let (mut place, mut is_whole) = (Place::default(), true);
+        loop {
+            self.throttle(cargo)?;
+            self.take_notices()?;
+            let pages = cargo.throttling().map_or(u64::MAX, |throttling| throttling.part_pages(all));
+            let (part, later, next) = looked.part(place, pages);
+            let sent = self.send_looked(sender, part, cargo)?;
+            is_whole &= sent.stats.is_some();
+            cargo.drained(sent.stats.as_ref());
+            let mut owed = sent.owed;
+            owed.take_back(&later);
+            sender = sent.sender;
+            let Some(next) = next else { return Ok(SentInParts { sender, owed, is_whole }) };
+            place = next;
+            looked = self.look(owed, cargo)?;
+        }
+    }
+
+    /// Has the guest write no faster than the policy says, where one was chosen.
+    pub(super) fn throttle(&mut self, cargo: &mut Cargo) -> Result<(), Failure> {
+        if cargo.throttling().is_none() {
+            return Ok(());
+        }
+        let cannot =
+            |error: &dyn std::error::Error| Failure::local("the guest's writes cannot be throttled", error);
+        let monitor = self.vm()?.monitor().map_err(|error| cannot(&error))?;
+        let cap = cargo.throttle(monitor).map_err(|error| cannot(&error))?;
+        if let Some(cap) = cap {
+            let said = match (cap.bytes_per_s, cap.writes_per_s) {
+                (Some(bytes), _) => format!("to {} KiB/s", bytes >> 10),
+                (None, Some(writes)) => format!("to {writes} writes a second"),
+                (None, None) => "not any more".to_owned(),
+            };
+            self.note("writes-throttled", said);
+        }
+        Ok(())
+    }
+}
+
+/// A round that was sent in parts.
+struct SentInParts {
+    sender: Sender,
+    owed: Owed,
+    /// Whether no part of it was cut off.
+    is_whole: bool,
 }

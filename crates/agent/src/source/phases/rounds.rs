@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{DataStream, Interrupted, Owed, Readable, RoundStats, ScanStats, Sender, Sent};
+use ::memory::{DataStream, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent};
 use engine::handover::source::SourceEvent;
 use engine::precopy::{Decision, Policy, RoundObservation};
 use tracing::info;
@@ -20,6 +20,15 @@ pub(super) struct Looked {
     scan: ScanStats,
     scanned_at: Instant,
     drain_us: u64,
+}
+
+impl Looked {
+    /// Only so many pages from a place on, what is left out, and where the next part begins; of a round of disks alone.
+    pub(super) fn part(self, from: Place, pages: u64) -> (Self, Owed, Option<Place>) {
+        let (readable, later, next) = self.readable.part(from, pages);
+        let disk_pages = readable.pages();
+        (Self { readable, disk_pages, ..self }, later, next)
+    }
 }
 
 /// A round that was sent, or cut off.
@@ -60,11 +69,15 @@ impl Driver {
         let mut policy = memory::policy(&self.controls.aims(), self.context.fixed_costs().estimate());
         let (mut sender, mut owed) = (sender, owed);
         let mut sent_before: Option<memory::SentRound> = None;
+        // Rounds of disks alone, and their parts, are none of these.
+        let rounds_before = owed.round();
         loop {
             let looked = self.look(owed, cargo)?;
             if let Some(sent) = sent_before.take() {
                 let observed =
                     memory::observe(&sent, looked.scan, looked.readable.pages(), looked.scanned_at);
+                let observed =
+                    RoundObservation { round: observed.round.saturating_sub(rounds_before), ..observed };
                 policy.aim(memory::aim(&self.controls.aims()));
                 let decision = policy.decide(&observed);
                 self.decided(&observed, &decision);
@@ -80,9 +93,11 @@ impl Driver {
                     }
                 }
             }
+            self.throttle(cargo)?;
             self.take_notices()?;
             let scanned_at = looked.scanned_at;
             let sent = self.send_looked(sender, looked, cargo)?;
+            cargo.drained(sent.stats.as_ref());
             sent_before = sent.stats.map(|stats| memory::SentRound { stats, scanned_at });
             (sender, owed) = (sent.sender, sent.owed);
         }

@@ -1,0 +1,89 @@
+//! Write throttling: what the policy is shown of a guest's writes, and who keeps the cap that it finds.
+
+use std::time::Instant;
+
+use ::memory::RoundStats;
+use engine::throttle::{Cap, Drain, Threshold, ThrottlePolicy, WriteObservation};
+use proto::limits::PAGE_BYTES;
+use qemu::qmp::{Qmp, QmpError};
+use qemu::recording::{WriteCap, Written};
+
+use crate::api::ThrottleWrites;
+use crate::disks::DiskLog;
+
+/// A part before the drain is known, and the least that tells of it: of a small one its beginning and end take the time.
+const LEAST_PAGES: u64 = 4096;
+
+/// How fast the guest may write, from look to look.
+#[derive(Debug)]
+pub(crate) struct Throttling {
+    policy: Box<dyn ThrottlePolicy>,
+    /// What had been written when copying began.
+    first: Option<Written>,
+    last: Option<Look>,
+    cap: Cap,
+    /// How fast was sent lately, once that is known.
+    drained_bytes_per_s: Option<u64>,
+}
+
+/// What was found at one look.
+#[derive(Clone, Copy, Debug)]
+struct Look {
+    at: Instant,
+    written_bytes: u64,
+    dirtied_bytes: u64,
+}
+
+impl Throttling {
+    /// None where nothing is to be capped.
+    pub(crate) fn new(choice: ThrottleWrites) -> Option<Self> {
+        let policy: Box<dyn ThrottlePolicy> = match choice {
+            ThrottleWrites::Off => return None,
+            ThrottleWrites::Drain => Box::new(Drain::default()),
+            ThrottleWrites::Threshold => Box::new(Threshold::default()),
+        };
+        Some(Self { policy, first: None, last: None, cap: Cap::default(), drained_bytes_per_s: None })
+    }
+
+    /// A round, or a part of one, was sent. In the guest's pages, as its writes are counted.
+    pub(crate) fn drained(&mut self, stats: &RoundStats) {
+        let pages = stats.contents.pages();
+        if pages >= LEAST_PAGES {
+            let rate = pages.saturating_mul(PAGE_BYTES).saturating_mul(1_000_000) / stats.duration_us.max(1);
+            self.drained_bytes_per_s = Some(rate);
+        }
+    }
+
+    /// How many of so many pages go between two looks: what takes two seconds, but not more parts than a report can have.
+    pub(crate) fn part_pages(&self, all: u64) -> u64 {
+        const MOST_PARTS: u64 = 100;
+        let two_seconds = self.drained_bytes_per_s.map_or(0, |rate| rate.saturating_mul(2) / PAGE_BYTES);
+        two_seconds.max(all / MOST_PARTS).max(LEAST_PAGES)
+    }
+
+    /// Looks at what was written since the last time, and has QEMU keep what follows from it. Returns the cap where it is
+    /// another one than before.
+    pub(crate) fn look(&mut self, disks: &mut DiskLog, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
+        let written = disks.written(qmp)?;
+        let first = *self.first.get_or_insert(written);
+        let now =
+            Look { at: Instant::now(), written_bytes: written.bytes, dirtied_bytes: disks.dirtied_bytes() };
+        let Some(last) = self.last.replace(now) else { return Ok(None) };
+        let milliseconds = u64::try_from((now.at - last.at).as_millis()).unwrap_or(u64::MAX).max(1);
+        let per_s = |now: u64, then: u64| now.saturating_sub(then).saturating_mul(1000) / milliseconds;
+        let observed = WriteObservation {
+            writes: written.writes.saturating_sub(first.writes),
+            written_bytes_per_s: per_s(now.written_bytes, last.written_bytes),
+            dirtied_bytes_per_s: per_s(now.dirtied_bytes, last.dirtied_bytes),
+            drained_bytes_per_s: self.drained_bytes_per_s,
+        };
+        let cap = self.policy.decide(&observed);
+        if cap == self.cap {
+            return Ok(None);
+        }
+        let Cap { writes_per_s, bytes_per_s } = cap;
+        disks.cap_writes(qmp, WriteCap { writes_per_s, bytes_per_s })?;
+        self.cap = cap;
+        Ok(Some(cap))
+    }
+}

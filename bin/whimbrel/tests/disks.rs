@@ -60,6 +60,14 @@ fn same(one: &Path, other: &Path) -> bool {
     compared.success()
 }
 
+/// The guest writes on, and finds all that it wrote.
+fn goes_on(guest: &Guest) {
+    let serial = guest.serial();
+    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+    assert!(two.disk_writes > one.disk_writes, "the guest goes on");
+    assert!(serial.check().unwrap().ok);
+}
+
 /// There and back, with a guest that knows what its disk has to hold, whatever the format.
 fn a_busy_disk(version: QemuVersion, format: &str) {
     let (cluster, _guest, first) = with_disk(version, format);
@@ -134,10 +142,7 @@ fn a_disk_that_differs_is_not_handed_over() {
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
-    let serial = guest.serial();
-    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
-    assert!(two.disk_writes > one.disk_writes, "the guest goes on");
-    assert!(serial.check().unwrap().ok);
+    goes_on(&guest);
 }
 
 /// What is written after a snapshot would not be seen: no migration rather than a wrong one.
@@ -284,10 +289,7 @@ fn a_destination_that_is_full_gets_no_disk() {
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     assert_eq!(entries(&images), ["somebody's"]);
-    let serial = guest.serial();
-    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
-    assert!(two.disk_writes > one.disk_writes, "the guest goes on");
-    assert!(serial.check().unwrap().ok);
+    goes_on(&guest);
 }
 
 /// What cannot be done is said before anything is begun.

@@ -10,7 +10,7 @@ mod destination;
 mod source;
 
 pub(crate) use destination::{Images, image_path};
-pub(crate) use source::{DiskLog, LeavingDisk, allocated};
+pub(crate) use source::{DiskLog, LeavingDisk, SocketPath, allocated};
 
 use std::ops::Range;
 

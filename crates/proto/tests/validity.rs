@@ -94,7 +94,13 @@ fn hashes() {
     let hash = || "00ff00ff00ff00ff".to_owned();
     assert_eq!(verify(0, 0, vec![hash(); limits::HASHES]), Ok(()));
     assert!(matches!(verify(0, 0, vec![hash(); limits::HASHES + 1]), Err(Invalid::TooMany { .. })));
-    assert_eq!(verify(limits::RAM_BLOCKS as u16, 0, vec![hash()]), Err(Invalid::BlockIndex(1024)));
+    // Disks are behind the RAM blocks.
+    let blocks = (limits::RAM_BLOCKS + limits::DISKS) as u16;
+    assert_eq!(verify(blocks - 1, 0, vec![hash()]), Ok(()));
+    assert_eq!(verify(blocks, 0, vec![hash()]), Err(Invalid::BlockIndex(blocks)));
+    let chunks = limits::DISK_BYTES / limits::CHUNK_BYTES;
+    assert_eq!(verify(0, chunks - 1, vec![hash()]), Ok(()));
+    assert_eq!(verify(0, chunks, vec![hash()]), Err(Invalid::Chunk(chunks + 1)));
     assert_eq!(verify(0, u64::MAX, vec![hash()]), Err(Invalid::Chunk(u64::MAX)));
     let invalid = Invalid::Hex { field: "a chunk's hash", digits: 16 };
     for bad in [
@@ -111,7 +117,7 @@ fn hashes() {
     let verified = |different_chunks| Message::Verified { different_chunks }.validate();
     assert_eq!(verified(vec![0; limits::HASHES]), Ok(()));
     assert!(matches!(verified(vec![0; limits::HASHES + 1]), Err(Invalid::TooMany { .. })));
-    assert_eq!(verified(vec![1 << 40]), Err(Invalid::Chunk(1 << 40)));
+    assert_eq!(verified(vec![chunks + 1]), Err(Invalid::Chunk(chunks + 1)));
 }
 
 #[test]

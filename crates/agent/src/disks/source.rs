@@ -121,8 +121,13 @@ enum DiskLogError {
 
 impl DiskLog {
     /// The log of a recording whose server listens on `socket`; `names` are those of its disks.
-    pub(crate) fn new(recording: Recording, socket: PathBuf, names: Vec<String>, patience: Duration) -> Self {
-        Self { recording, socket: SocketPath(socket), names, patience, dirtied_bytes: 0 }
+    pub(crate) fn new(
+        recording: Recording,
+        socket: SocketPath,
+        names: Vec<String>,
+        patience: Duration,
+    ) -> Self {
+        Self { recording, socket, names, patience, dirtied_bytes: 0 }
     }
 
     /// Its disks, in their order.
@@ -180,7 +185,7 @@ impl DiskLog {
 
 /// The path of a socket, which is removed with this.
 #[derive(Debug)]
-struct SocketPath(PathBuf);
+pub(crate) struct SocketPath(pub(crate) PathBuf);
 
 impl Drop for SocketPath {
     fn drop(&mut self) {

@@ -17,7 +17,7 @@ use qemu::recording::{RecordedDisk, Recording};
 
 use super::rounds::Looked;
 use super::{Failure, gone};
-use crate::disks::{DiskLog, LeavingDisk};
+use crate::disks::{DiskLog, LeavingDisk, SocketPath};
 use crate::source::memory::{Cargo, CargoError};
 use crate::source::throttling::Throttling;
 use crate::source::{Driver, VmError};
@@ -83,12 +83,13 @@ impl Driver {
         let socket = self.disk_socket();
         let listener = UnixListener::bind(&socket)
             .map_err(|source| CargoError::Socket { path: socket.clone(), source })?;
+        let path = SocketPath(socket.clone());
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let vm = self.vm.as_mut().ok_or(VmError::Gone)?;
         vm.end_left_recording()?;
         let names: Vec<String> = copied.iter().map(|disk| disk.name.clone()).collect();
         let recording = Recording::begin(vm.monitor()?, listener.as_fd(), disks)?;
-        let log = DiskLog::new(recording, socket.clone(), names.clone(), patience);
+        let log = DiskLog::new(recording, path, names.clone(), patience);
         let open = |(number, name): (usize, &String)| LeavingDisk::open(name, number, &socket, patience);
         let disks: Result<Vec<_>, _> = names.iter().enumerate().map(open).collect();
         match disks {

@@ -1,6 +1,6 @@
 # Whimbrel's commands. All of them first make this machine ready (scripts/setup: quick when nothing is missing), and need root.
 #
-#   make test    format, lints, licences, and all tests but the long ones: about 20 minutes for a clean clone on two cores
+#   make test    format, lints, licences, and all tests but the long ones: about 25 minutes on two cores
 #   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
 #   make soak    the long tests too: all fault points, many seeds: hours
 #   make lint    format, lints and licences alone

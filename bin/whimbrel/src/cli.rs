@@ -1,11 +1,14 @@
 //! What the command line looks like.
 
+mod choices;
+
 use std::path::PathBuf;
 
-use agent::api::{BadName, DiskWish, HostId, OnLimit, RamChoice, ThrottleWrites, VmName};
+use agent::api::{BadName, HostId, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::rate::Rate;
+use choices::{DisksArg, OnLimitArg, RamArg, ThrottleArg, one_disk};
 
 fn vm_name(name: &str) -> Result<VmName, BadName> {
     VmName::new(name)
@@ -268,90 +271,6 @@ pub(crate) struct MigrateCommand {
     /// Return as soon as it runs; `whimbrel watch` shows how far it is
     #[arg(long)]
     pub detach: bool,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum OnLimitArg {
-    /// Stop the guest and send the rest, however long that takes
-    Stop,
-    /// Give up; the VM stays where it is
-    Abort,
-}
-
-impl From<OnLimitArg> for OnLimit {
-    fn from(arg: OnLimitArg) -> Self {
-        match arg {
-            OnLimitArg::Stop => Self::Stop,
-            OnLimitArg::Abort => Self::Abort,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum ThrottleArg {
-    /// As fast as it likes
-    Off,
-    /// Held to two fifths of what is sent, where it writes faster
-    Drain,
-    /// The slower the more it has written
-    Threshold,
-}
-
-impl From<ThrottleArg> for ThrottleWrites {
-    fn from(arg: ThrottleArg) -> Self {
-        match arg {
-            ThrottleArg::Off => Self::Off,
-            ThrottleArg::Drain => Self::Drain,
-            ThrottleArg::Threshold => Self::Threshold,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum RamArg {
-    /// The destination chooses, so that the VM loses nothing that it had
-    Auto,
-    /// A shared memfd
-    Memfd,
-    /// Anonymous memory
-    Anonymous,
-}
-
-impl From<RamArg> for RamChoice {
-    fn from(arg: RamArg) -> Self {
-        match arg {
-            RamArg::Auto => Self::Auto,
-            RamArg::Memfd => Self::Memfd,
-            RamArg::Anonymous => Self::Anonymous,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DisksArg {
-    /// Shared if the other host sees that it is the same there, copied otherwise
-    Auto,
-    /// On storage that both hosts see
-    Shared,
-    /// Copied to an image that the other host makes
-    Copy,
-}
-
-impl From<DisksArg> for DiskWish {
-    fn from(arg: DisksArg) -> Self {
-        match arg {
-            DisksArg::Auto => Self::Auto,
-            DisksArg::Shared => Self::Shared,
-            DisksArg::Copy => Self::Copy,
-        }
-    }
-}
-
-fn one_disk(text: &str) -> Result<(String, DisksArg), String> {
-    let wrong = || format!("{text:?} is not NAME=auto, NAME=shared or NAME=copy");
-    let (name, wish) = text.rsplit_once('=').ok_or_else(wrong)?;
-    let wish = DisksArg::from_str(wish, false).map_err(|_| wrong())?;
-    if name.is_empty() { Err(wrong()) } else { Ok((name.to_owned(), wish)) }
 }
 
 #[derive(Debug, Args)]

@@ -1,6 +1,6 @@
 # Whimbrel's commands. All of them first make this machine ready (scripts/setup: quick when nothing is missing), and need root.
 #
-#   make test    format, lints, licences, and all tests but the long ones: about 25 minutes on two cores
+#   make test    format, lints, licences, and all tests but the long ones: half an hour on two cores
 #   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
 #   make soak    the long tests too: all fault points, many seeds: hours
 #   make lint    format, lints and licences alone
@@ -25,7 +25,7 @@ export PATH
 .PHONY: test demo soak lint bench bench-functions callgrind callgrind-update guests
 
 test: lint
-	scripts/setup newer-qemu tiny-guest debian-guest
+	scripts/setup newer-qemu tiny-guest debian-guest database-guest
 	. scripts/test-env && { $(CARGO) test --locked --workspace --no-fail-fast; passed=$$?; scripts/not-tried; exit $$passed; }
 
 lint:
@@ -36,7 +36,7 @@ lint:
 	$(CARGO) clippy --locked --workspace --all-targets -- -D warnings
 
 soak:
-	scripts/setup packages newer-qemu tiny-guest debian-guest
+	scripts/setup packages newer-qemu tiny-guest debian-guest database-guest
 	. scripts/test-env && { WHIMBREL_SOAK=1 $(CARGO) test --locked --workspace -- --include-ignored --nocapture; passed=$$?; scripts/not-tried; exit $$passed; }
 
 demo:
@@ -63,4 +63,4 @@ callgrind-update:
 	scripts/callgrind --update
 
 guests:
-	REBUILD=1 scripts/setup packages newer-qemu tiny-guest debian-guest
+	REBUILD=1 scripts/setup packages newer-qemu tiny-guest debian-guest database-guest

@@ -145,7 +145,11 @@ impl Agents {
             let images = host.directory().join("images");
             fs::create_dir_all(&images).context(|| format!("cannot make {}", images.display()))?;
             let pool = Table::from_iter([("directory".to_owned(), text(&images))]);
-            set("disks", Table::from_iter([("pool".to_owned(), pool.into())]).into());
+            let templates = host.directory().join("templates");
+            fs::create_dir_all(&templates).context(|| format!("cannot make {}", templates.display()))?;
+            let templates = Value::from(vec![text(&templates)]);
+            let disks = [("pool".to_owned(), pool.into()), ("templates".to_owned(), templates)];
+            set("disks", Table::from_iter(disks).into());
         }
         Ok(config)
     }

@@ -44,16 +44,29 @@ pub struct DemoReport {
 pub fn debian_guest(lab: &Lab, environment: &Environment, name: &str, n: u8) -> Result<GuestSpec> {
     let disk = lab.shared_directory()?.join(format!("{name}.qcow2"));
     overlay(&environment.qemu(QemuVersion::Installed)?, &disk, &environment.debian_disk()?, "qcow2")?;
+    server(environment, name, n, &disk, "")
+}
+
+/// A Debian guest with this root disk, number `n` in the laboratory's network; `more` is added to the kernel's command line.
+pub(crate) fn server(
+    environment: &Environment,
+    name: &str,
+    n: u8,
+    disk: &Path,
+    more: &str,
+) -> Result<GuestSpec> {
     let address = vm_address(n);
     Ok(GuestSpec {
         memory_mib: 512,
         boot: Boot::Kernel {
             kernel: environment.kernel()?,
             initrd: environment.debian_initrd()?,
-            append: format!("console=ttyS0 quiet panic=-1 guest.ip={address}/24 guest.gateway={VM_GATEWAY}"),
+            append: format!(
+                "console=ttyS0 quiet panic=-1 guest.ip={address}/24 guest.gateway={VM_GATEWAY} {more}"
+            ),
         },
         devices: vec![
-            Device::Disk(Disk::new("disk0", &disk, "qcow2")),
+            Device::Disk(Disk::new("disk0", disk, "qcow2")),
             Device::Net(Net::new(n)),
             Device::Balloon,
             Device::Rng,

@@ -19,6 +19,9 @@ use crate::run::Daemon;
 use crate::serial::{Serial, Tick};
 use crate::spec::{Boot, Device, GuestSpec};
 
+/// How long filling a MiB may take.
+const FILL_PATIENCE: Duration = Duration::from_millis(100);
+
 /// A guest that was started here. Its QEMU is killed when this is dropped, unless it was [`Guest::release`]d.
 #[derive(Debug)]
 pub struct Guest {
@@ -64,18 +67,20 @@ impl Guest {
     /// Starts the tiny guest and waits until its memory is filled and its load runs (the first tick).
     pub fn start_and_wait(host: &Host, environment: &Environment, spec: &GuestSpec) -> Result<Self> {
         let guest = Self::start(host, environment, spec)?;
-        if matches!(spec.boot, Boot::Tiny(_)) {
-            guest.wait_for_load()?;
+        if let Boot::Tiny(load) = &spec.boot {
+            guest.wait_for_load(load.fill_mib)?;
         }
         Ok(guest)
     }
 
-    /// Waits until the tiny guest ticks.
-    pub fn wait_for_load(&self) -> Result<Tick> {
+    /// Waits until the tiny guest ticks, which it does when it has filled so much memory.
+    pub fn wait_for_load(&self, fill_mib: u64) -> Result<Tick> {
+        // Without KVM it may fill no more than some 50 MiB in a second.
+        let deadline = DEADLINE + FILL_PATIENCE * fill_mib as u32;
         let line = self
             .serial
             .follow()?
-            .wait_for("the guest's first tick", DEADLINE, |line| line.starts_with("tick "))?;
+            .wait_for("the guest's first tick", deadline, |line| line.starts_with("tick "))?;
         Ok(Tick::parse(&line))
     }
 

@@ -28,6 +28,7 @@ mod agents;
 pub mod bare;
 pub mod bench;
 pub mod client;
+pub mod database;
 pub mod demo;
 pub mod disk;
 pub mod emulator;

@@ -48,7 +48,7 @@ impl Subject {
         }
         let mut guest = Guest::start(&lab.a, environment, &subject.spec)?;
         match case.program {
-            Program::Load { .. } => guest.wait_for_load().map(|_| ())?,
+            Program::Load { fill_mib, .. } => guest.wait_for_load(fill_mib).map(|_| ())?,
             Program::Debian => guest.serial().follow()?.wait_for_text("SERVING").map(|_| ())?,
         }
         let mut monitor = guest.monitor()?;

@@ -1,0 +1,141 @@
+//! A Debian guest with PostgreSQL, and a client that knows which of its transactions were committed.
+
+use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::mpsc::{self, Receiver};
+use std::thread::{self, JoinHandle};
+
+use postgres::{Client, Config, NoTls};
+
+use crate::demo::server;
+use crate::disk::overlay;
+use crate::environment::{Environment, QemuVersion};
+use crate::error::{Error, Result};
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::spec::GuestSpec;
+
+const PORT: u16 = 5432;
+
+/// A guest with PostgreSQL on a root disk of its own, number `n` in the laboratory's network; with `fio` it also writes and
+/// verifies a file all the while, and says `VERIFIED` on its console after each time, or `FIO FAILED`.
+pub fn database_guest(
+    lab: &Lab,
+    environment: &Environment,
+    name: &str,
+    n: u8,
+    fio: bool,
+) -> Result<GuestSpec> {
+    let disk = lab.shared_directory()?.join(format!("{name}.qcow2"));
+    overlay(&environment.qemu(QemuVersion::Installed)?, &disk, &environment.database_disk()?, "qcow2")?;
+    server(environment, name, n, &disk, if fio { "guest.fio" } else { "" })
+}
+
+/// The same guest with a root disk (qcow2) that it had before.
+pub fn database_guest_again(environment: &Environment, name: &str, n: u8, disk: &Path) -> Result<GuestSpec> {
+    server(environment, name, n, disk, "")
+}
+
+fn connect(host: &Host, address: Ipv4Addr) -> Result<Client> {
+    let mut config = Config::new();
+    config.host(&address.to_string()).port(PORT).user("postgres").dbname("postgres");
+    host.within(|| config.connect(NoTls))?.map_err(|error| failed(&error))
+}
+
+fn failed(error: &postgres::Error) -> Error {
+    let cause = std::error::Error::source(error).map_or_else(String::new, |cause| format!(": {cause}"));
+    Error::Config(format!("PostgreSQL: {error}{cause}"))
+}
+
+/// A client that commits one row after the other, over one connection that is never opened again.
+#[derive(Debug)]
+pub struct Committer {
+    stop: Arc<AtomicBool>,
+    /// Told of each transaction whose commit was confirmed; it ends when the connection does.
+    commits: Receiver<()>,
+    thread: JoinHandle<(u64, Option<String>)>,
+}
+
+/// What a committer has seen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Committed {
+    /// Rows 0 to just before this one were confirmed.
+    pub rows: u64,
+    /// What ended its connection, if anything did.
+    pub error: Option<String>,
+}
+
+impl Committer {
+    /// Connects from `host`, and begins to commit rows of its own number.
+    pub fn start(host: &Host, address: Ipv4Addr, number: i32) -> Result<Self> {
+        let mut client = connect(host, address)?;
+        client
+            .batch_execute(
+                "create table if not exists rows (client int, n bigint, text text, primary key (client, n))",
+            )
+            .map_err(|error| failed(&error))?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let (tell, commits) = mpsc::channel();
+        let work = move || {
+            let mut rows = 0;
+            while !stopped.load(Relaxed) {
+                let text = format!("row {rows} of client {number}");
+                let done =
+                    client.execute("insert into rows values ($1, $2, $3)", &[&number, &(rows as i64), &text]);
+                if let Err(error) = done {
+                    return (rows, Some(failed(&error).to_string()));
+                }
+                rows += 1;
+                // Nobody may be waiting.
+                let _ = tell.send(());
+            }
+            (rows, None)
+        };
+        Ok(Self { stop, commits, thread: thread::spawn(work) })
+    }
+
+    /// Waits for so many more commits. An error when the connection breaks before.
+    pub fn wait_for_commits(&self, commits: usize) -> Result<()> {
+        // Those until now do not count.
+        let _ = self.commits.try_iter().count();
+        if self.commits.iter().take(commits).count() < commits {
+            return Err(Error::Config("the client's connection broke".to_owned()));
+        }
+        Ok(())
+    }
+
+    /// Ends, and tells what was confirmed.
+    pub fn finish(self) -> Committed {
+        self.stop.store(true, Relaxed);
+        let (rows, error) = self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        Committed { rows, error }
+    }
+}
+
+/// The rows of a client that are in the database, after all of its tables and their indices were found sound: PostgreSQL compares
+/// the checksum of each page that it reads.
+pub fn rows(host: &Host, address: Ipv4Addr, number: i32) -> Result<BTreeSet<u64>> {
+    let mut client = connect(host, address)?;
+    let read = (|| {
+        client.batch_execute("create extension if not exists amcheck")?;
+        client.query(
+            "select bt_index_check(c.oid, i.indisunique) from pg_index i join pg_class c on c.oid = i.indexrelid \
+             join pg_am m on m.oid = c.relam where m.amname = 'btree' and c.relpersistence = 'p' and i.indisvalid",
+            &[],
+        )?;
+        client.query("select n, text from rows where client = $1", &[&number])
+    })();
+    let mut found = BTreeSet::new();
+    for row in read.map_err(|error| failed(&error))? {
+        let (n, text): (i64, String) = (row.get(0), row.get(1));
+        if text != format!("row {n} of client {number}") {
+            return Err(Error::Config(format!("row {n} of client {number} says {text:?}")));
+        }
+        found.insert(n as u64);
+    }
+    Ok(found)
+}

@@ -3,7 +3,7 @@
 use std::io::IoSlice;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use proto::frame::{HEADER_BYTES, Header, Kind};
 use proto::{HostId, Message, limits};
@@ -77,6 +77,13 @@ impl Connection {
     /// See [`Reader::has_more`].
     pub fn has_more(&mut self) -> bool {
         self.reader.has_more()
+    }
+
+    /// From now on the peer may take nothing of what is sent here for so long, instead of
+    /// [`Settings::silence`](crate::Settings::silence), before it is taken for gone: its storage may stall. That its host is
+    /// gone has to be noticed by another connection. Fails if the connection has ended.
+    pub fn set_stall_limit(&self, stall: Duration) -> Result<(), LinkError> {
+        self.reader.shared.socket.set_stall_limit(stall)
     }
 
     /// The two directions, for two threads. The connection ends when both are dropped.

@@ -34,7 +34,7 @@ impl Socket {
     ///
     /// A connection over which nothing gets through for `silence` is ended by the kernel: an idle one by keepalive
     /// probes, one with unsent bytes by the user timeout. The latter also strikes when the peer's host is well but its
-    /// agent takes nothing for that long; such a peer is as good as gone.
+    /// agent takes nothing for that long ([`Self::set_stall_limit`]).
     pub(crate) fn new(stream: TcpStream, silence: Duration) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         sockopt::set_tcp_nodelay(&stream, true)?;
@@ -44,8 +44,14 @@ impl Socket {
         sockopt::set_tcp_keepidle(&stream, probe)?;
         sockopt::set_tcp_keepintvl(&stream, probe)?;
         sockopt::set_tcp_keepcnt(&stream, 3)?;
-        sockopt::set_tcp_user_timeout(&stream, u32::try_from(silence.as_millis()).unwrap_or(u32::MAX))?;
+        sockopt::set_tcp_user_timeout(&stream, whole_ms(silence))?;
         Ok(Self { stream, closed: AtomicBool::new(false), counters: Arc::default() })
+    }
+
+    /// How long a peer may take nothing of what is sent. The kernel knows only one limit for this and for a peer whose
+    /// host is gone.
+    pub(crate) fn set_stall_limit(&self, stall: Duration) -> Result<(), LinkError> {
+        sockopt::set_tcp_user_timeout(&self.stream, whole_ms(stall)).map_err(|errno| self.lost(errno))
     }
 
     pub(crate) fn counters(&self) -> Arc<Counters> {
@@ -191,4 +197,8 @@ impl Socket {
     fn lost(&self, errno: rustix::io::Errno) -> LinkError {
         if self.is_closed() { LinkError::Closed } else { LinkError::Lost(errno.into()) }
     }
+}
+
+fn whole_ms(duration: Duration) -> u32 {
+    u32::try_from(duration.as_millis()).unwrap_or(u32::MAX)
 }

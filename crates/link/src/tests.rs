@@ -99,11 +99,13 @@ fn the_kernel_watches_silent_connections() {
     for (silence_ms, probe_s) in [(5_000, 1), (20_000, 5), (100, 1)] {
         let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let same = stream.try_clone().unwrap();
-        let _socket = Socket::new(stream, Duration::from_millis(silence_ms)).unwrap();
+        let socket = Socket::new(stream, Duration::from_millis(silence_ms)).unwrap();
         assert!(sockopt::tcp_nodelay(&same).unwrap());
         assert!(sockopt::socket_keepalive(&same).unwrap());
         assert_eq!(u64::from(sockopt::tcp_user_timeout(&same).unwrap()), silence_ms);
         assert_eq!(sockopt::tcp_keepidle(&same).unwrap(), Duration::from_secs(probe_s));
         assert_eq!(sockopt::tcp_keepintvl(&same).unwrap(), Duration::from_secs(probe_s));
+        socket.set_stall_limit(Duration::from_millis(60_500)).unwrap();
+        assert_eq!(sockopt::tcp_user_timeout(&same).unwrap(), 60_500);
     }
 }

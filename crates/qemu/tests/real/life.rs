@@ -339,6 +339,8 @@ fn a_stopped_qemu_is_a_timeout_and_not_a_hang() {
     let mut vm = version.start(dir.path(), "a", &args("-machine none -qmp unix:second,server=on,wait=off"));
     let pid = rustix::process::Pid::from_raw(vm.pid() as i32).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::STOP).unwrap();
+    // The signal is on its way only: each thread stops when it leaves the kernel.
+    rustix::process::waitpid(Some(pid), rustix::process::WaitOptions::UNTRACED).unwrap();
     vm.qmp.set_timeout(Duration::from_millis(50));
     let error = vm.qmp.execute::<Value>("query-status", Value::Null).unwrap_err();
     assert!(matches!(error, QmpError::Timeout { .. }), "{error}");

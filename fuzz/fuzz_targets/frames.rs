@@ -5,6 +5,7 @@ use libfuzzer_sys::fuzz_target;
 use proto::frame::{Header, Kind};
 use proto::limits::CHUNK_PAGES;
 use proto::pages::{Content, PagesHeader, decode_ack, decode_round_end, encode_ack, encode_round_end};
+use proto::reference::{Reference, decode_missing, encode_missing};
 
 fuzz_target!(|bytes: &[u8]| {
     let mut rest = bytes;
@@ -19,9 +20,17 @@ fuzz_target!(|bytes: &[u8]| {
         match decoded.kind {
             Kind::Pages => {
                 let Ok((pages, data)) = PagesHeader::decode(payload, &mut runs) else { continue };
-                let held: u64 =
-                    runs.iter().filter(|run| run.content == Content::Data).map(|run| run.len_bytes()).sum();
-                assert_eq!(data.len() as u64, held);
+                assert_eq!(data.len(), runs.iter().map(|run| run.data_bytes()).sum::<usize>());
+                let mut rest = data;
+                for run in &runs {
+                    let (mine, behind) = rest.split_at(run.data_bytes());
+                    rest = behind;
+                    if run.content == Content::Reference
+                        && let Ok(reference) = Reference::decode(mine)
+                    {
+                        assert_eq!(reference.encode(), mine);
+                    }
+                }
                 assert!(
                     runs.iter().all(|run| u64::from(run.first_page) + u64::from(run.pages) <= CHUNK_PAGES)
                 );
@@ -38,6 +47,11 @@ fuzz_target!(|bytes: &[u8]| {
             Kind::Ack => {
                 if let Ok(seq) = decode_ack(payload) {
                     assert_eq!(encode_ack(seq), payload);
+                }
+            }
+            Kind::Missing => {
+                if let Ok((seq, pages)) = decode_missing(payload) {
+                    assert_eq!(encode_missing(seq, &pages), payload);
                 }
             }
             Kind::Message | Kind::Blob => {}

@@ -244,6 +244,9 @@ pub(crate) struct MigrateCommand {
     /// slower the more it has written (off)
     #[arg(long, value_name = "off|drain|threshold", hide_possible_values = true)]
     pub throttle_writes: Option<ThrottleArg>,
+    /// Send all of the disks that are copied, also what the other host has already in its templates or from before
+    #[arg(long)]
+    pub no_references: bool,
     /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is not
     #[arg(
         long,

@@ -3,7 +3,8 @@
 use std::path::Path;
 
 use agent::api::{
-    AdoptRequest, Adopted, AgentInfo, Client, HostId, KernelFeature, RunRequest, VmDetail, VmName, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, Client, HostId, KernelFeature, RunRequest, TemplateState, VmDetail,
+    VmName, VmSummary,
 };
 use agent::report::bytes;
 use serde_json::Value;
@@ -31,6 +32,19 @@ pub(crate) fn agent(client: &Client, output: &Output) -> Result<Code, Failure> {
             } else {
                 text.line(format_args!("    {name}: MISSING: {advice}"));
             }
+        }
+        if !info.templates.is_empty() {
+            text.line(format_args!("  templates"));
+        }
+        for template in &info.templates {
+            let state = match (template.state, &template.problem) {
+                (TemplateState::Ready, _) => format!("{} in use", bytes(template.data_bytes.unwrap_or(0))),
+                (TemplateState::BeingRead, _) => "being read".to_owned(),
+                (TemplateState::Failed, problem) => {
+                    format!("NOT USED: {}", problem.as_deref().unwrap_or("it cannot be read"))
+                }
+            };
+            text.line(format_args!("    {}: {state}", template.path.display()));
         }
         text.finish()
     });

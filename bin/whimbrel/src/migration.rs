@@ -27,6 +27,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         streams: command.streams,
         verify: command.verify,
         throttle_writes: command.throttle_writes.map(Into::into),
+        references: command.no_references.then_some(false),
         ram: command.ram.into(),
         allow_options: command.allow_options,
         disks: command.disks.into(),

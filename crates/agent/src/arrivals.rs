@@ -5,6 +5,7 @@
 //! has not taken yet is not free for the next one. The kernel's own count is used for what it has taken.
 
 use std::collections::BTreeMap;
+use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,7 +18,16 @@ pub(crate) struct Needs {
     /// Size of huge pages, where its memory is made of them.
     pub(crate) hugepage_bytes: Option<u64>,
     /// Images that are made for it, and how large each becomes.
-    pub(crate) images: Vec<(PathBuf, u64)>,
+    pub(crate) images: Vec<ImageNeed>,
+}
+
+/// What an image will take of its pool.
+#[derive(Clone, Debug)]
+pub(crate) struct ImageNeed {
+    pub(crate) path: PathBuf,
+    pub(crate) bytes: u64,
+    /// Bit by bit, or all at once when it is made.
+    pub(crate) grows: bool,
 }
 
 /// What was promised to one VM.
@@ -69,7 +79,7 @@ impl Look<'_> {
     /// How much images of others will still take; to be asked before what is free, too.
     pub(crate) fn owed_image_bytes(&self) -> u64 {
         let images = self.book.open.values().flat_map(|promise| &promise.needs.images);
-        images.map(|(path, bytes)| bytes.saturating_sub(image_bytes(path))).fold(0, u64::saturating_add)
+        images.map(|need| need.bytes.saturating_sub(need.taken_bytes())).fold(0, u64::saturating_add)
     }
 
     /// Promises so much, until the answer is dropped.
@@ -138,9 +148,12 @@ fn memfd_bytes(process: &Path) -> u64 {
     files.values().sum()
 }
 
-/// What an image has of its file system so far.
-fn image_bytes(path: &Path) -> u64 {
-    std::fs::metadata(path).map_or(0, |image| image.blocks() * 512)
+impl ImageNeed {
+    /// What it has of its pool so far. How much a thin volume has is not asked: all of it counts as owed until it is there.
+    fn taken_bytes(&self) -> u64 {
+        let taken = |image: Metadata| if self.grows { image.blocks() * 512 } else { u64::MAX };
+        std::fs::metadata(&self.path).map_or(0, taken)
+    }
 }
 
 #[cfg(test)]
@@ -171,7 +184,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let arrivals = Arc::new(Arrivals::default());
         let (one, other) = (folder.path().join("one"), folder.path().join("other"));
-        let images = vec![(one.clone(), 3 << 20), (other, 1 << 20)];
+        let need = |path, bytes, grows| ImageNeed { path, bytes, grows };
+        let images = vec![need(one.clone(), 3 << 20, true), need(other, 1 << 20, true)];
         let promised = arrivals.look().promise(Needs { images, ..Needs::default() });
         assert_eq!(arrivals.look().owed_image_bytes(), 4 << 20);
         std::fs::write(&one, vec![1; 2 << 20]).unwrap();

@@ -27,6 +27,7 @@ use proto::HostId;
 use serde::{Deserialize, Serialize};
 
 use crate::api::{OnLimit, ThrottleWrites};
+pub use crate::pool::{Pool, PoolFormat};
 
 /// Where the configuration lies if nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/whimbrel/agent.toml";
@@ -64,6 +65,8 @@ pub struct Config {
     pub disks_shared: Vec<String>,
     /// Where disks of arriving VMs that are copied get their images; none if none can be.
     pub pool: Option<Pool>,
+    /// Images, or directories of them, that disks of arriving VMs may have something in common with.
+    pub templates: Vec<PathBuf>,
     /// What migrations from here aim at and keep within, unless a request says otherwise.
     pub limits: Limits,
     /// How long to wait for what.
@@ -133,30 +136,6 @@ impl Default for Qemu {
     }
 }
 
-/// Where images are made.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Pool {
-    /// A directory on a file system of this host.
-    pub directory: PathBuf,
-    /// Their format.
-    #[serde(default)]
-    pub format: PoolFormat,
-}
-
-/// The format of images that are made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum PoolFormat {
-    /// As the source has it, if that is raw or qcow2; raw otherwise.
-    #[default]
-    Same,
-    /// Raw, sparse.
-    Raw,
-    /// QEMU's own.
-    Qcow2,
-}
-
 /// What migrations aim at and keep within.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -173,6 +152,8 @@ pub struct Limits {
     pub on_limit: OnLimit,
     /// How fast a guest may write to disks that are copied.
     pub throttle_writes: ThrottleWrites,
+    /// Whether pages of disks that the destination has already are referred to, and not sent.
+    pub references: bool,
 }
 
 impl Default for Limits {
@@ -184,6 +165,7 @@ impl Default for Limits {
             max_rounds: 30,
             on_limit: OnLimit::Abort,
             throttle_writes: ThrottleWrites::Off,
+            references: true,
         }
     }
 }
@@ -196,6 +178,9 @@ pub struct Timeouts {
     pub connect_ms: u64,
     /// A peer whose host says nothing for so long is taken for unreachable: connections are made anew.
     pub peer_silence_ms: u64,
+    /// A destination whose host answers, but which takes no pages for so long, is taken for unreachable too. More than
+    /// its storage ever stalls.
+    pub stall_ms: u64,
     /// A stopped guest waits for the destination so much longer than everything should take; then it goes on here.
     pub standstill_ms: u64,
     /// Pause between two attempts to reach a peer or the register.
@@ -216,6 +201,7 @@ impl Default for Timeouts {
         Self {
             connect_ms: 5_000,
             peer_silence_ms: 10_000,
+            stall_ms: 60_000,
             standstill_ms: 5_000,
             retry_ms: 500,
             give_up_after_ms: 60_000,

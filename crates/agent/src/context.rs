@@ -13,6 +13,7 @@ use crate::journal::Journal;
 use crate::names::Names;
 use crate::preflight::Emulators;
 use crate::register::Register;
+use crate::templates::Templates;
 
 /// What all parts of an agent share.
 pub(crate) struct Context {
@@ -38,6 +39,8 @@ pub(crate) struct Context {
     pub(crate) names: Names,
     /// What the QEMUs of this host have said of themselves.
     pub(crate) emulators: Emulators,
+    /// Templates of this host.
+    pub(crate) templates: Templates,
     /// Parts of the downtime that do not depend on memory, as measured here.
     pub(crate) fixed_costs: Mutex<CostHistory>,
 }

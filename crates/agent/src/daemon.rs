@@ -29,6 +29,7 @@ use crate::names::Names;
 use crate::preflight::Emulators;
 use crate::progress::Publisher;
 use crate::register::{Register, RegisterError, SqliteRegister, WitnessClient, WitnessServer};
+use crate::templates::Templates;
 use crate::{destination, source};
 
 /// Why an agent cannot start.
@@ -49,6 +50,9 @@ pub enum StartError {
     /// Users cannot be listened to.
     #[error("cannot serve the API")]
     Api(#[from] ServerError),
+    /// Templates cannot be looked for.
+    #[error("no thread to look for templates")]
+    Templates(#[source] std::io::Error),
     /// The host's boot id cannot be read.
     #[error("cannot read /proc/sys/kernel/random/boot_id")]
     BootId(#[source] std::io::Error),
@@ -95,6 +99,12 @@ impl Agent {
             names: Names::default(),
             emulators: Emulators::default(),
             fixed_costs: Mutex::default(),
+            templates: Templates::start(
+                config.templates.clone(),
+                config.state_dir.join("catalogues"),
+                Duration::from_millis(config.timeouts.qemu_start_ms),
+            )
+            .map_err(StartError::Templates)?,
             boot_id: boot_id.trim().to_owned(),
             journal,
             endpoint,

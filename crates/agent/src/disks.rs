@@ -5,25 +5,18 @@
 //! read from QEMU's own NBD server, at the destination written through the server of an image; several threads do so at a
 //! time, each over a connection of its own.
 
-mod connections;
 mod destination;
+mod served;
 mod source;
 
-pub(crate) use destination::{Images, image_path};
-pub(crate) use source::{DiskLog, LeavingDisk, SocketPath, allocated};
-
-use std::ops::Range;
+pub(crate) use destination::Images;
+pub(crate) use source::{DiskLog, LeavingDisk, SocketPath, first_pages};
 
 use proto::limits::PAGE_BYTES;
 
 /// Whole pages, as the data plane counts: the last one may go beyond the disk's end.
 fn whole_pages(bytes: u64) -> u64 {
     bytes.next_multiple_of(PAGE_BYTES)
-}
-
-/// The part of a range that is on a disk of that length.
-fn on_disk(range: Range<u64>, disk_bytes: u64) -> Range<u64> {
-    range.start.min(disk_bytes)..range.end.min(disk_bytes)
 }
 
 /// What a disk is called where RAM blocks are meant too.

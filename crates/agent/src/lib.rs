@@ -26,12 +26,14 @@ mod machine;
 mod names;
 mod owners;
 mod peers;
+mod pool;
 mod preflight;
 pub mod progress;
 mod ram;
 pub mod register;
 pub mod report;
 mod source;
+mod templates;
 #[cfg(test)]
 mod testing;
 mod verification;

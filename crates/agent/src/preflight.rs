@@ -206,7 +206,7 @@ pub(crate) fn destination(
     let disks = disks::plan(context.config.pool.as_ref(), id, &theirs.vm, &proposal.disks, &sights);
     let files = disks::still_needed(files, &theirs.vm, &disks.copied);
     here.images = disks.copied.iter().map(|disk| (disk.name.clone(), disk.new_image())).collect();
-    traces.images = disks.copied.iter().map(|disk| disk.image.clone()).collect();
+    traces.images = disks.copied.iter().map(|disk| disk.place.path.clone()).collect();
     let built = command::build(&theirs.vm, &here);
     let problems = built.as_ref().err().map(|error| error.problems.clone()).unwrap_or_default();
     let emulator = context.emulators.ask(context, &here).map_err(|error| {

@@ -149,6 +149,10 @@ pub struct Round {
     pub zero_pages: u64,
     /// Pages that are holes.
     pub hole_pages: u64,
+    /// Pages of disks that the destination had already, and that were referred to.
+    pub reference_pages: u64,
+    /// Those of them that it did not have after all: they were sent in the next round.
+    pub refused_pages: u64,
     /// Sent on the data streams, in bytes on the wire.
     pub sent_bytes: u64,
     /// From its scan to the last acknowledgement awaited in it, in microseconds.

@@ -12,6 +12,7 @@ mod inbox;
 mod leavings;
 mod memory;
 mod phases;
+mod references;
 mod telemetry;
 mod throttling;
 mod vm;
@@ -57,6 +58,8 @@ pub(crate) struct Aims {
     pub(crate) verify: bool,
     /// How fast the guest may write to disks that are copied.
     pub(crate) throttle_writes: ThrottleWrites,
+    /// Pages of disks that the destination has already are referred to, and not sent.
+    pub(crate) references: bool,
 }
 
 impl Aims {
@@ -71,6 +74,7 @@ impl Aims {
             bandwidth_bytes_per_s: (bandwidth > 0).then_some(bandwidth),
             verify: request.verify,
             throttle_writes: request.throttle_writes.unwrap_or(limits.throttle_writes),
+            references: request.references.unwrap_or(limits.references),
         }
     }
 
@@ -181,6 +185,8 @@ pub(crate) struct Driver {
     parting: Option<phases::Control>,
     /// The guest's memory and disks, once their writes are seen and no phase has them in hand.
     cargo: Option<memory::Cargo>,
+    /// The destination was asked what is in its templates, and has not told all of it.
+    seeking: bool,
     /// Who waits for an answer to the question that is being dealt with.
     asker: Option<inbox::Reply>,
     /// Events that effects led to, to be taken before anything from the inbox.
@@ -236,6 +242,7 @@ impl Driver {
             control: None,
             parting: None,
             cargo: None,
+            seeking: false,
             asker: None,
             follow_ups: VecDeque::new(),
             effects_failed: false,

@@ -27,6 +27,7 @@ use crate::journal::{Journal, NewMigration, State, VmRecord};
 use crate::names::Names;
 use crate::preflight::Emulators;
 use crate::register::Register;
+use crate::templates::Templates;
 
 /// How long a test waits for what has to happen.
 pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
@@ -132,6 +133,7 @@ impl World {
             names: Names::default(),
             emulators: Emulators::default(),
             fixed_costs: Mutex::default(),
+            templates: Templates::start(Vec::new(), folder.path().join("templates"), PATIENCE).unwrap(),
             config,
         };
         Self { context: Arc::new(context), folder, arrivals, _peer: peer }

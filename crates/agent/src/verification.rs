@@ -8,8 +8,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use ::memory::verify::{self, Block, VerifyError};
-use block::compare::Reading;
 use block::image::ImageError;
+use block::reading::Reading;
 use proto::limits::{CHUNK_BYTES, HASHES};
 use proto::message::Message;
 use qemu::qmp::Qmp;
@@ -61,6 +61,8 @@ pub(crate) fn hashes(qmp: &mut Qmp, pid: u32, names: &[&str]) -> Result<Hashes, 
 pub(crate) struct DiskImage {
     pub(crate) path: String,
     pub(crate) format: String,
+    /// Length of the disk: a raw image may be longer.
+    pub(crate) disk_bytes: u64,
 }
 
 impl Hashes {
@@ -86,7 +88,8 @@ impl Hashes {
         patience: Duration,
     ) -> Result<(), CompareError> {
         for (number, image) in images.iter().enumerate() {
-            let mut reading = Reading::open(&image.path, &image.format, socket, patience)?;
+            let disk_bytes = (image.format == "raw").then_some(image.disk_bytes);
+            let mut reading = Reading::open(&image.path, &image.format, disk_bytes, socket, patience)?;
             let hashes = reading.hash_chunks(CHUNK_BYTES, 0..u64::MAX)?;
             self.add(first_block + number, reading.size_bytes(), &hashes);
         }

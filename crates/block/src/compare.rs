@@ -2,43 +2,21 @@
 //! the [client](crate::nbd): each image is opened anew, for reading, by a server of its own.
 
 use std::ops::Range;
-use std::path::Path;
-use std::time::Duration;
 
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
-use crate::image::{ImageError, Server};
-use crate::nbd::{ALLOCATION, Client, NbdError, ZERO};
+use crate::image::ImageError;
+use crate::nbd::{Client, NbdError, ZERO};
+use crate::reading::Reading;
 
 /// Read at a time: fits the processor's cache.
 const PIECE_BYTES: u64 = 256 << 10;
 
-/// An image that is open for reading, whoever else has it open.
-#[derive(Debug)]
-pub struct Reading {
-    server: Server,
-    client: Client,
-}
-
 impl Reading {
-    /// Opens an image in any format that QEMU knows by this name, through a server on a socket that is made. Whoever writes
-    /// it must have flushed it, and not write any more.
-    pub fn open(image: &str, format: &str, socket: &Path, patience: Duration) -> Result<Self, ImageError> {
-        let server = Server::start_reading(image, format, socket, patience)?;
-        let client = server.client_for(Some(ALLOCATION))?;
-        Ok(Self { server, client })
-    }
-
-    /// Length of what is in the image, in bytes.
-    pub fn size_bytes(&self) -> u64 {
-        self.client.size_bytes()
-    }
-
     /// XXH3 of chunks of that length, 64 bits each, as far as the disk goes; its last one may be shorter. What reads as
     /// zeros is not read.
     pub fn hash_chunks(&mut self, chunk_bytes: u64, chunks: Range<u64>) -> Result<Vec<u64>, ImageError> {
-        let hashed = hash_chunks(&mut self.client, chunk_bytes, chunks);
-        hashed.map_err(|source| ImageError::Read { path: self.server.path().to_owned(), source })
+        self.ask(|client| hash_chunks(client, chunk_bytes, chunks))
     }
 }
 

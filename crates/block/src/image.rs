@@ -18,6 +18,8 @@ use crate::nbd::{Client, NbdError};
 
 /// The name under which an image is served.
 const EXPORT: &str = "disk";
+/// What QEMU's tools come with.
+const TOOLS: &str = "QEMU's package of tools (qemu-utils, qemu-img)";
 /// How often a server that is starting is looked at.
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -62,15 +64,17 @@ pub enum ImageError {
         /// Why.
         source: io::Error,
     },
-    /// One of QEMU's tools is not there.
-    #[error("cannot run {tool}: is QEMU's package of tools (qemu-utils, qemu-img) installed?")]
+    /// A tool is not there.
+    #[error("cannot run {tool}: is {package} installed?")]
     NoTool {
         /// The program.
         tool: &'static str,
+        /// What it comes with.
+        package: &'static str,
         /// Why.
         source: io::Error,
     },
-    /// One of QEMU's tools failed.
+    /// A tool failed.
     #[error("{tool} failed on {path}: {said}", path = path.display())]
     Tool {
         /// The program.
@@ -160,7 +164,8 @@ fn fill(
         command.args(["-F", backing.format.as_str(), "-b"]).arg(&backing.path);
     }
     command.arg(path).arg(bytes.to_string()).stdin(Stdio::null());
-    let done = command.output().map_err(|source| ImageError::NoTool { tool: "qemu-img", source })?;
+    let done =
+        command.output().map_err(|source| ImageError::NoTool { tool: "qemu-img", package: TOOLS, source })?;
     if done.status.success() {
         return file.sync_all().map_err(failed);
     }
@@ -196,15 +201,17 @@ impl Server {
     }
 
     /// Serves an image for reading to one connection, whoever else has it open. `image` and `format` are QEMU's words for
-    /// it.
+    /// it; of a raw one that is longer than its disk only the disk is served, where its length is told.
     pub(crate) fn start_reading(
         image: &str,
         format: &str,
+        disk_bytes: Option<u64>,
         socket: &Path,
         patience: Duration,
     ) -> Result<Self, ImageError> {
         let image_in_options = image.replace(',', ",,");
-        let options = format!("driver={format},file.filename={image_in_options},force-share=on");
+        let size = disk_bytes.map_or_else(String::new, |bytes| format!(",size={bytes}"));
+        let options = format!("driver={format}{size},file.filename={image_in_options},force-share=on");
         let mut command = Command::new("qemu-nbd");
         command.args(["--read-only", "--image-opts"]);
         Self::spawn(command, OsStr::new(&options), Path::new(image), socket, 1, patience)
@@ -229,7 +236,7 @@ impl Server {
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
             .spawn()
-            .map_err(|source| ImageError::NoTool { tool: "qemu-nbd", source })?;
+            .map_err(|source| ImageError::NoTool { tool: "qemu-nbd", package: TOOLS, source })?;
         let mut server =
             Self { child, path: path.to_owned(), socket: socket.to_owned(), patience, keeper: None };
         let deadline = Instant::now() + patience;

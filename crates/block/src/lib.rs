@@ -5,6 +5,8 @@
 //! |---|---|
 //! | [`nbd`] | the client's side of NBD |
 //! | [`image`] | images that are made and filled |
+//! | [`volume`] | logical volumes in which disks arrive |
+//! | [`reading`] | images that are read, whoever else has them open |
 //! | [`compare`] | whether two images have the same in them |
 //!
 //! Nothing here knows of a migration. Image formats are known to QEMU's own tools alone.
@@ -12,3 +14,5 @@
 pub mod compare;
 pub mod image;
 pub mod nbd;
+pub mod reading;
+pub mod volume;

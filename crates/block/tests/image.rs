@@ -8,8 +8,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use whimbrel_block::compare::Reading;
 use whimbrel_block::image::{Backing, Format, ImageError, Server, create};
+use whimbrel_block::reading::Reading;
 
 const PATIENCE: Duration = Duration::from_mins(1);
 const MIB: u64 = 1 << 20;
@@ -143,7 +143,8 @@ fn images_are_equal_when_what_is_in_them_is() {
         let (image, format, server) = &images[index];
         server.flush().unwrap();
         let socket = directory.path().join("compare.sock");
-        let mut reading = Reading::open(image.to_str().unwrap(), format.as_str(), &socket, PATIENCE).unwrap();
+        let mut reading =
+            Reading::open(image.to_str().unwrap(), format.as_str(), None, &socket, PATIENCE).unwrap();
         assert_eq!(reading.size_bytes(), bytes);
         reading.hash_chunks(CHUNK, chunks).unwrap()
     };

@@ -8,10 +8,12 @@ use std::ops::Range;
 
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::pages::{Content, PagesHeader, Run};
+use proto::reference::{Library, REFERENCE_BYTES, Reference};
 
 use crate::dirty::ChunkPages;
 use crate::ram::zero::is_zero;
 use crate::ram::{BlockReader, RamError};
+use crate::references::{Known, PageHash, PageName, Place, RunHash, page_hash};
 
 /// Most pages of data in one frame: 256 KiB.
 pub const FRAME_PAGES: u64 = 64;
@@ -30,12 +32,14 @@ pub struct Contents {
     pub zero: u64,
     /// Pages without memory behind them.
     pub hole: u64,
+    /// Pages that were referred to, because the destination has them.
+    pub reference: u64,
 }
 
 impl Contents {
     /// All of them.
     pub fn pages(&self) -> u64 {
-        self.data + self.zero + self.hole
+        self.data + self.zero + self.hole + self.reference
     }
 }
 
@@ -47,6 +51,43 @@ pub(crate) struct FrameBuilder {
     data: Vec<u8>,
     /// How much of `data` belongs to the frame, in bytes.
     filled: usize,
+    /// The last run, where that is a reference.
+    open: Option<OpenReference>,
+    /// Pages of data and their names, where references are looked for.
+    names: Vec<(u64, PageName)>,
+    /// Pages that are referred to.
+    referred: ChunkPages,
+}
+
+/// Shortest run of pages that is referred to: each costs the destination a question to a server and an answer, and on a
+/// quick link a few pages are there sooner.
+const LEAST_REFERRED: u64 = 4;
+
+/// Where pages of a chunk may be at the destination already.
+pub(crate) struct Refer<'a> {
+    pub(crate) known: &'a Known,
+    /// The block that is sent, and the chunk's first page in it.
+    pub(crate) block: u16,
+    pub(crate) base_page: u64,
+    /// Pages of the chunk for which it is looked up.
+    pub(crate) allowed: ChunkPages,
+    /// Whether a page of a block is at the destination as it was sent last, as far as this round knows.
+    pub(crate) is_there: &'a dyn Fn(u16, u64) -> bool,
+}
+
+/// A reference that may go on with the next page.
+#[derive(Debug)]
+struct OpenReference {
+    /// Where its record goes in the frame's data.
+    record: usize,
+    /// Where its pages are in the buffer, and their names: it may be too short.
+    from: usize,
+    names: Vec<PageName>,
+    library: Library,
+    first_page: u64,
+    /// So many pages so far.
+    pages: u64,
+    hash: RunHash,
 }
 
 /// Reading guest memory failed.
@@ -58,33 +99,48 @@ pub(crate) struct ReadFailed {
 
 impl FrameBuilder {
     pub(crate) fn new() -> Self {
-        Self { runs: Vec::new(), head: Vec::new(), data: vec![0; FRAME_PAGES as usize * PAGE], filled: 0 }
+        let data = vec![0; FRAME_PAGES as usize * PAGE];
+        Self {
+            runs: Vec::new(),
+            head: Vec::new(),
+            data,
+            filled: 0,
+            open: None,
+            names: Vec::new(),
+            referred: ChunkPages::EMPTY,
+        }
     }
 
-    /// Reads pages of a chunk, in ascending order, as many as fit. Returns which ones the frame holds now.
+    /// Reads pages of a chunk, in ascending order, as many as fit. Returns which ones the frame holds now. Those that the
+    /// destination has are referred to, where that is wanted.
     pub(crate) fn fill(
         &mut self,
         reader: &dyn BlockReader,
         chunk: u64,
         wanted: &ChunkPages,
+        refer: Option<&Refer<'_>>,
     ) -> Result<(ChunkPages, Contents), ReadFailed> {
         self.runs.clear();
+        self.names.clear();
+        self.referred = ChunkPages::EMPTY;
         self.filled = 0;
         let base = chunk * CHUNK_BYTES;
         let mut taken = ChunkPages::EMPTY;
         for run in wanted.runs() {
-            let end = self.fill_run(reader, base, run.clone())?;
+            let end = self.fill_run(reader, base, run.clone(), refer)?;
             taken.insert(&ChunkPages::from_range(run.start..end));
             if end < run.end || self.room() == 0 {
                 break;
             }
         }
+        self.close();
         let mut contents = Contents::default();
         for run in &self.runs {
             let count = match run.content {
                 Content::Data => &mut contents.data,
                 Content::Zero => &mut contents.zero,
                 Content::Hole => &mut contents.hole,
+                Content::Reference => &mut contents.reference,
             };
             *count += u64::from(run.pages);
         }
@@ -98,14 +154,36 @@ impl FrameBuilder {
         [&self.head, &self.data[..self.filled]]
     }
 
+    /// The names of the pages that are in the frame as data, by their number in the chunk; none where no references were
+    /// looked for.
+    pub(crate) fn names(&self) -> &[(u64, PageName)] {
+        &self.names
+    }
+
+    /// Which pages the frame only refers to.
+    pub(crate) fn referred(&self) -> ChunkPages {
+        self.referred
+    }
+
     fn room(&self) -> u64 {
         ((self.data.len() - self.filled) / PAGE) as u64
     }
 
     /// Reads a run of pages until it ends or the frame is full; returns the first page that was left out.
-    fn fill_run(&mut self, reader: &dyn BlockReader, base: u64, run: Range<u64>) -> Result<u64, ReadFailed> {
+    fn fill_run(
+        &mut self,
+        reader: &dyn BlockReader,
+        base: u64,
+        run: Range<u64>,
+        refer: Option<&Refer<'_>>,
+    ) -> Result<u64, ReadFailed> {
         let mut at = run.start;
-        while at < run.end && self.room() > 0 {
+        while at < run.end {
+            // What is referred to may become data again, for which there has to be room.
+            self.close();
+            if self.room() == 0 {
+                break;
+            }
             if run.end - at >= ASK_FIRST_PAGES {
                 let present = first_present(reader, base, at..run.end)?;
                 self.push(at..present, Content::Hole);
@@ -113,7 +191,7 @@ impl FrameBuilder {
             }
             let end = run.end.min(at + self.room());
             if at < end {
-                self.read(reader, base, at..end)?;
+                self.read(reader, base, at..end, refer)?;
             }
             at = end;
         }
@@ -121,7 +199,13 @@ impl FrameBuilder {
     }
 
     /// Reads pages to the end of the data, and closes the gaps that zero pages leave there.
-    fn read(&mut self, reader: &dyn BlockReader, base: u64, pages: Range<u64>) -> Result<(), ReadFailed> {
+    fn read(
+        &mut self,
+        reader: &dyn BlockReader,
+        base: u64,
+        pages: Range<u64>,
+        refer: Option<&Refer<'_>>,
+    ) -> Result<(), ReadFailed> {
         let offset = base + pages.start * PAGE_BYTES;
         let start = self.filled;
         let copy = &mut self.data[start..start + (pages.end - pages.start) as usize * PAGE];
@@ -146,16 +230,101 @@ impl FrameBuilder {
                 let present = first_present(reader, base, page..end)?;
                 self.push(page..present, Content::Hole);
                 self.push(present..end, Content::Zero);
+            } else if let Some(refer) = refer {
+                (page..end).for_each(|page| self.refer_or_keep(page, place(page), refer));
             } else {
-                if place(page) != self.filled {
-                    self.data.copy_within(place(page)..place(end), self.filled);
-                }
-                self.filled += (end - page) as usize * PAGE;
-                self.push(page..end, Content::Data);
+                self.keep(page..end, place(page));
             }
             page = end;
         }
         Ok(())
+    }
+
+    /// Puts pages that begin at `from` in the buffer behind those of the frame.
+    fn keep(&mut self, pages: Range<u64>, from: usize) {
+        self.close();
+        let bytes = (pages.end - pages.start) as usize * PAGE;
+        if from != self.filled {
+            self.data.copy_within(from..from + bytes, self.filled);
+        }
+        self.filled += bytes;
+        self.push(pages, Content::Data);
+    }
+
+    /// Refers to the page at `from` in the buffer if the destination has it.
+    fn refer_or_keep(&mut self, page: u64, from: usize, refer: &Refer<'_>) {
+        let hash = page_hash(&self.data[from..from + PAGE]);
+        let name = PageName::from_hash(&hash);
+        let place = if refer.allowed.contains(page) { self.look_up(name, page, refer) } else { None };
+        if let Some(place) = place {
+            self.refer(page, from, place, name, &hash);
+        } else {
+            self.keep(page..page + 1, from);
+            self.names.push((page, name));
+        }
+    }
+
+    /// Where the destination has a page: behind the one before it, if it is there, too.
+    fn look_up(&self, name: PageName, page: u64, refer: &Refer<'_>) -> Option<Place> {
+        let is_there = |place: &Place| match place.library {
+            Library::Template(_) => true,
+            // It was written anew, with what it had: where it was sent to, it is.
+            Library::Block(block) if block == refer.block && place.page == refer.base_page + page => true,
+            Library::Block(block) => (refer.is_there)(block, place.page),
+        };
+        let mut places = refer.known.find(name).filter(is_there);
+        let first = places.next()?;
+        if self.goes_on(page, first) {
+            Some(first)
+        } else {
+            places.find(|place| self.goes_on(page, *place)).or(Some(first))
+        }
+    }
+
+    /// Whether the open reference goes on with this page at this place.
+    fn goes_on(&self, page: u64, place: Place) -> bool {
+        let next = self.runs.last().map(|run| u64::from(run.first_page + run.pages));
+        next == Some(page)
+            && self.open.as_ref().is_some_and(|open| {
+                open.library == place.library && open.first_page + open.pages == place.page
+            })
+    }
+
+    fn refer(&mut self, page: u64, from: usize, place: Place, name: PageName, hash: &PageHash) {
+        if !self.goes_on(page, place) {
+            self.close();
+            let Place { library, page: first_page } = place;
+            // The record takes the place of a page that was looked at already.
+            let record = self.filled;
+            self.filled += REFERENCE_BYTES;
+            self.runs.push(Run { first_page: page as u16, pages: 0, content: Content::Reference });
+            let (names, hash) = (Vec::new(), RunHash::default());
+            self.open = Some(OpenReference { record, from, names, library, first_page, pages: 0, hash });
+        }
+        if let (Some(open), Some(run)) = (&mut self.open, self.runs.last_mut()) {
+            open.hash.add(hash);
+            open.names.push(name);
+            open.pages += 1;
+            run.pages += 1;
+        }
+    }
+
+    /// Writes down what the last run refers to, if it does; one that is too short becomes data again.
+    fn close(&mut self) {
+        let Some(open) = self.open.take() else { return };
+        let OpenReference { record, from, names, library, first_page, pages, hash } = open;
+        let Some(run) = self.runs.last().copied() else { return };
+        let first = u64::from(run.first_page);
+        if pages < LEAST_REFERRED {
+            self.runs.pop();
+            self.filled = record;
+            self.keep(first..first + pages, from);
+            self.names.extend((first..).zip(names));
+            return;
+        }
+        let reference = Reference { library, first_page, hash: hash.finish() };
+        self.data[record..record + REFERENCE_BYTES].copy_from_slice(&reference.encode());
+        self.referred.insert(&ChunkPages::from_range(first..first + pages));
     }
 
     /// Adds a run, or lengthens the last one.
@@ -163,6 +332,7 @@ impl FrameBuilder {
         if pages.is_empty() {
             return;
         }
+        self.close();
         let count = (pages.end - pages.start) as u16;
         if let Some(last) = self.runs.last_mut()
             && last.content == content

@@ -20,6 +20,19 @@ impl ChunkPages {
     /// No page.
     pub const EMPTY: Self = Self([0; WORDS]);
 
+    /// All pages.
+    pub const ALL: Self = Self([u64::MAX; WORDS]);
+
+    /// From a bit for each page.
+    pub fn from_words(words: [u64; WORDS]) -> Self {
+        Self(words)
+    }
+
+    /// A bit for each page.
+    pub fn words(&self) -> &[u64; WORDS] {
+        &self.0
+    }
+
     /// The pages of a range, which is cut at the chunk's end.
     pub fn from_range(pages: Range<u64>) -> Self {
         let mut set = Self::EMPTY;
@@ -67,6 +80,11 @@ impl ChunkPages {
     /// Takes all pages of another set out.
     pub fn remove(&mut self, other: &Self) {
         self.0.iter_mut().zip(other.0).for_each(|(word, bits)| *word &= !bits);
+    }
+
+    /// Whether all of its pages are in another set, too.
+    pub fn is_within(&self, other: &Self) -> bool {
+        self.0.iter().zip(other.0).all(|(mine, theirs)| mine & !theirs == 0)
     }
 
     /// Neighbouring pages as ranges, ascending, as long as can be.
@@ -184,6 +202,13 @@ impl DirtyBitmap {
     pub fn remove_from_chunk(&mut self, chunk: u64, pages: &ChunkPages) {
         if let Some(mine) = self.chunks.get_mut(chunk as usize) {
             mine.remove(pages);
+        }
+    }
+
+    /// Adds pages of one chunk, none of them beyond the end.
+    pub fn insert_into_chunk(&mut self, chunk: u64, pages: &ChunkPages) {
+        if let Some(mine) = self.chunks.get_mut(chunk as usize) {
+            mine.insert(pages);
         }
     }
 

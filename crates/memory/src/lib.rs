@@ -15,11 +15,12 @@
 //! | [`ram`] | RAM blocks as bytes, on either side |
 //! | [`TrackedRam`] | the dirty log of a real QEMU |
 //! | [`send`], [`receive`] | the two ends of the streams |
+//! | [`Known`] | what the destination has already, and need not be sent |
 //! | [`verify`] | whether both sides are equal, found by another path |
 //! | [`wire`] | what is needed of a connection |
 //!
 //! Threads and blocking calls throughout. Nothing here knows of QEMU's monitor, of the handover, or of how a
-//! connection comes about; it must never decide that a page need not be sent.
+//! connection comes about; it must never decide that a page need not be at the destination.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -28,6 +29,7 @@ mod chunk;
 pub mod dirty;
 pub mod ram;
 pub mod receive;
+mod references;
 pub mod round;
 pub mod send;
 mod tracked;
@@ -40,6 +42,7 @@ pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, open_destination, o
 pub use receive::{
     AttachError, DestinationRam, Discardable, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
 };
+pub use references::{Known, NAME_BYTES, NoTemplates, PageName, Templates};
 pub use round::{Cleared, DirtyLog, DrainFailed, Owed, Place, Readable, ScanError, ScanFailed, ScanStats};
 pub use send::{
     Interrupted, Progress, RoundStats, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,

@@ -24,11 +24,13 @@ use std::thread::{self, JoinHandle};
 use link::LinkError;
 use proto::Generation;
 use proto::frame::Kind;
+use proto::limits::PAGE_BYTES;
 use proto::pages::BadPages;
 
 use crate::background::GivesWay;
 use crate::lock;
 use crate::ram::{BlockWriter, RamError};
+use crate::references::{NoTemplates, Templates};
 use crate::wire::{DataStream, HangUp, is_transient};
 
 mod worker;
@@ -117,6 +119,8 @@ pub enum ReceiverEvent {
     RoundEnded {
         /// Which round.
         round: u32,
+        /// Which of those that brought memory: disks may have gone ahead. 0 for a round before the first of them.
+        ram_round: u32,
     },
     /// A stream came to an end that the receiver was not asked for.
     Broken {
@@ -183,6 +187,7 @@ impl fmt::Debug for Worker {
 
 struct Shared {
     ram: DestinationRam,
+    templates: Arc<dyn Templates>,
     streams: u16,
     observer: Box<Observer>,
     /// Held for reading while a frame is applied.
@@ -211,6 +216,15 @@ struct Rounds {
     ended: Vec<u32>,
     /// The last round that all streams have ended.
     complete: u32,
+    /// The first round that has brought memory, 0 before it.
+    first_of_ram: u32,
+}
+
+impl Rounds {
+    /// Which of the rounds that brought memory a round is.
+    fn of_ram(&self, round: u32) -> u32 {
+        if self.first_of_ram == 0 { 0 } else { round.saturating_add(1).saturating_sub(self.first_of_ram) }
+    }
 }
 
 impl Receiver {
@@ -220,9 +234,20 @@ impl Receiver {
         streams: u16,
         observer: impl Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync + 'static,
     ) -> Self {
-        let rounds = Rounds { newest: 0, ended: vec![0; streams.into()], complete: 0 };
+        Self::with_templates(ram, Arc::new(NoTemplates), streams, observer)
+    }
+
+    /// As [`new`](Self::new); references may go to these templates, too.
+    pub fn with_templates(
+        ram: DestinationRam,
+        templates: Arc<dyn Templates>,
+        streams: u16,
+        observer: impl Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync + 'static,
+    ) -> Self {
+        let rounds = Rounds { newest: 0, ended: vec![0; streams.into()], complete: 0, first_of_ram: 0 };
         let shared = Shared {
             ram,
+            templates,
             streams,
             observer: Box::new(observer),
             gate: RwLock::new(Gate::Open),
@@ -275,7 +300,9 @@ impl Receiver {
             acked: 0,
             bytes_since_ack: 0,
             written: Vec::new(),
+            referred: Vec::new(),
             gives_way: None,
+            brought_ram: false,
         };
         let thread = thread::Builder::new()
             .name(format!("apply-{stream}"))
@@ -351,6 +378,16 @@ impl ReceiverHandle {
 }
 
 impl Shared {
+    /// Reads pages of a block as it is now.
+    fn read(&self, block: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError> {
+        let nowhere = || RamError::Disk(format!("there is no page {first_page} of block {block}").into());
+        let writer = self.ram.get(usize::from(block)).ok_or_else(nowhere)?;
+        let offset = first_page.checked_mul(PAGE_BYTES).ok_or_else(nowhere)?;
+        let end = offset.checked_add(into.len() as u64).filter(|end| *end <= writer.bytes());
+        end.ok_or_else(nowhere)?;
+        writer.read(offset, into)
+    }
+
     fn tell(self: &Arc<Self>, event: ReceiverEvent) {
         (self.observer)(event, &ReceiverHandle(Arc::clone(self)));
     }

@@ -7,7 +7,7 @@
 //! +--------+--------+--------+--------+--------+--------+--------+--------+
 //! ```
 
-use crate::{limits, pages};
+use crate::{limits, pages, reference};
 
 /// Bytes of a frame's header.
 pub const HEADER_BYTES: usize = 8;
@@ -26,6 +26,8 @@ pub enum Kind {
     RoundEnd = 4,
     /// Frames up to a sequence number have been applied.
     Ack = 5,
+    /// Pages that were only referred to are not there, see [`reference`].
+    Missing = 6,
 }
 
 impl Kind {
@@ -37,11 +39,12 @@ impl Kind {
             Self::Pages => pages::MAX_PAYLOAD_BYTES,
             Self::RoundEnd => pages::ROUND_END_BYTES,
             Self::Ack => pages::ACK_BYTES,
+            Self::Missing => reference::MISSING_BYTES,
         }
     }
 
     fn from_byte(byte: u8) -> Option<Self> {
-        [Self::Message, Self::Blob, Self::Pages, Self::RoundEnd, Self::Ack]
+        [Self::Message, Self::Blob, Self::Pages, Self::RoundEnd, Self::Ack, Self::Missing]
             .into_iter()
             .find(|kind| *kind as u8 == byte)
     }

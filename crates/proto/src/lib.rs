@@ -20,6 +20,9 @@
 //!            ◄───────────────────────────────────  Running{epoch}
 //! ```
 //!
+//! Where the destination has templates of disks, the source asks for them after `Accept`: `Seek`, and some `Known` come
+//! back. Pages that the destination has are then [referred to](reference).
+//!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
 //! `Resume`; the destination ends and joins the workers of the old generation, answers `Resumed`, and takes the new
 //! data streams. Pages of frames that were not acknowledged are dirty again.
@@ -54,6 +57,7 @@ pub mod ids;
 pub mod limits;
 pub mod message;
 pub mod pages;
+pub mod reference;
 mod valid;
 mod version;
 

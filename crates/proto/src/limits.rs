@@ -51,5 +51,11 @@ pub const BLOB_BYTES: usize = 1 << 20;
 /// Largest device state, in bytes.
 pub const DEVICE_STATE_BYTES: u64 = 256 << 20;
 
+/// Most pages that a source asks after at once.
+pub const SOUGHT_PAGES: usize = 1024;
+
+/// Most pages of a template in one message: 64 MiB of it.
+pub const KNOWN_PAGES: usize = 16384;
+
 /// Most hashes in one message: 8 GiB of memory in chunks.
 pub const HASHES: usize = 4096;

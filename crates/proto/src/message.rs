@@ -51,6 +51,11 @@ fn ran() -> bool {
     true
 }
 
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "as serde calls it")]
+fn is_zero(number: &u16) -> bool {
+    *number == 0
+}
+
 /// The answer to [`Hello`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "answer", rename_all = "kebab-case")]
@@ -89,6 +94,21 @@ pub enum Message {
     Resume,
     /// Destination: workers of older generations have ended, data streams may come.
     Resumed,
+    /// Source, where the destination has templates: do they have pages such as these? Some pages of the disks that are
+    /// copied, from here and there. Answered with [`Message::Known`].
+    Seek {
+        /// Names of pages: the first 6 bytes of their BLAKE3, in 12 lower-case hexadecimal digits.
+        names: Vec<String>,
+    },
+    /// Destination: what is in a template. Several of them answer one [`Message::Seek`], each template in order.
+    Known {
+        /// The template's number, by which references name it.
+        template: u16,
+        /// Pages that are not all zeros.
+        runs: Vec<NamedRun>,
+        /// Whether there is no more; the last one may have no runs.
+        last: bool,
+    },
     /// Source: the guest has stopped and all its pages were acknowledged; compare them with these hashes of my side.
     Verify {
         /// Index of the RAM block in the proposal's list; behind them are the disks that are copied, in their order.
@@ -288,6 +308,18 @@ pub struct CopiedDisk {
     pub path: String,
     /// The image's format, for people.
     pub format: String,
+    /// Whether all of it has to be sent, zeros too: what the image has before it is written is not zeros.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub zeros_too: bool,
+}
+
+/// Neighbouring pages, by their names.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NamedRun {
+    /// The first page.
+    pub first_page: u64,
+    /// Their names as in [`Message::Seek`], one after the other, without anything in between.
+    pub names: String,
 }
 
 /// A block of guest RAM.
@@ -316,6 +348,12 @@ pub struct Acceptance {
     /// Disks that are to be sent, because they are copied.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub copied: Vec<CopiedDisk>,
+    /// Whether pages may be referred to.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub references: bool,
+    /// How many templates there are to refer to.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub templates: u16,
 }
 
 /// One thing that pre-flight found.

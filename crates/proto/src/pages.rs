@@ -6,13 +6,18 @@
 //!
 //! ```text
 //! seq u64 | round u32 | block u16 | runs u16 | chunk u64 | run ... | data ...
-//! run: first page u16 | pages u16 | content u16 (1 data, 2 zero, 3 hole) | zero u16
+//! run: first page u16 | pages u16 | content u16 (1 data, 2 zero, 3 hole, 4 reference) | zero u16
 //! ```
 //!
-//! All numbers are little-endian. `RoundEnd` is `seq u64 | round u32`; `Ack`, the only frame that goes the other way,
-//! is `seq u64`: everything up to and including that frame has been applied.
+//! What stands among the data for a run of kind 4 is a [reference](crate::reference): where the destination has the
+//! bytes already.
+//!
+//! All numbers are little-endian. `RoundEnd` is `seq u64 | round u32`. Two frames go the other way: `Ack` is `seq u64`,
+//! everything up to and including that frame has been applied; `Missing` comes before it, see
+//! [there](crate::reference).
 
 use crate::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
+use crate::reference::REFERENCE_BYTES;
 
 /// Bytes before the runs.
 pub const FIXED_BYTES: usize = 24;
@@ -35,6 +40,8 @@ pub enum Content {
     Zero = 2,
     /// Nothing: never touched, or given back. Reads as zeros.
     Hole = 3,
+    /// What the destination has elsewhere already; a [`Reference`](crate::reference::Reference) follows in the frame.
+    Reference = 4,
 }
 
 /// Neighbouring pages of a chunk with the same kind of content.
@@ -59,6 +66,15 @@ impl Run {
         u64::from(self.pages) * PAGE_BYTES
     }
 
+    /// How many bytes of the frame's data are this run's.
+    pub fn data_bytes(self) -> usize {
+        match self.content {
+            Content::Data => self.len_bytes() as usize,
+            Content::Reference => REFERENCE_BYTES,
+            Content::Zero | Content::Hole => 0,
+        }
+    }
+
     fn encode(self) -> [u8; RUN_BYTES] {
         let [f0, f1] = self.first_page.to_le_bytes();
         let [p0, p1] = self.pages.to_le_bytes();
@@ -73,6 +89,7 @@ impl Run {
             1 => Content::Data,
             2 => Content::Zero,
             3 => Content::Hole,
+            4 => Content::Reference,
             other => return Err(BadPages::Content(other)),
         };
         let run =
@@ -115,6 +132,9 @@ pub enum BadPages {
     /// Runs are empty, overlap, go backwards, or leave the chunk.
     #[error("runs are not in ascending order within their chunk")]
     Runs,
+    /// A reference to nothing that this version knows.
+    #[error("a reference that cannot be followed")]
+    Reference,
 }
 
 impl PagesHeader {
@@ -152,9 +172,7 @@ impl PagesHeader {
         for bytes in encoded.as_chunks().0 {
             let run = Run::decode(*bytes, next_page)?;
             next_page = run.end_page();
-            if run.content == Content::Data {
-                data_bytes += run.len_bytes() as usize;
-            }
+            data_bytes += run.data_bytes();
             runs.push(run);
         }
         match data.len().checked_sub(data_bytes) {
@@ -192,16 +210,16 @@ pub fn decode_ack(payload: &[u8]) -> Result<u64, BadPages> {
     at.finish().map(|()| seq)
 }
 
-struct Cursor<'a>(&'a [u8]);
+pub(crate) struct Cursor<'a>(pub(crate) &'a [u8]);
 
 impl Cursor<'_> {
-    fn take<const N: usize>(&mut self) -> Result<[u8; N], BadPages> {
+    pub(crate) fn take<const N: usize>(&mut self) -> Result<[u8; N], BadPages> {
         let (head, rest) = self.0.split_first_chunk().ok_or(BadPages::Truncated)?;
         self.0 = rest;
         Ok(*head)
     }
 
-    fn finish(&self) -> Result<(), BadPages> {
+    pub(crate) fn finish(&self) -> Result<(), BadPages> {
         if self.0.is_empty() { Ok(()) } else { Err(BadPages::Surplus(self.0.len())) }
     }
 }

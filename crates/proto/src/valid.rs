@@ -6,12 +6,15 @@ use std::collections::BTreeSet;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
-    Acceptance, Message, Offer, Ownership, Proposal, ProposedDisk, RamBlock, RegisterReply, RegisterRequest,
-    Verdict,
+    Acceptance, Message, NamedRun, Offer, Ownership, Proposal, ProposedDisk, RamBlock, RegisterReply,
+    RegisterRequest, Verdict,
 };
 
 /// Digits of a chunk's hash (XXH3, 64 bits).
 const HASH_DIGITS: usize = 16;
+
+/// Digits of a page's name (BLAKE3, 48 bits).
+const NAME_DIGITS: usize = 12;
 
 /// Digits of a device state's digest (BLAKE3).
 const DIGEST_DIGITS: usize = 64;
@@ -95,6 +98,15 @@ impl Message {
     pub fn validate(&self) -> Result<(), Invalid> {
         match self {
             Self::Propose(proposal) => proposal.validate(),
+            Self::Seek { names } => {
+                at_most("pages that are sought", names.len(), limits::SOUGHT_PAGES)?;
+                names.iter().try_for_each(|name| hex("a page's name", name, NAME_DIGITS))
+            }
+            Self::Known { runs, .. } => {
+                let digits: usize = runs.iter().map(|run| run.names.len()).sum();
+                at_most("pages of a template", digits.div_ceil(NAME_DIGITS), limits::KNOWN_PAGES)?;
+                runs.iter().try_for_each(NamedRun::validate)
+            }
             Self::Verify { block, first_chunk, hashes } => {
                 block_index(*block)?;
                 at_most("hashes", hashes.len(), limits::HASHES)?;
@@ -174,6 +186,17 @@ impl Proposal {
             }
         }
         Ok(())
+    }
+}
+
+impl NamedRun {
+    fn validate(&self) -> Result<(), Invalid> {
+        let pages = (self.names.len() / NAME_DIGITS).max(1);
+        hex("names of pages", &self.names, pages * NAME_DIGITS)?;
+        let end = self.first_page.checked_add(pages as u64);
+        end.filter(|end| *end <= limits::DISK_BYTES / limits::PAGE_BYTES)
+            .map(drop)
+            .ok_or(Invalid::Chunk(self.first_page / limits::CHUNK_PAGES))
     }
 }
 

@@ -6,12 +6,13 @@
 
 use proto::frame::{Header, Kind};
 use proto::message::{
-    Acceptance, CopiedDisk, DiskWish, Finding, Hello, Message, Offer, Ownership, Proposal, ProposedDisk,
-    Purpose, RamBlock, RegisterReply, RegisterRequest, Severity, Verdict, Welcome,
+    Acceptance, CopiedDisk, DiskWish, Finding, Hello, Message, NamedRun, Offer, Ownership, Proposal,
+    ProposedDisk, Purpose, RamBlock, RegisterReply, RegisterRequest, Severity, Verdict, Welcome,
 };
 use proto::pages::{
     self, Content, PagesHeader, Run, decode_ack, decode_round_end, encode_ack, encode_round_end,
 };
+use proto::reference::{Library, Reference, decode_missing, encode_missing};
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use whimbrel_proto as proto;
 
@@ -128,6 +129,8 @@ fn messages() -> Vec<Message> {
             ram_kind: "memfd".into(),
             qemu_version: None,
             copied: Vec::new(),
+            references: false,
+            templates: 0,
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
@@ -138,7 +141,24 @@ fn messages() -> Vec<Message> {
                 name: "drive0".into(),
                 path: "/var/lib/whimbrel/disks/web@3-drive0.qcow2".into(),
                 format: "qcow2".into(),
+                zeros_too: false,
             }],
+            references: false,
+            templates: 0,
+        }),
+        Message::Accept(Acceptance {
+            findings: Vec::new(),
+            qemu_start_us: 250_000,
+            ram_kind: "memfd".into(),
+            qemu_version: None,
+            copied: vec![CopiedDisk {
+                name: "drive0".into(),
+                path: "/dev/vg0/web+3-drive0".into(),
+                format: "raw".into(),
+                zeros_too: true,
+            }],
+            references: true,
+            templates: 2,
         }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
@@ -147,6 +167,13 @@ fn messages() -> Vec<Message> {
         Message::Reject { findings: vec![finding()], largest_epoch: Some(Epoch(9)) },
         Message::Resume,
         Message::Resumed,
+        Message::Seek { names: vec!["00112233aabb".into(), "ffeeddccbbaa".into()] },
+        Message::Known {
+            template: 1,
+            runs: vec![NamedRun { first_page: 4096, names: "00112233aabbffeeddccbbaa".into() }],
+            last: false,
+        },
+        Message::Known { template: 0, runs: Vec::new(), last: true },
         Message::Verify { block: 1, first_chunk: 4096, hashes: vec![HASH.into(), HASH.into()] },
         Message::Verified { different_chunks: vec![4097] },
         Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
@@ -196,23 +223,25 @@ fn number(message: &Message) -> usize {
         Message::Reject { .. } => 2,
         Message::Resume => 3,
         Message::Resumed => 4,
-        Message::Verify { .. } => 5,
-        Message::Verified { .. } => 6,
-        Message::DeviceState { .. } => 7,
-        Message::Held { .. } => 8,
-        Message::Ready { .. } => 9,
-        Message::Go { .. } => 10,
-        Message::Running { .. } => 11,
-        Message::Refused { .. } => 12,
-        Message::Crashed { .. } => 13,
-        Message::Inquire { .. } => 14,
-        Message::Abort { .. } => 15,
-        Message::Ask { .. } => 16,
-        Message::Verdict { .. } => 17,
-        Message::Ping => 18,
-        Message::Pong => 19,
-        Message::Register(_) => 20,
-        Message::Registered(_) => 21,
+        Message::Seek { .. } => 5,
+        Message::Known { .. } => 6,
+        Message::Verify { .. } => 7,
+        Message::Verified { .. } => 8,
+        Message::DeviceState { .. } => 9,
+        Message::Held { .. } => 10,
+        Message::Ready { .. } => 11,
+        Message::Go { .. } => 12,
+        Message::Running { .. } => 13,
+        Message::Refused { .. } => 14,
+        Message::Crashed { .. } => 15,
+        Message::Inquire { .. } => 16,
+        Message::Abort { .. } => 17,
+        Message::Ask { .. } => 18,
+        Message::Verdict { .. } => 19,
+        Message::Ping => 20,
+        Message::Pong => 21,
+        Message::Register(_) => 22,
+        Message::Registered(_) => 23,
     }
 }
 
@@ -227,6 +256,20 @@ const RUNS: [Run; 3] = [
     Run { first_page: 510, pages: 2, content: Content::Hole },
 ];
 
+const REFERENCES: [Reference; 2] = [
+    Reference { library: Library::Template(3), first_page: 0x0102_0304_0506, hash: [0xaa; 16] },
+    Reference { library: Library::Block(1), first_page: 9, hash: [0xbb; 16] },
+];
+
+/// A frame that refers twice.
+fn referring() -> Vec<u8> {
+    let run = |first_page, pages| Run { first_page, pages, content: Content::Reference };
+    let mut payload = Vec::new();
+    PAGES.encode(&[run(4, 2), run(6, 1)], &mut payload);
+    payload.extend(REFERENCES.iter().flat_map(Reference::encode));
+    payload
+}
+
 /// One of each kind, in the order of the file. The page of data is checked apart: it would fill the file.
 fn frames() -> Vec<Vec<u8>> {
     let mut without_data = Vec::new();
@@ -237,6 +280,8 @@ fn frames() -> Vec<Vec<u8>> {
         frame(Kind::Pages, &without_data),
         frame(Kind::RoundEnd, &encode_round_end(0x0102_0304_0506_0708, 0x090a_0b0c)),
         frame(Kind::Ack, &encode_ack(0x0102_0304_0506_0708)),
+        frame(Kind::Missing, &encode_missing(0x0102_0304_0506_0708, &[1, 0, 0, 0, 0, 0, 0, 1 << 63])),
+        frame(Kind::Pages, &referring()),
         Header::new(Kind::Pages, pages::MAX_PAYLOAD_BYTES).unwrap().encode().to_vec(),
     ]
 }
@@ -258,7 +303,7 @@ fn from_hex(text: &str) -> Vec<u8> {
 fn every_message_is_on_file() {
     let mut seen: Vec<_> = messages().iter().map(number).collect();
     seen.dedup();
-    assert_eq!(seen, (0..=21).collect::<Vec<_>>());
+    assert_eq!(seen, (0..=23).collect::<Vec<_>>());
 }
 
 #[test]
@@ -299,8 +344,9 @@ fn frames_are_written_and_read_as_in_version_1() {
         })
         .collect();
     let kinds: Vec<_> = read.iter().map(|(header, _)| header.kind).collect();
-    assert_eq!(kinds, [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Pages]);
-    for (header, payload) in &read[..5] {
+    let expected = [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing];
+    assert_eq!(kinds, [&expected[..], &[Kind::Pages; 2]].concat());
+    for (header, payload) in &read[..7] {
         assert_eq!(header.payload_bytes as usize, payload.len());
     }
     let mut runs = Vec::new();
@@ -308,6 +354,10 @@ fn frames_are_written_and_read_as_in_version_1() {
     assert_eq!(runs, RUNS);
     assert_eq!(decode_round_end(&read[3].1), Ok((0x0102_0304_0506_0708, 0x090a_0b0c)));
     assert_eq!(decode_ack(&read[4].1), Ok(0x0102_0304_0506_0708));
+    assert_eq!(decode_missing(&read[5].1), Ok((0x0102_0304_0506_0708, [1, 0, 0, 0, 0, 0, 0, 1 << 63])));
+    let (_, records) = PagesHeader::decode(&read[6].1, &mut runs).unwrap();
+    let records: Vec<_> = records.chunks(32).map(|record| Reference::decode(record).unwrap()).collect();
+    assert_eq!(records, REFERENCES);
 }
 
 /// Contents follow the runs, in their order, with nothing in between.

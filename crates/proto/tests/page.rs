@@ -63,6 +63,7 @@ fn page() -> String {
     for (title, source) in [
         ("Frames", include_str!("../src/frame.rs")),
         ("Pages of memory", include_str!("../src/pages.rs")),
+        ("References", include_str!("../src/reference.rs")),
         ("What a message may say", include_str!("../src/valid.rs")),
     ] {
         write!(page, "\n## {title}\n\n{}", deeper(&module_page(source))).unwrap();

@@ -6,15 +6,16 @@ use proto::message::{Hello, Message, Welcome};
 use proto::pages::{
     self, BadPages, Content, PagesHeader, Run, decode_ack, decode_round_end, encode_ack, encode_round_end,
 };
+use proto::reference::{CHUNK_WORDS, Library, MISSING_BYTES, Reference, decode_missing, encode_missing};
 use proto::{VmName, limits};
 use whimbrel_proto as proto;
 
-const KINDS: [Kind; 5] = [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack];
-const CONTENTS: [Content; 3] = [Content::Data, Content::Zero, Content::Hole];
+const KINDS: [Kind; 6] = [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing];
+const CONTENTS: [Content; 4] = [Content::Data, Content::Zero, Content::Hole, Content::Reference];
 
 /// Runs in order within a chunk. Few pages of data, so that the tests stay quick.
 fn runs() -> impl Strategy<Value = Vec<Run>> {
-    prop::collection::vec((0_u16..20, 1_u16..12, 0..3_usize), 0..40).prop_map(|steps| {
+    prop::collection::vec((0_u16..20, 1_u16..12, 0..4_usize), 0..40).prop_map(|steps| {
         let mut next = 0;
         let mut runs = Vec::new();
         for (gap, pages, content) in steps {
@@ -29,7 +30,7 @@ fn runs() -> impl Strategy<Value = Vec<Run>> {
 }
 
 fn data_bytes(runs: &[Run]) -> usize {
-    runs.iter().filter(|run| run.content == Content::Data).map(|run| run.len_bytes() as usize).sum()
+    runs.iter().map(|run| run.data_bytes()).sum()
 }
 
 prop_compose! {
@@ -50,7 +51,7 @@ prop_compose! {
 fn nearly_a_header() -> impl Strategy<Value = [u8; HEADER_BYTES]> {
     let length = prop_oneof![
         any::<u32>(),
-        (0..5_usize, 0..20_u32)
+        (0..6_usize, 0..20_u32)
             .prop_map(|(kind, over)| { (KINDS[kind].max_payload_bytes() as u32 + over).saturating_sub(10) })
     ];
     let reserved = prop_oneof![3 => Just([0; 3]), 1 => (0..3_usize, any::<u8>()).prop_map(|(at, byte)| {
@@ -58,7 +59,7 @@ fn nearly_a_header() -> impl Strategy<Value = [u8; HEADER_BYTES]> {
         reserved[at] = byte;
         reserved
     })];
-    (0..7_u8, reserved, length).prop_map(|(kind, [z1, z2, z3], length)| {
+    (0..8_u8, reserved, length).prop_map(|(kind, [z1, z2, z3], length)| {
         let [l0, l1, l2, l3] = length.to_le_bytes();
         [kind, z1, z2, z3, l0, l1, l2, l3]
     })
@@ -68,7 +69,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
-    fn headers_come_back(kind in 0..5_usize, share in 0.0..=1.0) {
+    fn headers_come_back(kind in 0..6_usize, share in 0.0..=1.0) {
         let kind = KINDS[kind];
         let bytes = (kind.max_payload_bytes() as f64 * share) as usize;
         let header = Header::new(kind, bytes).unwrap();
@@ -141,7 +142,7 @@ proptest! {
     }
 
     #[test]
-    fn round_ends_and_acks_come_back(seq: u64, round: u32, other in prop::collection::vec(any::<u8>(), 0..20)) {
+    fn round_ends_and_acks_come_back(seq: u64, round: u32, other in prop::collection::vec(any::<u8>(), 0..80)) {
         prop_assert_eq!(decode_round_end(&encode_round_end(seq, round)), Ok((seq, round)));
         prop_assert_eq!(decode_ack(&encode_ack(seq)), Ok(seq));
         let expected = |len: usize| match other.len().checked_sub(len) {
@@ -149,8 +150,24 @@ proptest! {
             Some(0) => Ok(()),
             Some(surplus) => Err(BadPages::Surplus(surplus)),
         };
+        prop_assert_eq!(decode_missing(&other).map(drop), expected(MISSING_BYTES));
         prop_assert_eq!(decode_round_end(&other).map(drop), expected(pages::ROUND_END_BYTES));
         prop_assert_eq!(decode_ack(&other).map(drop), expected(pages::ACK_BYTES));
+    }
+
+    #[test]
+    fn references_come_back(
+        (which, first_page, hash, pages) in any::<(u16, u64, [u8; 16], [u64; CHUNK_WORDS])>(),
+        record in prop::collection::vec(any::<u8>(), 0..40),
+    ) {
+        for library in [Library::Template(which), Library::Block(which)] {
+            let reference = Reference { library, first_page, hash };
+            prop_assert_eq!(Reference::decode(&reference.encode()), Ok(reference));
+        }
+        prop_assert_eq!(decode_missing(&encode_missing(first_page, &pages)), Ok((first_page, pages)));
+        if let Ok(read) = Reference::decode(&record) {
+            prop_assert_eq!(&read.encode()[..], record);
+        }
     }
 
     #[test]

@@ -157,6 +157,9 @@ impl Cluster {
             if setup.pool {
                 let images = host.directory().join("images");
                 fs::create_dir_all(&images).unwrap();
+                let templates = host.directory().join("templates");
+                fs::create_dir_all(&templates).unwrap();
+                writeln!(config, "[disks]\ntemplates = [{templates:?}]").unwrap();
                 writeln!(config, "[disks.pool]\ndirectory = {images:?}").unwrap();
             }
             config.push_str(&setup.extra);
@@ -378,6 +381,11 @@ impl Agent {
 pub fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
+}
+
+/// Whether a report tells of such an event.
+pub fn has_event(report: &Value, what: &str) -> bool {
+    report["events"].as_array().unwrap().iter().any(|event| event["what"] == what)
 }
 
 /// Waits until something is so.

@@ -31,6 +31,36 @@ pub struct AgentInfo {
     pub kernel_features: Vec<KernelFeature>,
     /// Process id of the agent.
     pub pid: u32,
+    /// Images that arriving disks may have something in common with.
+    #[serde(default)]
+    pub templates: Vec<TemplateInfo>,
+}
+
+/// A template of the agent's host.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TemplateInfo {
+    /// Its file.
+    pub path: PathBuf,
+    /// Whether anything is taken from it.
+    pub state: TemplateState,
+    /// How much of it is not zeros, in bytes, once it was read.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data_bytes: Option<u64>,
+    /// Why nothing is taken from it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub problem: Option<String>,
+}
+
+/// Whether anything is taken from a template.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TemplateState {
+    /// Not yet: what is in it is being found out.
+    BeingRead,
+    /// What arriving disks have in common with it.
+    Ready,
+    /// It cannot be read.
+    Failed,
 }
 
 /// Something that migrations need of the kernel.
@@ -195,6 +225,9 @@ pub struct MigrateRequest {
     /// How fast the guest may write to disks that are copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub throttle_writes: Option<ThrottleWrites>,
+    /// Whether pages of disks that the destination has already are referred to, and not sent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub references: Option<bool>,
     /// Kind of RAM at the destination.
     #[serde(default)]
     pub ram: RamChoice,
@@ -223,6 +256,7 @@ impl MigrateRequest {
             streams: None,
             verify: false,
             throttle_writes: None,
+            references: None,
             ram: RamChoice::Auto,
             allow_options: Vec::new(),
             disks: DiskWish::Auto,

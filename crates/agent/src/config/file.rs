@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use block::volume::Group;
 use proto::{HostId, limits};
 use serde::Deserialize;
 
 use super::locate::Locator;
-use super::{AgentRole, Config, ConfigError, Limits, Pool, Qemu, Security, Timeouts};
+use super::{AgentRole, Config, ConfigError, Limits, Pool, PoolFormat, Qemu, Security, Timeouts};
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -73,7 +74,17 @@ struct Network {
 struct Disks {
     dirs: BTreeMap<PathBuf, PathBuf>,
     shared: Vec<String>,
-    pool: Option<Pool>,
+    pool: Option<PoolTable>,
+    templates: Vec<PathBuf>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PoolTable {
+    directory: Option<PathBuf>,
+    volume_group: Option<String>,
+    thin_pool: Option<String>,
+    format: Option<PoolFormat>,
 }
 
 #[derive(Deserialize)]
@@ -165,7 +176,8 @@ impl Checks<'_> {
             taps: file.network.taps,
             disk_dirs: self.disk_dirs(file.disks.dirs)?,
             disks_shared: self.disks_shared(file.disks.shared)?,
-            pool: self.pool(file.disks.pool)?,
+            pool: file.disks.pool.map(|pool| self.pool(pool)).transpose()?,
+            templates: file.disks.templates.into_iter().map(|path| self.absolute(path)).collect(),
             limits: file.limits,
             timeouts: file.timeouts,
             fault_socket: file.faults.map(|faults| self.absolute(faults.socket)),
@@ -256,12 +268,31 @@ impl Checks<'_> {
         Ok(dirs)
     }
 
-    fn pool(&self, pool: Option<Pool>) -> Result<Option<Pool>, ConfigError> {
-        match &pool {
-            Some(pool) if !pool.directory.is_absolute() => {
-                Err(self.wrong(&["disks", "pool", "directory"], "the directory has to be an absolute path"))
+    fn pool(&self, pool: PoolTable) -> Result<Pool, ConfigError> {
+        let wrong = |key: &str, what: &str| Err(self.wrong(&["disks", "pool", key], what));
+        // Of these LVM makes its names; and none is an option of its programs.
+        let is_name = |name: &String| {
+            let known = |letter: char| letter.is_ascii_alphanumeric() || "+_.-".contains(letter);
+            !name.is_empty() && !name.starts_with(['-', '.']) && name.chars().all(known)
+        };
+        let PoolTable { directory, volume_group, thin_pool, format } = pool;
+        match (directory, volume_group) {
+            (Some(path), None) if !path.is_absolute() => {
+                wrong("directory", "the directory has to be an absolute path")
             }
-            _ => Ok(pool),
+            (Some(_), None) if thin_pool.is_some() => wrong("thin_pool", "belongs to a `volume_group`"),
+            (Some(path), None) => Ok(Pool::Directory { path, format: format.unwrap_or_default() }),
+            (None, Some(name)) if !is_name(&name) => wrong("volume_group", "is no name of a volume group"),
+            (None, Some(_)) if thin_pool.as_ref().is_some_and(|pool| !is_name(pool)) => {
+                wrong("thin_pool", "is no name of a thin pool")
+            }
+            (None, Some(_)) if !matches!(format, None | Some(PoolFormat::Raw)) => {
+                wrong("format", "volumes hold raw bytes; write \"raw\", or nothing")
+            }
+            (None, Some(name)) => Ok(Pool::Volumes(Group { name, thin_pool })),
+            _ => {
+                Err(self.wrong(&["disks", "pool"], "needs a `directory` or a `volume_group`, one of the two"))
+            }
         }
     }
 
@@ -293,6 +324,7 @@ impl Checks<'_> {
         let Timeouts {
             connect_ms,
             peer_silence_ms,
+            stall_ms,
             standstill_ms,
             retry_ms,
             give_up_after_ms,
@@ -303,6 +335,7 @@ impl Checks<'_> {
         let all = [
             ("connect_ms", connect_ms),
             ("peer_silence_ms", peer_silence_ms),
+            ("stall_ms", stall_ms),
             ("standstill_ms", standstill_ms),
             ("retry_ms", retry_ms),
             ("give_up_after_ms", give_up_after_ms),

@@ -52,8 +52,11 @@ fn the_example_is_right_and_shows_the_defaults() {
     assert_eq!(all.taps.len(), 1);
     assert_eq!(all.disk_dirs.len(), 1);
     assert_eq!(all.disks_shared.len(), 2);
-    assert_eq!(all.pool.take().unwrap().format, PoolFormat::Same);
+    let path = PathBuf::from("/var/lib/whimbrel/disks");
+    assert_eq!(all.pool.take(), Some(Pool::Directory { path, format: PoolFormat::Same }));
+    assert_eq!(all.templates.len(), 1);
     assert!(all.fault_socket.is_some());
+    all.templates.clear();
     all.disks_shared.clear();
     all.taps.clear();
     all.disk_dirs.clear();
@@ -175,6 +178,24 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         5,
         "disks.pool.directory",
         "absolute",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.pool]\ndirectory = \"/x\"\nvolume_group = \"x\"",
+        4,
+        "disks.pool",
+        "one of the two",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.pool]\nvolume_group = \"-x\"",
+        5,
+        "disks.pool.volume_group",
+        "no name",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.pool]\nvolume_group = \"x\"\nformat = \"qcow2\"",
+        6,
+        "disks.pool.format",
+        "raw bytes",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks]\nshared = [\"x\"]",

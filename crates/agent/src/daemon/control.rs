@@ -50,6 +50,7 @@ impl Control for Users {
             kernel,
             kernel_features,
             pid: std::process::id(),
+            templates: self.context.templates.infos(),
         }
     }
 

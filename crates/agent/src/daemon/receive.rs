@@ -50,6 +50,8 @@ impl Daemon {
                 ram_kind: considered.ram_kind,
                 qemu_version: Some(considered.qemu_version),
                 copied: considered.copied.iter().map(preflight::Planned::told).collect(),
+                references: true,
+                templates: self.template_count(),
             }),
             Ok(considered) => {
                 self.receive(connection, id, considered);
@@ -95,6 +97,10 @@ impl Daemon {
         Ok(())
     }
 
+    fn template_count(&self) -> u16 {
+        u16::try_from(self.context.templates.count()).unwrap_or(u16::MAX)
+    }
+
     fn receive(
         self: &Arc<Self>,
         mut connection: Connection,
@@ -138,6 +144,7 @@ impl Daemon {
         drop(alone);
         let context = Arc::clone(&self.context);
         let migration = id.clone();
+        let templates = self.template_count();
         let work = move || {
             if let Err(error) = prepared {
                 let (code, advice) = match error.largest_epoch() {
@@ -181,6 +188,8 @@ impl Daemon {
                         ram_kind,
                         qemu_version,
                         copied: told,
+                        references: true,
+                        templates,
                     });
                     driver.run();
                 }

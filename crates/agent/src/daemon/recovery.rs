@@ -123,6 +123,7 @@ impl Daemon {
             bandwidth_bytes_per_s: None,
             verify: false,
             throttle_writes: limits.throttle_writes,
+            references: limits.references,
         };
         let report = self.context.journal.report(record.id()).ok().flatten().unwrap_or_else(|| {
             let terms = &record.terms;

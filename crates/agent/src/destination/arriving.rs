@@ -20,6 +20,7 @@ use tracing::{info, warn};
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
 use crate::hold::{self, HoldError};
+use crate::pool;
 use crate::watch::Watch;
 
 /// How long a killed process may take to be gone.
@@ -108,12 +109,14 @@ impl Traces {
     /// Removes what was made of its images. Nobody must have run it with them.
     pub(crate) fn remove_images(&self) {
         for image in &self.images {
-            match fs::remove_file(image) {
-                Ok(()) => {
+            match pool::remove(image) {
+                Ok(true) => {
                     info!(image = %image.display(), "the image of a disk that did not arrive was removed");
                 }
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-                Err(error) => warn!(image = %image.display(), %error, "left behind"),
+                Ok(false) => {}
+                Err(error) => {
+                    warn!(image = %image.display(), error = crate::chain(&error), "left behind");
+                }
             }
         }
     }

@@ -138,6 +138,7 @@ impl Driver {
                 self.hears_of_source(self.control == Some(link));
                 self.message(link, message);
             }
+            Notice::Say(message) => self.say(&message),
             Notice::Blob { link, bytes }
                 if self.control == Some(link) && self.state == DestinationState::Prepared =>
             {

@@ -36,6 +36,8 @@ pub(crate) enum Notice {
         /// What it says.
         message: Message,
     },
+    /// An answer to the source is there.
+    Say(Box<Message>),
     /// A piece of device state came.
     Blob {
         /// On which connection.

@@ -1,11 +1,14 @@
 //! What comes on the control stream while a VM arrives: new connections, hashes to compare, the device state.
 
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use engine::handover::destination::DestinationEvent;
 use proto::message::Message;
-use tracing::info;
+use tracing::{info, warn};
 
+use super::inbox::Notice;
 use super::{ArriveError, Driver};
 use crate::verification;
 
@@ -26,6 +29,27 @@ impl Driver {
                 self.say(&Message::Resumed);
             }
             Err(error) => self.fail(&format!("no thread for the data streams: {error}")),
+        }
+    }
+
+    /// The source seeks pages among this host's templates.
+    pub(super) fn seek(&mut self, names: Vec<String>) {
+        let Some(receiving) = &self.receiving else { return self.fail("nothing is being received") };
+        let told = Arc::clone(receiving.told());
+        if !told.is_first() {
+            return self.fail("the source asks after templates again");
+        }
+        let (context, mailbox) = (Arc::clone(&self.context), self.inbox.mailbox());
+        let choose = move || {
+            for message in told.choose(&context.templates, &names) {
+                if !mailbox.put(Notice::Say(Box::new(message))) {
+                    return;
+                }
+            }
+        };
+        // Where there is no thread for it, the source waits a while and goes on without.
+        if let Err(error) = thread::Builder::new().name("choose".to_owned()).spawn(choose) {
+            warn!(migration = %self.terms.migration, %error, "no thread to look for templates");
         }
     }
 

@@ -13,6 +13,7 @@ use super::arriving::{ArriveError, Arriving};
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
 use crate::disks::Images;
+use crate::templates::Told;
 
 /// Memory on its way in.
 pub(crate) struct Receiving {
@@ -21,6 +22,8 @@ pub(crate) struct Receiving {
     migration: MigrationId,
     streams: u16,
     mailbox: Mailbox,
+    /// Templates to which the source may refer.
+    told: Arc<Told>,
 }
 
 impl Receiving {
@@ -38,10 +41,18 @@ impl Receiving {
         let giver = Giver::new(context, vm)?;
         let flushing = images.flushing();
         let notices = mailbox.clone();
+        let patience = Duration::from_millis(context.config.timeouts.qmp_ms);
+        let told = Arc::new(Told::new(vm.traces.directory.clone(), patience));
+        let templates: Arc<Told> = Arc::clone(&told);
+        let referred = Arc::clone(&told);
         let observer = move |event, handle: &ReceiverHandle| match event {
-            ReceiverEvent::RoundEnded { round } => {
+            ReceiverEvent::RoundEnded { ram_round, .. } => {
                 flushing.flush();
-                giver.give_back(round, handle);
+                // Nothing is referred to once memory has come: what ends their servers is not left for the stop.
+                if ram_round > 0 {
+                    referred.close();
+                }
+                giver.give_back(ram_round, handle);
             }
             ReceiverEvent::Broken { generation, stream, cause } => {
                 if cause.is_connection() {
@@ -52,8 +63,8 @@ impl Receiving {
                 }
             }
         };
-        let receiver = Arc::new(Mutex::new(Receiver::new(ram, streams, observer)));
-        Ok(Self { receiver, context: Arc::clone(context), migration, streams, mailbox })
+        let receiver = Arc::new(Mutex::new(Receiver::with_templates(ram, templates, streams, observer)));
+        Ok(Self { receiver, context: Arc::clone(context), migration, streams, mailbox, told })
     }
 
     /// Ends and joins everything of older generations and lets the streams of this one come.
@@ -80,6 +91,11 @@ impl Receiving {
             }
         };
         thread::Builder::new().name("gather".to_owned()).spawn(gather).map(drop)
+    }
+
+    /// The templates of which the source was told.
+    pub(crate) fn told(&self) -> &Arc<Told> {
+        &self.told
     }
 
     /// Memory is complete: from here on nothing but QEMU writes to it.
@@ -115,8 +131,8 @@ impl Giver {
     }
 
     fn give_back(&self, round: u32, handle: &ReceiverHandle) {
-        // The first rounds are long; whether a later one is the last is not known here.
-        if round > 2 {
+        // The first rounds are long; whether a later one is the last is not known here. Before them there is no memory.
+        if !(1..=2).contains(&round) {
             return;
         }
         handle.discard_with(|discardable| {

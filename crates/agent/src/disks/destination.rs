@@ -1,21 +1,20 @@
 //! Disks of a VM on its way in: their images, and what writes them.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use ::memory::BlockWriter;
 use ::memory::ram::RamError;
-use block::compare::Reading;
 use block::image::{self, ImageError, Server};
 use block::nbd::NbdError;
-use proto::MigrationId;
+use block::reading::Reading;
 use proto::limits::CHUNK_BYTES;
 
-use super::connections::Connections;
-use super::{called, on_disk, whole_pages};
+use super::served::{Connections, ServedDisk, failed};
+use super::{called, whole_pages};
 use crate::preflight::Planned;
 use crate::verification::{self, CompareError};
 
@@ -80,9 +79,9 @@ impl Images {
     ) -> Result<Self, ImageError> {
         let mut images = Vec::new();
         for (number, disk) in planned.into_iter().enumerate() {
-            image::create(&disk.image, disk.format, disk.bytes, None)?;
+            disk.place.make(disk.bytes)?;
             let socket = directory.join(format!("disk-{number}.sock"));
-            let server = Server::start(&disk.image, disk.format, &socket, streams, patience)?;
+            let server = Server::start(&disk.place.path, disk.place.format, &socket, streams, patience)?;
             images.push((disk, Arc::new(server)));
         }
         let flushers = images.iter().map(|(_, server)| server.flusher()).collect();
@@ -107,8 +106,10 @@ impl Images {
         let (disk, server) =
             self.images.get(number).ok_or_else(|| CompareError::NotThere(format!("disk {number}")))?;
         server.flush()?;
-        let (image, socket) = (disk.image.to_string_lossy(), directory.join("compare.sock"));
-        let mut reading = Reading::open(&image, disk.format.as_str(), &socket, patience)?;
+        let (place, socket) = (&disk.place, directory.join("compare.sock"));
+        let disk_bytes = place.is_device().then_some(disk.bytes);
+        let (image, format) = (place.path.to_string_lossy(), place.format.as_str());
+        let mut reading = Reading::open(&image, format, disk_bytes, &socket, patience)?;
         let ours =
             reading.hash_chunks(CHUNK_BYTES, first_chunk..first_chunk.saturating_add(theirs.len() as u64))?;
         verification::different(&called(&disk.name), first_chunk, &ours, theirs)
@@ -127,7 +128,7 @@ impl Images {
         for (disk, server) in self.images {
             let Some(server) = Arc::into_inner(server) else {
                 let said = "a writer is left; please report this".to_owned();
-                return Err(ImageError::Tool { tool: "qemu-nbd", path: disk.image, said });
+                return Err(ImageError::Tool { tool: "qemu-nbd", path: disk.place.path, said });
             };
             server.finish()?;
         }
@@ -137,12 +138,7 @@ impl Images {
 
 /// A disk whose image is written.
 #[derive(Debug)]
-pub(super) struct CopiedDisk {
-    name: String,
-    /// Its length; what is said of the bytes beyond, up to a whole page, is dropped.
-    bytes: u64,
-    connections: Connections,
-}
+pub(super) struct CopiedDisk(ServedDisk);
 
 impl CopiedDisk {
     /// A disk of that length, whose image the server has.
@@ -156,51 +152,43 @@ impl CopiedDisk {
                 _ => gone(),
             })
         });
-        Self { name: name.to_owned(), bytes, connections }
+        Self(ServedDisk::new(name, bytes, connections))
     }
 }
 
 impl BlockWriter for CopiedDisk {
     fn name(&self) -> &str {
-        &self.name
+        &self.0.name
     }
 
     fn what(&self) -> String {
-        called(&self.name)
+        called(&self.0.name)
     }
 
     fn bytes(&self) -> u64 {
-        whole_pages(self.bytes)
+        whole_pages(self.0.bytes)
+    }
+
+    fn is_ram(&self) -> bool {
+        false
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        self.0.read(offset, into)
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
-        let there = on_disk(offset..offset + data.len() as u64, self.bytes);
+        let there = self.0.on_disk(offset..offset + data.len() as u64);
         let data = &data[..(there.end - there.start) as usize];
-        let written = self.connections.with(|client| client.write(there.start, data));
-        written.map_err(|error| RamError::Disk(Box::new(error)))
+        self.0.with(|client| client.write(there.start, data)).map_err(failed)
     }
 
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
-        let there = on_disk(range, self.bytes);
-        let dropped = self.connections.with(|client| client.write_zeroes(there));
-        dropped.map_err(|error| RamError::Disk(Box::new(error)))
+        let there = self.0.on_disk(range);
+        self.0.with(|client| client.write_zeroes(there)).map_err(failed)
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {
         Vec::new()
     }
-}
-
-/// Where an image for a disk is made: a name that no other disk, VM or migration has.
-pub(crate) fn image_path(
-    pool: &Path,
-    migration: &MigrationId,
-    disk: &str,
-    unique: &str,
-    format: &str,
-) -> PathBuf {
-    let plain =
-        |letter: char| if letter.is_ascii_alphanumeric() || "-_.".contains(letter) { letter } else { '_' };
-    let disk: String = disk.chars().map(plain).collect();
-    pool.join(format!("{}@{}-{disk}-{unique}.{format}", migration.vm, migration.epoch))
 }

@@ -11,17 +11,12 @@ use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::{Frozen, RecordError, Recording, WriteCap, Written};
 
-use super::connections::Connections;
-use super::{called, on_disk, whole_pages};
+use super::served::{Connections, ServedDisk, failed};
+use super::{called, whole_pages};
 
 /// A disk that is read while the guest writes to it.
 #[derive(Debug)]
-pub(crate) struct LeavingDisk {
-    name: String,
-    /// Its length; what is beyond, up to a whole page, reads as zeros.
-    bytes: u64,
-    connections: Connections,
-}
+pub(crate) struct LeavingDisk(ServedDisk);
 
 impl LeavingDisk {
     /// The disk with this number of a [`Recording`], whose server listens on `socket`.
@@ -36,24 +31,26 @@ impl LeavingDisk {
             move || Client::connect(&socket, &Recording::data_export(number), Some(ALLOCATION), patience);
         let connections = Connections::new(connect);
         let bytes = connections.with(|client| Ok(client.size_bytes()))?;
-        Ok(Self { name: name.to_owned(), bytes, connections })
+        Ok(Self(ServedDisk::new(name, bytes, connections)))
     }
 
     /// Its length, in bytes.
-    #[cfg(test)]
     pub(super) fn disk_bytes(&self) -> u64 {
-        self.bytes
+        self.0.bytes
     }
 
     fn status(&self, range: Range<u64>) -> Result<Vec<Extent>, NbdError> {
-        self.connections.with(|client| client.status(range))
+        self.0.with(|client| client.status(range))
     }
 }
 
-/// What has to be sent first of a disk: all of it that does not read as zeros, as the new image does.
-pub(crate) fn allocated(disk: &LeavingDisk) -> Result<DirtyBitmap, NbdError> {
+/// What has to be sent first of a disk: what does not read as zeros, as the new image does, or all of it.
+pub(crate) fn first_pages(disk: &LeavingDisk, zeros_too: bool) -> Result<DirtyBitmap, NbdError> {
+    if zeros_too {
+        return Ok(DirtyBitmap::full(disk.bytes()));
+    }
     let mut pages = DirtyBitmap::new(disk.bytes());
-    for extent in disk.status(0..disk.bytes)? {
+    for extent in disk.status(0..disk.disk_bytes())? {
         if extent.status & ZERO == 0 {
             pages.set_bytes(extent.bytes);
         }
@@ -63,27 +60,23 @@ pub(crate) fn allocated(disk: &LeavingDisk) -> Result<DirtyBitmap, NbdError> {
 
 impl BlockReader for LeavingDisk {
     fn name(&self) -> &str {
-        &self.name
+        &self.0.name
     }
 
     fn what(&self) -> String {
-        called(&self.name)
+        called(&self.0.name)
     }
 
     fn bytes(&self) -> u64 {
-        whole_pages(self.bytes)
+        whole_pages(self.0.bytes)
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
-        let there = on_disk(offset..offset + into.len() as u64, self.bytes);
-        let (bytes, beyond) = into.split_at_mut((there.end - there.start) as usize);
-        beyond.fill(0);
-        let read = self.connections.with(|client| client.read(there.start, bytes));
-        read.map_err(|error| RamError::Disk(Box::new(error)))
+        self.0.read(offset, into)
     }
 
     fn first_present(&self, range: Range<u64>) -> Result<u64, RamError> {
-        let there = on_disk(range.clone(), self.bytes);
+        let there = self.0.on_disk(range.clone());
         if there.is_empty() {
             return Ok(range.end);
         }
@@ -91,7 +84,7 @@ impl BlockReader for LeavingDisk {
             Ok(extents) => extents,
             // It is only a saving. A QEMU that has given its disks up at the stop need not tell what is allocated.
             Err(NbdError::Failed { .. }) => return Ok(range.start),
-            Err(error) => return Err(RamError::Disk(Box::new(error))),
+            Err(error) => return Err(failed(error)),
         };
         let is_hole = |extent: &&Extent| extent.status & (HOLE | ZERO) == HOLE | ZERO;
         let present = extents.iter().find(|extent| !is_hole(extent));

@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use block::image::Format;
 use proto::MigrationId;
 use proto::message::{CopiedDisk, DiskWish, Finding, ProposedDisk, Severity};
 use qemu::command::NewImage;
@@ -11,8 +10,8 @@ use qemu::preflight::DiskSight;
 use qemu::preflight::files::NeededFile;
 
 use crate::api::{Kind, MigrateRequest, Problem};
-use crate::config::{Pool, PoolFormat};
-use crate::disks::image_path;
+use crate::arrivals::ImageNeed;
+use crate::pool::{Place, Pool};
 
 /// A disk that is to be copied.
 #[derive(Clone, Debug)]
@@ -21,9 +20,8 @@ pub(crate) struct Planned {
     pub(crate) bytes: u64,
     /// What its image will take in the pool, about.
     needed_bytes: u64,
-    /// Where its image is made.
-    pub(crate) image: PathBuf,
-    pub(crate) format: Format,
+    /// Its image.
+    pub(crate) place: Place,
 }
 
 impl Planned {
@@ -31,18 +29,19 @@ impl Planned {
     pub(crate) fn told(&self) -> CopiedDisk {
         CopiedDisk {
             name: self.name.clone(),
-            path: self.image.display().to_string(),
-            format: self.format.as_str().to_owned(),
+            path: self.place.path.display().to_string(),
+            format: self.place.format.as_str().to_owned(),
+            zeros_too: !self.place.is_blank(),
         }
     }
 
     /// The image as QEMU is told of it.
     pub(super) fn new_image(&self) -> NewImage {
         NewImage {
-            path: self.image.clone(),
-            format: self.format.as_str().to_owned(),
-            cut_to_bytes: None,
-            is_device: false,
+            path: self.place.path.clone(),
+            format: self.place.format.as_str().to_owned(),
+            cut_to_bytes: self.place.is_device().then_some(self.bytes),
+            is_device: self.place.is_device(),
         }
     }
 }
@@ -104,12 +103,11 @@ pub(super) fn plan(
                 Severity::Blocker,
                 "disk-no-pool",
                 format!("disk {} is to be copied, and the destination has no place for images", wanted.name),
-                "name a directory under [disks.pool] in the destination's configuration",
+                "name a directory or a volume group under [disks.pool] in the destination's configuration",
             ));
             continue;
         };
-        let format = format_of(disk, pool.format);
-        let image = image_path(&pool.directory, id, &wanted.name, &unique(), format.as_str());
+        let place = pool.place(id, &wanted.name, disk.format.as_deref(), &unique());
         plan.findings.push(finding(
             Severity::Info,
             "disk-copied",
@@ -118,29 +116,33 @@ pub(super) fn plan(
                 wanted.name,
                 wanted.allocated_bytes >> 20,
                 wanted.bytes >> 20,
-                image.display()
+                place.path.display()
             ),
             "the image at the source stays as it is when the guest leaves; remove it when it is not wanted any more",
         ));
-        // A twentieth more than is in use now: the guest goes on writing.
-        let needed_bytes = wanted.allocated_bytes.saturating_add(wanted.allocated_bytes / 20);
+        let needed_bytes = place.needed_bytes(wanted.bytes, wanted.allocated_bytes);
         let name = wanted.name.clone();
-        plan.copied.push(Planned { name, bytes: wanted.bytes, needed_bytes, image, format });
+        plan.copied.push(Planned { name, bytes: wanted.bytes, needed_bytes, place });
     }
     plan
 }
 
 impl DiskPlan {
     /// What the images will take, for a promise.
-    pub(super) fn images(&self) -> Vec<(PathBuf, u64)> {
-        self.copied.iter().map(|disk| (disk.image.clone(), disk.needed_bytes)).collect()
+    pub(super) fn images(&self) -> Vec<ImageNeed> {
+        let need = |disk: &Planned| ImageNeed {
+            path: disk.place.path.clone(),
+            bytes: disk.needed_bytes,
+            grows: disk.place.grows(),
+        };
+        self.copied.iter().map(need).collect()
     }
 
     /// Whether the pool has no room for them beside what others there will still take.
     pub(super) fn no_room(&self, pool: Option<&Pool>, owed_bytes: u64) -> Option<Finding> {
         let needed_bytes = self.copied.iter().map(|disk| disk.needed_bytes).fold(0, u64::saturating_add);
         let pool = pool.filter(|_| !self.copied.is_empty())?;
-        no_room(&pool.directory, needed_bytes, owed_bytes)
+        no_room(pool, needed_bytes, owed_bytes)
     }
 }
 
@@ -204,39 +206,32 @@ fn unique() -> String {
     format!("{:016x}", u64::from_be_bytes(word))
 }
 
-fn format_of(disk: &Disk, wanted: PoolFormat) -> Format {
-    match wanted {
-        PoolFormat::Raw => Format::Raw,
-        PoolFormat::Qcow2 => Format::Qcow2,
-        PoolFormat::Same => disk.format.as_deref().and_then(Format::of).unwrap_or(Format::Raw),
-    }
-}
-
-fn no_room(directory: &Path, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
-    let advice = "make room there, or name another directory under [disks.pool]";
-    match rustix::fs::statvfs(directory) {
+fn no_room(pool: &Pool, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
+    match pool.free_bytes() {
         Err(error) => Some(finding(
             Severity::Blocker,
             "disk-pool",
-            format!("the directory for images, {}, cannot be used: {error}", directory.display()),
-            "make it, or name another directory under [disks.pool]",
+            format!("{} cannot be used: {error}", pool.called()),
+            "make it, or name another one under [disks.pool]",
         )),
-        Ok(system) => {
-            let free_bytes = system.f_bavail.saturating_mul(system.f_frsize);
-            (free_bytes < needed_bytes.saturating_add(owed_bytes)).then(|| {
-                let promised = match owed_bytes >> 20 {
-                    0 => String::new(),
-                    mib => format!(", {mib} of them promised to VMs on their way here"),
-                };
-                let what = format!(
-                    "the disks need {} MiB in {}, where {} are free{promised}",
-                    needed_bytes >> 20,
-                    directory.display(),
-                    free_bytes >> 20
-                );
-                finding(Severity::Blocker, "disk-space", what, advice)
-            })
-        }
+        Ok(free_bytes) => (free_bytes < needed_bytes.saturating_add(owed_bytes)).then(|| {
+            let promised = match owed_bytes >> 20 {
+                0 => String::new(),
+                mib => format!(", {mib} of them promised to VMs on their way here"),
+            };
+            let what = format!(
+                "the disks need {} MiB in {}, where {} are free{promised}",
+                needed_bytes >> 20,
+                pool.called(),
+                free_bytes >> 20
+            );
+            finding(
+                Severity::Blocker,
+                "disk-space",
+                what,
+                "make room there, or name another one under [disks.pool]",
+            )
+        }),
     }
 }
 

@@ -134,15 +134,15 @@ fn rounds(rounds: &[Round]) -> String {
             number(round),
             round.dirty_pages.to_string(),
             round.data_pages.to_string(),
-            round.zero_pages.to_string(),
-            round.hole_pages.to_string(),
+            round.zero_pages.saturating_add(round.hole_pages).to_string(),
+            round.reference_pages.to_string(),
             milliseconds(round.scan_us),
             milliseconds(round.drain_us),
         ]
     };
     let heading = ["round", "sent", "took", "rate", "dirtied", "expected", "then"].map(str::to_owned);
     let mut text = table(&iter::once(heading).chain(rounds.iter().map(went)).collect::<Vec<_>>());
-    let heading = ["round", "dirty", "data", "zero", "hole", "scan", "drain"].map(str::to_owned);
+    let heading = ["round", "dirty", "data", "empty", "there", "scan", "drain"].map(str::to_owned);
     text.push('\n');
     text.push_str(&table(&iter::once(heading).chain(rounds.iter().map(held)).collect::<Vec<_>>()));
     if rounds.iter().any(|round| round.stopped) {
@@ -364,6 +364,8 @@ mod tests {
             data_pages: 1_000_000_000,
             zero_pages: 1_000_000_000,
             hole_pages: 1_000_000_000,
+            reference_pages: 1_000_000_000,
+            refused_pages: 1_000_000_000,
             sent_bytes: 1000 << 40,
             duration_us: 999_999_900,
             scan_us: 9_999_900,

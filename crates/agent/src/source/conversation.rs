@@ -27,6 +27,8 @@ impl Driver {
     }
 
     pub(super) fn connect_streams(&self) -> Result<Vec<DataStream>, peers::PeerError> {
+        let host = &self.terms.destination;
+        let stall = Duration::from_millis(self.context.config.timeouts.stall_ms);
         (0..self.controls.aims().streams)
             .map(|stream| {
                 let purpose = Purpose::Data {
@@ -34,7 +36,10 @@ impl Driver {
                     generation: self.generation,
                     stream,
                 };
-                let connection = peers::connect(&self.context, &self.terms.destination, None, purpose)?;
+                let connection = peers::connect(&self.context, host, None, purpose)?;
+                connection
+                    .set_stall_limit(stall)
+                    .map_err(|source| peers::PeerError::Lost { host: host.clone(), source })?;
                 self.telemetry.count(connection.handle());
                 Ok(DataStream::over(connection, Some(Arc::clone(&self.controls.rate))))
             })
@@ -208,6 +213,8 @@ impl Driver {
                 Ok(None)
             }
             Notice::Message { message: Message::Pong, .. } | Notice::Event(SourceEvent::Repeat) => Ok(None),
+            // What is told of templates when nobody waits for it any more.
+            Notice::Message { message: Message::Known { .. }, .. } if !self.seeking => Ok(None),
             // Of another attempt.
             Notice::Message { message: Message::Refused { epoch, .. }, .. } | Notice::Asked { epoch, .. }
                 if epoch != self.terms.epoch() =>

@@ -66,7 +66,8 @@ impl Mailbox {
     /// Whether a round has to end for it.
     fn interrupts(&self, notice: &Notice) -> bool {
         match notice {
-            Notice::Message { message: Message::Ping | Message::Pong, .. }
+            // What is told of templates comes before the first round, or late, and then it is of no use.
+            Notice::Message { message: Message::Ping | Message::Pong | Message::Known { .. }, .. }
             | Notice::Event(SourceEvent::Repeat) => false,
             // A connection that has been replaced has no say any more.
             Notice::Message { link: Some(link), .. } | Notice::Lost { link, .. } => {

@@ -2,10 +2,11 @@
 //! is shown of the rounds.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 
 use ::memory::ram::RamError;
-use ::memory::{DirtyBitmap, DirtyLog, Owed, RoundStats, ScanError, ScanStats, SourceRam, TrackedRam};
+use ::memory::{DirtyBitmap, DirtyLog, Known, Owed, RoundStats, ScanError, ScanStats, SourceRam, TrackedRam};
 use block::nbd::NbdError;
 use engine::precopy::{Aim, FixedCost, OnLimit, RoundObservation, StopTime, Traced};
 use engine::throttle::Cap;
@@ -18,7 +19,7 @@ use super::throttling::Throttling;
 use super::vm::{SourceVm, VmError};
 use crate::api;
 use crate::context::Context;
-use crate::disks::{DiskLog, LeavingDisk, allocated};
+use crate::disks::{DiskLog, LeavingDisk, first_pages};
 use crate::ram;
 use crate::report::Round;
 
@@ -66,28 +67,53 @@ pub(crate) struct Cargo {
     disks: Option<DiskLog>,
     /// Where writes to them are to be capped.
     throttling: Option<Throttling>,
+    /// What the destination has already, where it is referred to.
+    known: Option<Arc<Known>>,
 }
 
 impl Cargo {
-    /// Nothing is done to the guest yet; where there are disks, their writes are recorded already.
+    /// Nothing is done to the guest yet; where there are disks, their writes are recorded already. Of each is said whether
+    /// its zeros have to be sent, too.
     pub(crate) fn new(
         vm: &SourceVm,
-        disks: Option<(DiskLog, Vec<LeavingDisk>)>,
+        disks: Option<(DiskLog, Vec<(LeavingDisk, bool)>)>,
         throttling: Option<Throttling>,
     ) -> Result<Self, CargoError> {
         let mut readers = ram::source(&vm.process, &vm.blocks)?;
         let (log, disks) = disks.unzip();
         let mut first_of_disks = Vec::new();
-        for disk in disks.into_iter().flatten() {
-            first_of_disks.push(allocated(&disk)?);
+        for (disk, zeros_too) in disks.into_iter().flatten() {
+            first_of_disks.push(first_pages(&disk, zeros_too)?);
             readers.push(Box::new(disk));
         }
         let ram_bytes = vm.blocks.iter().map(|block| block.used_bytes).collect();
-        Ok(Self { readers: readers.into(), ram_bytes, first_of_disks, ram: None, disks: log, throttling })
+        Ok(Self {
+            readers: readers.into(),
+            ram_bytes,
+            first_of_disks,
+            ram: None,
+            disks: log,
+            throttling,
+            known: None,
+        })
     }
 
     pub(crate) fn readers(&self) -> SourceRam {
         SourceRam::clone(&self.readers)
+    }
+
+    /// What the destination has already is not sent from here on.
+    pub(crate) fn refer_to(&mut self, known: Known) {
+        self.known = Some(Arc::new(known));
+    }
+
+    pub(crate) fn known(&self) -> Option<Arc<Known>> {
+        self.known.clone()
+    }
+
+    /// What has to be sent first of each disk.
+    pub(crate) fn first_of_disks(&self) -> &[DirtyBitmap] {
+        &self.first_of_disks
     }
 
     pub(crate) fn has_disks(&self) -> bool {
@@ -132,8 +158,11 @@ impl Cargo {
         Owed::of(ram.chain(self.first_of_disks.iter().cloned()).collect())
     }
 
-    /// From here on memory is part of every round; all of it is owed.
+    /// From here on memory is part of every round; all of it is owed. Nothing is referred to any more.
     pub(crate) fn add_memory(&mut self, tracked: TrackedRam, owed: &mut Owed) {
+        if let Some(known) = &self.known {
+            known.end();
+        }
         self.ram = Some(tracked);
         owed.add_all(0..self.ram_bytes.len());
     }
@@ -282,6 +311,8 @@ pub(crate) fn round_report(stats: &RoundStats) -> Round {
         data_pages: stats.contents.data,
         zero_pages: stats.contents.zero,
         hole_pages: stats.contents.hole,
+        reference_pages: stats.contents.reference,
+        refused_pages: stats.refused_pages,
         sent_bytes: stats.wire_bytes,
         duration_us: stats.duration_us,
         rate_bytes_per_s: rate,

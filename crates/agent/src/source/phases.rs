@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use ::memory::TrackedRam;
 use engine::handover::source::SourceEvent;
 use link::Writer;
-use proto::message::{CopiedDisk, Finding, Message, Severity};
+use proto::message::{Acceptance, CopiedDisk, Finding, Message, Severity};
 use proto::{Epoch, Incarnation};
 use tracing::warn;
 
@@ -81,6 +81,17 @@ pub(crate) struct StopClock {
     pub(crate) measured: Measured,
 }
 
+/// What a destination has accepted.
+#[derive(Debug)]
+pub(super) struct Accepted {
+    /// Disks that are to be sent.
+    pub(super) copied: Vec<CopiedDisk>,
+    /// Whether it takes references.
+    pub(super) references: bool,
+    /// How many templates it has.
+    pub(super) templates: u16,
+}
+
 /// READY, as it came.
 #[derive(Debug)]
 pub(crate) struct Ready {
@@ -90,16 +101,19 @@ pub(crate) struct Ready {
 impl Driver {
     /// All phases, one after the other.
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
-        let copied = self.prepare()?;
-        let mut cargo = self.cargo(&copied)?;
-        let ready = self.move_to_ready(&mut cargo);
+        let accepted = self.prepare()?;
+        let mut cargo = self.cargo(&accepted.copied)?;
+        let ready = self.move_to_ready(&accepted, &mut cargo);
         self.say_by(None);
         // A guest that goes on here does so first; what was done to the kernel and to QEMU is undone after that.
         self.cargo = Some(cargo);
         ready
     }
 
-    fn move_to_ready(&mut self, cargo: &mut Cargo) -> Result<Ready, Failure> {
+    fn move_to_ready(&mut self, accepted: &Accepted, cargo: &mut Cargo) -> Result<Ready, Failure> {
+        if self.controls.aims().references && accepted.references && cargo.has_disks() {
+            cargo.refer_to(self.find_out(accepted, cargo)?);
+        }
         let ahead = if cargo.has_disks() { Some(self.send_disks(cargo)?) } else { None };
         let tracked = self.track()?;
         let (sender, mut owed) = match ahead {
@@ -117,7 +131,7 @@ impl Driver {
     }
 
     /// Which disks are copied is for the destination to say.
-    fn prepare(&mut self) -> Result<Vec<CopiedDisk>, Failure> {
+    fn prepare(&mut self) -> Result<Accepted, Failure> {
         self.phase(Phase::Preparing);
         let control =
             self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
@@ -138,13 +152,15 @@ impl Driver {
                     path: copied.path.clone(),
                     format: copied.format.clone(),
                 };
+                let Acceptance { copied, references, templates, ram_kind, qemu_version, findings, .. } =
+                    acceptance;
                 self.controls.report(|report| {
-                    report.destination.ram_kind = Some(acceptance.ram_kind);
-                    report.destination.qemu_version = acceptance.qemu_version;
-                    report.findings.extend(acceptance.findings);
-                    report.disks = acceptance.copied.iter().map(disk).collect();
+                    report.destination.ram_kind = Some(ram_kind);
+                    report.destination.qemu_version = qemu_version;
+                    report.findings.extend(findings);
+                    report.disks = copied.iter().map(disk).collect();
                 });
-                Ok(acceptance.copied)
+                Ok(Accepted { copied, references, templates })
             }
             Message::Reject { findings, largest_epoch } => {
                 if let Some(largest) = largest_epoch {

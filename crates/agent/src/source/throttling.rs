@@ -45,10 +45,12 @@ impl Throttling {
         Some(Self { policy, first: None, last: None, cap: Cap::default(), drained_bytes_per_s: None })
     }
 
-    /// A round, or a part of one, was sent. In the guest's pages, as its writes are counted.
+    /// A round, or a part of one, was sent. In the guest's pages, as its writes are counted; without those that were referred
+    /// to, for what the guest writes now will have to be sent.
     pub(crate) fn drained(&mut self, stats: &RoundStats) {
-        let pages = stats.contents.pages();
-        if pages >= LEAST_PAGES {
+        let pages = stats.contents.pages() - stats.contents.reference;
+        // Where most of it was referred to, the time tells nothing of the rest.
+        if pages >= LEAST_PAGES.max(stats.contents.reference) {
             let rate = pages.saturating_mul(PAGE_BYTES).saturating_mul(1_000_000) / stats.duration_us.max(1);
             self.drained_bytes_per_s = Some(rate);
         }

@@ -170,6 +170,7 @@ impl Control for Fake {
                 present: true,
                 advice: String::new(),
             }],
+            templates: Vec::new(),
             pid: 1,
         }
     }

@@ -74,6 +74,10 @@ impl BlockWriter for FileWriter {
         self.region.bytes
     }
 
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        Ok(self.file.read_at(self.offset + offset, into)?)
+    }
+
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
         Ok(self.file.write_at(self.offset + offset, data)?)
     }
@@ -140,6 +144,10 @@ impl BlockWriter for ProcessWriter {
 
     fn bytes(&self) -> u64 {
         self.region.bytes
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        Ok(self.memory.read(self.region.address + offset, into)?)
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {

@@ -123,6 +123,14 @@ pub trait BlockWriter: Send + Sync {
     /// Length of the block in bytes, a multiple of 4 KiB.
     fn bytes(&self) -> u64;
 
+    /// Whether it is guest memory, and not a disk that travels as a block.
+    fn is_ram(&self) -> bool {
+        true
+    }
+
+    /// Copies bytes from the block, as they are now.
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError>;
+
     /// Puts bytes into the block.
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError>;
 

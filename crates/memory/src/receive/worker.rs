@@ -7,10 +7,15 @@ use std::sync::{Arc, PoisonError};
 use proto::frame::Kind;
 use proto::limits::CHUNK_BYTES;
 use proto::pages::{Content, PagesHeader, Run, decode_round_end, encode_ack};
+use proto::reference::{Library, Reference, encode_missing};
+use tracing::debug;
 
-use super::{Gate, Guard, ReceiveError, ReceiverEvent};
+use super::{Gate, Guard, ReceiveError, ReceiverEvent, Shared};
 use crate::background::GivesWay;
+use crate::dirty::ChunkPages;
 use crate::lock;
+use crate::ram::{BlockWriter, RamError};
+use crate::references::is_meant;
 use crate::send::stream_of;
 use crate::wire::{FrameSink, FrameSource};
 
@@ -32,8 +37,13 @@ pub(super) struct StreamWorker {
     pub(super) bytes_since_ack: u64,
     /// Where the data of a frame goes. Reused.
     pub(super) written: Vec<Range<u64>>,
-    /// In the first round, which is the long one. Whether the guest stands still in a later one is not known here.
+    /// Pages that were referred to. Reused.
+    pub(super) referred: Vec<u8>,
+    /// In rounds of disks alone and the first of memory, which are the long ones. Whether the guest stands still in a later
+    /// one is not known here.
     pub(super) gives_way: Option<GivesWay>,
+    /// Whether anything of memory has come on this stream.
+    pub(super) brought_ram: bool,
 }
 
 impl StreamWorker {
@@ -93,25 +103,79 @@ impl StreamWorker {
         }
         let failed = |offset, source| ReceiveError::Memory { block: writer.what(), offset, source };
         self.written.clear();
+        let mut missing = ChunkPages::EMPTY;
+        // Data of the frame up to here is that of the runs that are to be written.
+        let mut rest = data;
+        let mut begin = data;
         // Runs do not overlap: it does not matter which comes first.
         for run in runs.iter() {
             let place = base + run.offset_bytes()..base + run.offset_bytes() + run.len_bytes();
+            let offset = place.start;
+            let (mine, behind) = rest.split_at(run.data_bytes());
+            rest = behind;
             match run.content {
                 Content::Data => self.written.push(place),
                 Content::Zero | Content::Hole => {
-                    let offset = place.start;
                     writer.drop_pages(place).map_err(|source| failed(offset, source))?;
+                }
+                Content::Reference => {
+                    // What is written at once is one piece of the frame's data.
+                    let data = &begin[..begin.len() - rest.len() - mine.len()];
+                    self.write(writer.as_ref(), data).map_err(|(at, source)| failed(at, source))?;
+                    begin = rest;
+                    if self.follow(&shared, &Reference::decode(mine)?, run.len_bytes()) {
+                        writer.write(offset, &self.referred).map_err(|source| failed(offset, source))?;
+                    } else {
+                        let first = u64::from(run.first_page);
+                        missing.insert(&ChunkPages::from_range(first..first + u64::from(run.pages)));
+                    }
                 }
             }
         }
-        if let Some(first) = self.written.first() {
-            writer.write_runs(&self.written, data).map_err(|source| failed(first.start, source))?;
+        self.write(writer.as_ref(), begin).map_err(|(at, source)| failed(at, source))?;
+        if !missing.is_empty() {
+            let payload = encode_missing(seq, missing.words());
+            self.sink.send(Kind::Missing, &[&payload]).map_err(ReceiveError::Stream)?;
+        }
+        if writer.is_ram() && !self.brought_ram {
+            self.brought_ram = true;
+            let mut rounds = lock(&shared.rounds);
+            if rounds.first_of_ram == 0 {
+                rounds.first_of_ram = round;
+            }
         }
         let pages = runs.iter().map(|run| u64::from(run.pages)).sum();
         shared.pages.fetch_add(pages, Ordering::Relaxed);
         self.applied = seq;
         self.bytes_since_ack += payload.len() as u64;
         Ok(())
+    }
+
+    /// Writes data to where it belongs, and forgets where that was.
+    fn write(&mut self, writer: &dyn BlockWriter, data: &[u8]) -> Result<(), (u64, RamError)> {
+        let first = self.written.first().map(|run| run.start);
+        let written =
+            first.map_or(Ok(()), |at| writer.write_runs(&self.written, data).map_err(|why| (at, why)));
+        self.written.clear();
+        written
+    }
+
+    /// Reads what is referred to; whether it is there.
+    fn follow(&mut self, shared: &Shared, reference: &Reference, bytes: u64) -> bool {
+        self.referred.resize(bytes as usize, 0);
+        let read = match reference.library {
+            Library::Template(which) => {
+                shared.templates.read(which, reference.first_page, &mut self.referred)
+            }
+            Library::Block(which) => shared.read(which, reference.first_page, &mut self.referred),
+        };
+        match read {
+            Ok(()) => is_meant(reference, &self.referred),
+            Err(error) => {
+                debug!(?reference, %error, "not to be read");
+                false
+            }
+        }
     }
 
     fn end_round(&mut self, payload: &[u8]) -> Result<(), ReceiveError> {
@@ -124,9 +188,10 @@ impl StreamWorker {
         let complete = rounds.ended.iter().copied().min().unwrap_or(0);
         let news = complete > rounds.complete;
         rounds.complete = complete.max(rounds.complete);
+        let ram_round = rounds.of_ram(complete);
         drop(rounds);
         if news {
-            self.guard.shared.tell(ReceiverEvent::RoundEnded { round: complete });
+            self.guard.shared.tell(ReceiverEvent::RoundEnded { round: complete, ram_round });
         }
         Ok(())
     }
@@ -140,7 +205,8 @@ impl StreamWorker {
         if round < self.round || round == 0 {
             return Err(ReceiveError::WrongRound { at_least: self.round.max(1), found: round });
         }
-        if round > 1
+        if self.gives_way.is_some()
+            && lock(&self.guard.shared.rounds).of_ram(round) > 1
             && let Some(mut gives_way) = self.gives_way.take()
         {
             gives_way.end();

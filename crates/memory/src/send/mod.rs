@@ -37,6 +37,7 @@ use proto::pages::BadPages;
 
 use crate::chunk::Contents;
 use crate::ram::{BlockReader, RamError};
+use crate::references::Known;
 use crate::round::{Owed, Readable};
 use crate::wire::{DataStream, is_transient};
 
@@ -97,6 +98,14 @@ pub enum SendError {
         /// What it could have acknowledged: from the last acknowledged frame to the last one sent.
         expected: AckRange,
     },
+    /// The other side misses pages that were not referred to, or misses them twice.
+    #[error("the other side misses pages of frame {seq} of data stream {stream}, to which nothing referred")]
+    WrongMissing {
+        /// Which stream.
+        stream: u16,
+        /// The frame that it names.
+        seq: u64,
+    },
     /// Guest memory, or a disk, cannot be read; no connection can help.
     #[error("cannot read {block} at {offset:#x}")]
     Memory {
@@ -154,6 +163,8 @@ pub struct RoundStats {
     pub round: u32,
     /// Pages by what they held.
     pub contents: Contents,
+    /// Pages of `contents.reference` that the other side did not have after all: they are owed still.
+    pub refused_pages: u64,
     /// Bytes of frames given to the connections, headers included (TLS and TCP come on top).
     pub wire_bytes: u64,
     /// From the first page read until everything was acknowledged, in microseconds.
@@ -169,6 +180,8 @@ pub struct Progress {
     pub pages: u64,
     /// Pages that were sent, by what they held.
     pub sent: Contents,
+    /// Pages that were referred to, and that the other side does not have.
+    pub refused: u64,
     /// Bytes of frames given to the connections in this round.
     pub wire_bytes: u64,
 }
@@ -191,7 +204,7 @@ pub struct Interrupted {
 pub struct Sent {
     /// Ready for the next round.
     pub sender: Sender,
-    /// Nothing is owed any more but what the dirty log will tell.
+    /// Nothing is owed any more but what the dirty log will tell, and pages of which a reference was refused.
     pub owed: Owed,
     /// What the round was.
     pub stats: RoundStats,
@@ -210,14 +223,28 @@ impl Sender {
     /// # Errors
     /// When the system gives no more threads, or there is no stream.
     pub fn start(ram: SourceRam, streams: Vec<DataStream>) -> io::Result<Self> {
-        Self::with_window(ram, streams, WINDOW_FRAMES)
+        Self::with_window(ram, None, streams, WINDOW_FRAMES)
     }
 
-    pub(crate) fn with_window(ram: SourceRam, streams: Vec<DataStream>, window: usize) -> io::Result<Self> {
+    /// As [`start`](Self::start), and pages that the other side has are referred to. `known` is the same for all
+    /// generations; the other side has to have said that it takes references.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn referring(ram: SourceRam, known: Arc<Known>, streams: Vec<DataStream>) -> io::Result<Self> {
+        Self::with_window(ram, Some(known), streams, WINDOW_FRAMES)
+    }
+
+    pub(crate) fn with_window(
+        ram: SourceRam,
+        known: Option<Arc<Known>>,
+        streams: Vec<DataStream>,
+        window: usize,
+    ) -> io::Result<Self> {
         if streams.is_empty() || streams.len() > usize::from(STREAMS) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let (shared, sources) = Shared::new(ram, streams, window);
+        let (shared, sources) = Shared::new(ram, known, streams, window);
         let mut sender = Self { shared: Arc::new(shared), threads: Vec::new() };
         for (stream, source) in (0_u16..).zip(sources) {
             let shared = Arc::clone(&sender.shared);
@@ -276,6 +303,7 @@ impl Sender {
         let stats = RoundStats {
             round,
             contents: progress.sent,
+            refused_pages: progress.refused,
             wire_bytes: progress.wire_bytes,
             duration_us: started.elapsed().as_micros() as u64,
         };

@@ -7,12 +7,15 @@ use std::time::Instant;
 
 use link::LinkError;
 use proto::frame::{HEADER_BYTES, Kind};
+use proto::limits::CHUNK_PAGES;
 use proto::pages::{PagesHeader, ROUND_END_BYTES, decode_ack, encode_round_end};
+use proto::reference::decode_missing;
 
 use crate::background::GivesWay;
-use crate::chunk::Contents;
-use crate::dirty::DirtyBitmap;
+use crate::chunk::{Contents, Refer};
+use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
+use crate::references::Known;
 use crate::send::plan::{Place, Plan};
 use crate::send::stream::{InFlight, Outlet, Stream};
 use crate::send::{Progress, SendError, SourceRam};
@@ -20,6 +23,8 @@ use crate::wire::{DataStream, FrameSource};
 
 pub(super) struct Shared {
     ram: SourceRam,
+    /// What the destination has already, where that is looked up.
+    known: Option<Arc<Known>>,
     streams: Vec<Stream>,
     /// Pages of the round that are not acknowledged. Emptied by acknowledgements alone.
     owed: Mutex<Vec<DirtyBitmap>>,
@@ -49,12 +54,15 @@ struct Counters {
     data: AtomicU64,
     zero: AtomicU64,
     hole: AtomicU64,
+    reference: AtomicU64,
+    refused: AtomicU64,
     wire_bytes: AtomicU64,
 }
 
 impl Shared {
     pub(super) fn new(
         ram: SourceRam,
+        known: Option<Arc<Known>>,
         streams: Vec<DataStream>,
         window: usize,
     ) -> (Self, Vec<Box<dyn FrameSource>>) {
@@ -68,6 +76,7 @@ impl Shared {
             .collect();
         let shared = Self {
             ram,
+            known,
             streams,
             owed: Mutex::default(),
             state: Mutex::default(),
@@ -90,7 +99,8 @@ impl Shared {
         let counters = &self.counters;
         counters.round.store(plan.round, Ordering::Relaxed);
         counters.pages.store(plan.pages, Ordering::Relaxed);
-        for counter in [&counters.data, &counters.zero, &counters.hole, &counters.wire_bytes] {
+        let Counters { round: _, pages: _, data, zero, hole, reference, refused, wire_bytes } = counters;
+        for counter in [data, zero, hole, reference, refused, wire_bytes] {
             counter.store(0, Ordering::Relaxed);
         }
         *lock(&self.owed) = owed;
@@ -133,12 +143,17 @@ impl Shared {
     pub(super) fn progress(&self) -> Progress {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &self.counters;
-        let sent =
-            Contents { data: get(&counters.data), zero: get(&counters.zero), hole: get(&counters.hole) };
+        let sent = Contents {
+            data: get(&counters.data),
+            zero: get(&counters.zero),
+            hole: get(&counters.hole),
+            reference: get(&counters.reference),
+        };
         Progress {
             round: counters.round.load(Ordering::Relaxed),
             pages: get(&counters.pages),
             sent,
+            refused: get(&counters.refused),
             wire_bytes: get(&counters.wire_bytes),
         }
     }
@@ -194,7 +209,7 @@ impl Shared {
         let share = &plan.shares[usize::from(stream)];
         let sent = share
             .iter()
-            .try_for_each(|place| self.send_chunk(stream, &mut outlet, plan.round, *place))
+            .try_for_each(|place| self.send_chunk(stream, &mut outlet, plan, *place))
             .and_then(|()| self.end_round(stream, &mut outlet, plan.round));
         if let Err(cause) = sent {
             self.fail(cause);
@@ -205,25 +220,42 @@ impl Shared {
         &self,
         stream: u16,
         outlet: &mut Outlet,
-        round: u32,
+        plan: &Plan,
         place: Place,
     ) -> Result<(), SendError> {
         let Place { block, chunk } = place;
+        let round = plan.round;
         let (Some(reader), Some(mut left)) = (
             self.ram.get(usize::from(block)),
             lock(&self.owed).get(usize::from(block)).map(|pages| pages.chunk(chunk.into())),
         ) else {
             return Ok(());
         };
+        let is_there = |block: u16, page| {
+            lock(&self.owed).get(usize::from(block)).is_some_and(|owed| !owed.contains(page))
+        };
+        let base_page = u64::from(chunk) * CHUNK_PAGES;
+        let refer = self.may_refer(plan, place).map(|(known, allowed)| Refer {
+            known,
+            block,
+            base_page,
+            allowed,
+            is_there: &is_there,
+        });
         while !left.is_empty() {
             if self.stopped.load(Ordering::Acquire) {
                 return Err(SendError::Cancelled);
             }
-            let (taken, contents) =
-                outlet.builder.fill(reader.as_ref(), chunk.into(), &left).map_err(|failed| {
-                    SendError::Memory { block: reader.what(), offset: failed.offset, source: failed.source }
+            let (taken, contents) = outlet
+                .builder
+                .fill(reader.as_ref(), chunk.into(), &left, refer.as_ref())
+                .map_err(|failed| SendError::Memory {
+                    block: reader.what(),
+                    offset: failed.offset,
+                    source: failed.source,
                 })?;
-            let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken })?;
+            let referred = outlet.builder.referred();
+            let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken, referred })?;
             let header = PagesHeader { seq, round, block, chunk: chunk.into() };
             let payload = outlet.builder.payload(&header);
             let bytes = HEADER_BYTES + payload.iter().map(|part| part.len()).sum::<usize>();
@@ -233,10 +265,22 @@ impl Shared {
             counters.data.fetch_add(contents.data, Ordering::Relaxed);
             counters.zero.fetch_add(contents.zero, Ordering::Relaxed);
             counters.hole.fetch_add(contents.hole, Ordering::Relaxed);
+            counters.reference.fetch_add(contents.reference, Ordering::Relaxed);
             counters.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
             left.remove(&taken);
+            if let Some(Refer { known, .. }) = refer {
+                known
+                    .sent(block, outlet.builder.names().iter().map(|(page, name)| (base_page + page, *name)));
+            }
         }
         Ok(())
+    }
+
+    /// Whether pages of a chunk may be referred to, and which. Not while the guest stands still: a page that is refused
+    /// then would cost a round more.
+    fn may_refer(&self, plan: &Plan, place: Place) -> Option<(&Known, ChunkPages)> {
+        let known = self.known.as_deref().filter(|_| plan.deadline.is_none())?;
+        Some((known, known.allowed(place.block, place.chunk.into())?))
     }
 
     fn end_round(&self, stream: u16, outlet: &mut Outlet, round: u32) -> Result<(), SendError> {
@@ -266,6 +310,10 @@ impl Shared {
         let cause = loop {
             match source.receive(&mut payload) {
                 Ok(Kind::Ack) => {}
+                Ok(Kind::Missing) => match self.take_missing(stream, &payload) {
+                    Ok(()) => continue,
+                    Err(cause) => break cause,
+                },
                 Ok(kind) => break SendError::UnexpectedFrame { stream, kind },
                 Err(source) => break SendError::Stream { stream, source },
             }
@@ -281,13 +329,28 @@ impl Shared {
         self.fail(cause);
     }
 
+    /// Pages that were referred to are not at the destination: they are sent in the next round. Each can be asked for only
+    /// once, and only if it was referred to.
+    fn take_missing(&self, stream: u16, payload: &[u8]) -> Result<(), SendError> {
+        let (seq, pages) = decode_missing(payload).map_err(|source| SendError::BadAck { stream, source })?;
+        let wrong = SendError::WrongMissing { stream, seq };
+        let Some(known) = &self.known else { return Err(wrong) };
+        let missing = ChunkPages::from_words(pages);
+        let Some((block, chunk)) = self.streams[usize::from(stream)].missing(seq, &missing) else {
+            return Err(wrong);
+        };
+        known.refuse(block, chunk.into(), &missing);
+        self.counters.refused.fetch_add(missing.count(), Ordering::Relaxed);
+        Ok(())
+    }
+
     /// Acknowledged pages are owed no more.
     fn settle(&self, done: &mut Vec<InFlight>) {
         let mut round_ended = false;
         let mut owed = lock(&self.owed);
         for frame in done.drain(..) {
             match frame {
-                InFlight::Pages { block, chunk, pages } => {
+                InFlight::Pages { block, chunk, pages, .. } => {
                     if let Some(bitmap) = owed.get_mut(usize::from(block)) {
                         bitmap.remove_from_chunk(chunk.into(), &pages);
                     }

@@ -12,7 +12,7 @@ use crate::wire::{FrameSink, HangUp};
 /// What a frame on its way carries.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum InFlight {
-    Pages { block: u16, chunk: u32, pages: ChunkPages },
+    Pages { block: u16, chunk: u32, pages: ChunkPages, referred: ChunkPages },
     RoundEnd,
 }
 
@@ -75,6 +75,21 @@ impl Stream {
         flight.acked = seq;
         self.room.notify_one();
         Ok(())
+    }
+
+    /// Pages to which a frame refers that is not acknowledged yet are not there: they stay owed. Returns which chunk they
+    /// are of; none if there is no such frame that refers to these pages, or it was said before.
+    pub(super) fn missing(&self, seq: u64, missing: &ChunkPages) -> Option<(u16, u32)> {
+        let mut flight = lock(&self.flight);
+        let index = seq.checked_sub(flight.acked + 1)?;
+        match flight.frames.get_mut(usize::try_from(index).ok()?)? {
+            InFlight::Pages { block, chunk, pages, referred } if missing.is_within(referred) => {
+                pages.remove(missing);
+                referred.remove(missing);
+                Some((*block, *chunk))
+            }
+            _ => None,
+        }
     }
 
     /// Ends the connection; nobody waits for room any more.

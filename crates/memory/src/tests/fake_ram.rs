@@ -92,6 +92,15 @@ impl FakeRam {
     pub(super) fn touch(&self, dice: &mut Dice) {
         let (block, first) = self.any_page(dice);
         let run = if dice.one_in(8) { dice.below(600) } else { dice.below(4) } + 1;
+        if dice.one_in(12) {
+            // Content that is there already: a file is read again, or copied.
+            let (other, page) = self.any_page(dice);
+            if let Some(contents) = other.contents(page) {
+                (first..(first + run).min(block.pages.len() as u64))
+                    .for_each(|page| block.guest_fills(page, &contents));
+            }
+            return;
+        }
         let what = dice.below(12);
         for page in first..(first + run).min(block.pages.len() as u64) {
             match what {
@@ -130,6 +139,14 @@ impl FakeBlock {
     pub(super) fn guest_writes(&self, page: u64, value: u64, at: usize) {
         let at = at.min(PAGE - 8);
         self.change(page, |bytes| bytes[at..at + 8].copy_from_slice(&value.to_le_bytes()));
+    }
+
+    pub(super) fn contents(&self, page: u64) -> Option<Page> {
+        lock(&self.pages[page as usize]).contents.as_deref().copied()
+    }
+
+    pub(super) fn guest_fills(&self, page: u64, contents: &Page) {
+        self.change(page, |bytes| *bytes = *contents);
     }
 
     /// All zero but for the very end.
@@ -213,6 +230,10 @@ impl BlockWriter for Arc<FakeBlock> {
 
     fn bytes(&self) -> u64 {
         BlockReader::bytes(self)
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        BlockReader::read(self, offset, into)
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {

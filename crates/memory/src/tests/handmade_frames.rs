@@ -193,7 +193,7 @@ fn a_round_that_was_cut_off_never_ends() {
         assert_eq!(bench.receiver.completed_round(), complete);
     }
     let told = bench.events.try_recv().unwrap();
-    assert!(matches!(told, ReceiverEvent::RoundEnded { round: 2 }), "{told:?}");
+    assert!(matches!(told, ReceiverEvent::RoundEnded { round: 2, .. }), "{told:?}");
 }
 
 /// QEMU has the memory from there on.

@@ -5,6 +5,7 @@ mod fake_ram;
 mod fake_wire;
 mod handmade_frames;
 mod moves;
+mod references;
 mod sender;
 
 /// A small generator of numbers (splitmix64), so that a seed tells everything.

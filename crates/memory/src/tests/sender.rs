@@ -307,7 +307,7 @@ fn a_round_has_ended_there_before_it_has_ended_here() {
     let mut receiver = Receiver::new(destination.writers(), 3, {
         let told = Arc::clone(&told);
         move |event, _| {
-            if let ReceiverEvent::RoundEnded { round } = event {
+            if let ReceiverEvent::RoundEnded { round, .. } = event {
                 lock(&told).push(round);
             }
         }

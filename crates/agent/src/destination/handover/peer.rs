@@ -55,6 +55,7 @@ impl Driver {
             Message::Ping => return self.say(&Message::Pong),
             Message::Pong => return,
             Message::Resume if arriving => return self.resume(),
+            Message::Seek { names } if arriving => return self.seek(names),
             Message::Verify { block, first_chunk, hashes } if arriving => {
                 return self.verify(block, first_chunk, &hashes);
             }

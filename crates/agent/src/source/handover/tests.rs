@@ -26,6 +26,7 @@ fn aims() -> Aims {
         bandwidth_bytes_per_s: None,
         verify: false,
         throttle_writes: ThrottleWrites::Off,
+        references: true,
     }
 }
 

@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ::memory::{Owed, Place, Sender};
+use block::nbd::NbdError;
 use engine::bulk::{self, DiskRound, Next};
 use engine::handover::source::SourceEvent;
 use proto::limits::PAGE_BYTES;
@@ -46,7 +47,7 @@ impl Driver {
             let format = disk.nodes.as_ref()?.format.as_str();
             // Without a format of its own an image is raw.
             let format = if ["file", "host_device"].contains(&format) { "raw" } else { format };
-            Some(DiskImage { path: disk.file.clone()?, format: format.to_owned() })
+            Some(DiskImage { path: disk.file.clone()?, format: format.to_owned(), disk_bytes: disk.bytes? })
         };
         let not_there = |name: &String| {
             Failure::new(
@@ -64,7 +65,7 @@ impl Driver {
     }
 
     /// Has QEMU record writes, and opens the disks for reading.
-    fn record(&mut self, copied: &[CopiedDisk]) -> Result<(DiskLog, Vec<LeavingDisk>), CargoError> {
+    fn record(&mut self, copied: &[CopiedDisk]) -> Result<(DiskLog, Vec<(LeavingDisk, bool)>), CargoError> {
         let description = self.described();
         let mut disks = Vec::new();
         let mut seen = BTreeSet::new();
@@ -90,8 +91,10 @@ impl Driver {
         let names: Vec<String> = copied.iter().map(|disk| disk.name.clone()).collect();
         let recording = Recording::begin(vm.monitor()?, listener.as_fd(), disks)?;
         let log = DiskLog::new(recording, path, names.clone(), patience);
-        let open = |(number, name): (usize, &String)| LeavingDisk::open(name, number, &socket, patience);
-        let disks: Result<Vec<_>, _> = names.iter().enumerate().map(open).collect();
+        let open = |(number, disk): (usize, &CopiedDisk)| {
+            Ok((LeavingDisk::open(&disk.name, number, &socket, patience)?, disk.zeros_too))
+        };
+        let disks: Result<Vec<_>, NbdError> = copied.iter().enumerate().map(open).collect();
         match disks {
             Ok(disks) => Ok((log, disks)),
             Err(error) => {
@@ -106,13 +109,12 @@ impl Driver {
     pub(super) fn send_disks(&mut self, cargo: &mut Cargo) -> Result<(Sender, Owed), Failure> {
         let mut sender = self.open_streams(cargo)?;
         let mut owed = cargo.disks_alone();
-        let (mut sent_bytes, mut round) = (None, 0);
+        let mut sent_bytes = None;
         loop {
-            round += 1;
             let looked = self.look(owed, cargo)?;
             let dirty_bytes = looked.readable.pages() * PAGE_BYTES;
             if let Some(sent_bytes) = sent_bytes {
-                let observed = DiskRound { round, dirty_bytes, sent_bytes };
+                let observed = DiskRound { dirty_bytes, sent_bytes };
                 if bulk::next(&observed, cargo.total_ram_bytes()) == Next::Memory {
                     return Ok((sender, looked.readable.give_up()));
                 }

@@ -119,7 +119,11 @@ impl Driver {
             })?;
         self.clock.measured.save_us = saving.as_micros() as u64;
         let round = stopped_round(sender, owed, &mut cargo.ram_log(), self.standstill_ends());
-        let (sender, _) = self.last_round(round)?;
+        let (sender, owed) = self.last_round(round)?;
+        if owed.pages() > 0 {
+            let reason = format!("{} pages are owed after the last round; please report this", owed.pages());
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
         self.inbox.interrupts(None);
         self.telemetry.follow(None);
         self.take_notices()?;

@@ -1,0 +1,131 @@
+//! Disks of which the destination has a part already, in its templates.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use std::os::unix::fs::FileExt as _;
+use std::process::Command;
+
+use common::{Cluster, Device, Disk, GuestSpec, Load, QemuVersion, Setup, has_event, until};
+use lab::disk;
+use serde_json::Value;
+
+/// Makes the destination read its template: it notices it when a VM comes, and uses it for the next one.
+fn template_is_read(cluster: &Cluster) {
+    cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--check"]).ok();
+    let state = || cluster.b.cli(&["info", "--json"]).ok().json()["templates"][0]["state"].clone();
+    until("the template was read", || state() == "ready");
+}
+
+/// The destination has the image from which the VM was made, under another name and in another format. Then it goes back to a
+/// host without it.
+#[test]
+fn what_is_in_a_template_is_not_sent() {
+    let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let base = cluster.lab.shared_directory().unwrap().join("base.qcow2");
+    disk::known_content(&qemu, &base, "qcow2", 256).unwrap();
+    let image = base.with_file_name("disk.qcow2");
+    disk::overlay(&qemu, &image, &base, "qcow2").unwrap();
+    let template = cluster.lab.b.directory().join("templates/debian.img");
+    let convert = ["convert", "-q", "-f", "qcow2", "-O", "raw"];
+    assert!(Command::new("qemu-img").args(convert).args([&base, &template]).status().unwrap().success());
+    // It reads, and writes nothing.
+    let load = Load { fill_mib: 64, wss_mib: 16, rate_mib_per_s: 20, disk_threads: 2, ..Load::default() };
+    let mut spec = GuestSpec { qemu: QemuVersion::Newer, memory_mib: 256, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
+    let _guest = cluster.guest(&spec);
+
+    template_is_read(&cluster);
+    let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    let all = |report: &Value, what: &str| {
+        report["rounds"].as_array().unwrap().iter().map(|round| round[what].as_u64().unwrap()).sum::<u64>()
+    };
+    assert_eq!(all(&report, "reference_pages"), (256 << 20) / 4096, "{report:#}");
+    assert_eq!(all(&report, "refused_pages"), 0, "{report:#}");
+    let first = &report["rounds"][0];
+    assert!(first["sent_bytes"].as_u64().unwrap() < 1 << 20, "{report:#}");
+    assert!(has_event(&report, "templates"), "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+
+    let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy", "--no-references"]);
+    assert_eq!(all(&report, "reference_pages"), 0, "{report:#}");
+    cluster.guest_is_whole("a", "vm1");
+}
+
+/// 20 GB of which 1 GB is in use, made from a template of 0.9 GB that the destination has: at most 120 MB are sent for it
+/// (all figures of the requirement).
+#[test]
+fn a_large_sparse_disk_is_little_more_than_what_its_template_lacks() {
+    const MB: u64 = 1_000_000;
+    let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let shared = cluster.lab.shared_directory().unwrap();
+    let template = cluster.lab.b.directory().join("templates/base.img");
+    disk::known_content(&qemu, &template, "raw", (900 * MB) >> 20).unwrap();
+    let image = shared.join("disk.qcow2");
+    let qemu_img = |words: &[&str]| {
+        let done = Command::new("qemu-img").args(words).arg(&image).arg("20G").output().unwrap();
+        assert!(done.status.success(), "{done:?}");
+    };
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", template.to_str().unwrap()]);
+    // What was installed since lies here and there, over the template and far behind it.
+    let new = shared.join("new");
+    let mut random = std::fs::File::open("/dev/urandom").unwrap();
+    let piece = 2 * MB as usize / 4096 * 4096;
+    std::io::copy(
+        &mut std::io::Read::take(&mut random, piece as u64),
+        &mut std::fs::File::create(&new).unwrap(),
+    )
+    .unwrap();
+    let mut io = Command::new("qemu-io");
+    for number in 0..50_u64 {
+        let mut bytes = std::fs::read(&new).unwrap();
+        // No two alike.
+        bytes.chunks_mut(4096).for_each(|page| page[..8].copy_from_slice(&number.to_le_bytes()));
+        let file = shared.join(format!("new-{number}"));
+        std::fs::write(&file, bytes).unwrap();
+        io.args(["-c", &format!("write -q -s {} {} {piece}", file.display(), number * (400 << 20))]);
+    }
+    assert!(io.args(["-f", "qcow2"]).arg(&image).status().unwrap().success());
+    let load = Load { fill_mib: 16, wss_mib: 4, rate_mib_per_s: 4, ..Load::default() };
+    let mut spec = GuestSpec { qemu: QemuVersion::Newer, memory_mib: 128, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
+    let _guest = cluster.guest(&spec);
+    template_is_read(&cluster);
+    let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    let rounds = report["rounds"].as_array().unwrap();
+    let of_disks = rounds.iter().filter(|round| round["disk_pages"] == round["dirty_pages"]);
+    let sent: u64 = of_disks.map(|round| round["sent_bytes"].as_u64().unwrap()).sum();
+    assert!((100 * MB..120 * MB).contains(&sent), "{sent}: {report:#}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
+/// What is believed of a template is not what is in it: that is of no use, and does no harm.
+#[test]
+fn a_template_that_is_not_what_it_was_does_no_harm() {
+    let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.raw");
+    disk::known_content(&qemu, &image, "raw", 64).unwrap();
+    let template = cluster.lab.b.directory().join("templates/base.raw");
+    std::fs::copy(&image, &template).unwrap();
+    let load = Load { disk_threads: 2, ..Load::default() };
+    let mut spec = GuestSpec::tiny("vm1", load);
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
+    let _guest = cluster.guest(&spec);
+    template_is_read(&cluster);
+    // The catalogue's first run begins a page further on.
+    let catalogues = cluster.b.directory.join("state/catalogues");
+    let catalogue = std::fs::read_dir(catalogues).unwrap().map(|entry| entry.unwrap().path());
+    let catalogue =
+        catalogue.into_iter().find(|path| path.extension().is_some_and(|word| word == "catalogue"));
+    let file = std::fs::File::options().write(true).open(catalogue.unwrap()).unwrap();
+    file.write_all_at(&1_u64.to_le_bytes(), 56).unwrap();
+    let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    let refused = |round: &Value| round["refused_pages"].as_u64().unwrap();
+    let rounds = report["rounds"].as_array().unwrap();
+    assert!(rounds.iter().map(refused).sum::<u64>() > 0, "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+}

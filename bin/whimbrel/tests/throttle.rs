@@ -1,0 +1,81 @@
+//! Guests that write to their disks faster than the link carries.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use common::{Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Setup, has_event, until};
+use lab::disk;
+use serde_json::{Value, json};
+
+/// What the disk records, at least, when anything in it is written: 64 KiB.
+const GRANULARITY_BYTES: u64 = 64 << 10;
+
+/// A guest that writes as fast as it can, and how a link is asked for that carries a quarter of what that makes to send,
+/// however fast the host is. What it writes are single pages: with references the rest of their pieces would not be sent,
+/// and there would be nothing to throttle.
+fn diabolical() -> (Cluster, Guest, [String; 5]) {
+    let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let image = cluster.lab.shared_directory().unwrap().join("disk.raw");
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    disk::known_content(&qemu, &image, "raw", 32).unwrap();
+    let load = Load { fill_mib: 16, wss_mib: 4, disk_threads: 0, disk_writers: 2, ..Load::default() };
+    let mut spec = GuestSpec {
+        qemu: QemuVersion::Newer,
+        memory_mib: 128,
+        second_monitor: true,
+        ..GuestSpec::tiny("vm1", load)
+    };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
+    let guest = cluster.guest(&spec);
+    let serial = guest.serial();
+    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+    let writes_per_s = (two.disk_writes - one.disk_writes) * 1000 / (two.uptime_ms - one.uptime_ms);
+    let bandwidth = (writes_per_s * GRANULARITY_BYTES / 4).clamp(1_000_000, 10_000_000).to_string();
+    (cluster, guest, ["--disks", "copy", "--no-references", "--bandwidth", &bandwidth].map(str::to_owned))
+}
+
+#[test]
+fn a_guest_that_writes_faster_than_the_link_carries_is_moved_when_it_is_throttled() {
+    let (cluster, _guest, slowly) = diabolical();
+    let slowly = slowly.each_ref().map(String::as_str);
+    let migrate = ["migrate", "vm1", "--to", "b", "--max-rounds", "8"];
+    let left_alone = cluster.a.cli(&[&migrate[..], &slowly].concat());
+    assert_eq!(left_alone.code, 1, "{left_alone:?}");
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(report["reason"].as_str().unwrap().contains("rounds"), "{report:#}");
+    assert!(!has_event(&report, "writes-throttled"), "{report:#}");
+
+    let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "drain"]].concat());
+    assert!(has_event(&report, "writes-throttled"), "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+    let serial = cluster.serial("b", "vm1");
+    let writes = || serial.next_tick().unwrap().disk_writes;
+    let one = writes();
+    assert!(writes() > one, "it writes on");
+}
+
+/// Whatever ends the migration: the guest is let go.
+#[test]
+fn no_throttle_outlives_the_migration() {
+    let (mut cluster, guest, slowly) = diabolical();
+    let slowly = slowly.each_ref().map(String::as_str);
+    let migrate = ["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--detach"];
+    let throttles = || {
+        let blocks = guest.monitor().unwrap().command("query-block", &json!({})).unwrap();
+        let of = |block: &Value| block["inserted"]["bps_wr"].as_u64().unwrap_or(0);
+        blocks.as_array().unwrap().iter().map(of).sum::<u64>()
+    };
+    for is_cancelled in [true, false] {
+        cluster.a.cli(&[&migrate[..], &slowly].concat()).ok();
+        until("the guest is throttled", || throttles() > 0);
+        if is_cancelled {
+            cluster.a.cli(&["cancel", "vm1"]).ok();
+        } else {
+            cluster.a.kill();
+            cluster.a.start();
+        }
+        cluster.a.wait_settled();
+        assert_eq!(throttles(), 0, "{is_cancelled}: {}", cluster.a.log());
+    }
+}

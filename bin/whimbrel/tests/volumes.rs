@@ -1,0 +1,140 @@
+//! Disks that arrive in logical volumes. The kernel here has no device mapper, so that programs of LVM's names make loop
+//! devices instead, with something in them already, as a volume has that is not new on its disks.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::{Path, PathBuf};
+
+use common::{Cluster, Device, Disk, GuestSpec, Load, QemuVersion, Setup, entries};
+use lab::disk;
+
+/// Programs that take LVM's place, with a volume group of their own. Devices and files are gone when it is dropped.
+struct Volumes {
+    group: String,
+    directory: PathBuf,
+}
+
+impl Volumes {
+    fn new(directory: &Path) -> Self {
+        let group = format!("whimbrel-test-{}", std::process::id());
+        let directory = directory.join("lvm");
+        std::fs::create_dir_all(directory.join("bin")).unwrap();
+        let program = |name: &str, text: &str| {
+            let path = directory.join("bin").join(name);
+            let text = format!("#!/bin/sh\nset -e\ngroup={group}\nfiles={}\n{text}", directory.display());
+            std::fs::write(&path, text).unwrap();
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+        };
+        program("vgs", "[ \"$6 $7\" = \"vg_free $group\" ]; echo '  1073741824'\n");
+        program("lvs", "[ \"$6 $7\" = \"lv_size,data_percent $group/thin\" ]; echo '  2147483648 50.00'\n");
+        // Rounded up to whole extents, as LVM does.
+        program(
+            "lvcreate",
+            r#"[ "$1 $2 $3 $4 $5 $6 $7" = "--quiet --yes --wipesignatures y --addtag whimbrel --name" ]
+name=$8
+bytes=${10%b}
+[ "$9 ${11}" = "--size $group" ] || [ "$9 ${11} ${12}" = "--virtualsize --thinpool $group/thin" ]
+[ ! -e "/dev/$group/$name" ]
+bytes=$(((bytes + 4194303) / 4194304 * 4194304))
+head -c "$bytes" /dev/zero | tr '\0' '\252' >"$files/$name"
+mkdir -p "/dev/$group"
+ln -s "$(losetup --find --show "$files/$name")" "/dev/$group/$name"
+"#,
+        );
+        program(
+            "lvremove",
+            r#"[ "$1 $2" = "--quiet --yes" ]
+path=$3
+[ -e "$path" ] || { echo "  Failed to find logical volume" >&2; exit 5; }
+losetup --detach "$(readlink "$path")"
+rm "$path" "$files/${path##*/}"
+"#,
+        );
+        Self { group, directory }
+    }
+
+    /// What an agent has to be started by.
+    fn starter(&self) -> Vec<String> {
+        let path = std::env::var("PATH").unwrap();
+        ["env".to_owned(), format!("PATH={}:{path}", self.directory.join("bin").display())].into()
+    }
+
+    fn devices(&self) -> Vec<String> {
+        let directory = Path::new("/dev").join(&self.group);
+        if directory.exists() { entries(&directory) } else { Vec::new() }
+    }
+}
+
+impl Drop for Volumes {
+    fn drop(&mut self) {
+        let directory = Path::new("/dev").join(&self.group);
+        for name in self.devices() {
+            if let Ok(device) = std::fs::read_link(directory.join(name)) {
+                let _ = std::process::Command::new("losetup").arg("--detach").arg(device).status();
+            }
+        }
+        let _ = std::fs::remove_dir_all(directory);
+    }
+}
+
+/// Into a volume that has something in it, at whose end the disk does not end; and out of it into a file.
+#[test]
+fn a_disk_arrives_in_a_volume_and_leaves_it() {
+    let mut cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let volumes = Volumes::new(&cluster.lab.shared_directory().unwrap());
+    let config = cluster.b.directory.join("agent.toml");
+    let images = cluster.lab.b.directory().join("images");
+    let text = std::fs::read_to_string(&config).unwrap();
+    let in_a_directory = format!("directory = {images:?}");
+    assert!(text.contains(&in_a_directory), "{text}");
+    std::fs::write(&config, text.replace(&in_a_directory, &format!("volume_group = {:?}", volumes.group)))
+        .unwrap();
+    cluster.b.starter = volumes.starter();
+    cluster.b.kill();
+    cluster.b.start();
+
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
+    disk::known_content(&qemu, &image, "qcow2", 62).unwrap();
+    // The first half has holes: what is in the volume there has to go.
+    let punch = ["-f", "qcow2", "-c", "discard 4M 8M", image.to_str().unwrap()];
+    assert!(std::process::Command::new("qemu-io").args(punch).output().unwrap().status.success());
+    let load = Load { fill_mib: 32, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
+    let mut spec = GuestSpec { qemu: QemuVersion::Newer, memory_mib: 128, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
+    let _guest = cluster.guest(&spec);
+
+    // One that does not come leaves no volume.
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "4M", "--detach"];
+    cluster.a.cli(&words).ok();
+    cluster.wait_for_sent(1 << 20);
+    assert_eq!(volumes.devices().len(), 1);
+    cluster.a.cli(&["cancel", "vm1"]).ok();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_eq!(volumes.devices(), [""; 0]);
+
+    for thin in [false, true] {
+        if thin {
+            let text = std::fs::read_to_string(&config).unwrap();
+            let group = format!("volume_group = {:?}", volumes.group);
+            std::fs::write(&config, text.replace(&group, &format!("{group}\nthin_pool = \"thin\""))).unwrap();
+            cluster.b.kill();
+            cluster.b.start();
+        }
+        let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+        let volume = report["disks"][0]["path"].as_str().unwrap();
+        assert!(volume.starts_with(&format!("/dev/{}/whimbrel-vm1+", volumes.group)), "{report:#}");
+        assert_eq!(report["disks"][0]["format"], "raw");
+        cluster.guest_is_whole("b", "vm1");
+
+        let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
+        let images = cluster.lab.a.directory().join("images");
+        assert!(Path::new(report["disks"][0]["path"].as_str().unwrap()).starts_with(images), "{report:#}");
+        assert_eq!(report["disks"][0]["format"], "raw");
+        cluster.guest_is_whole("a", "vm1");
+    }
+}

@@ -1,0 +1,88 @@
+//! A disk behind a server, as the data plane sees it: a row of pages. Several threads use it, each over a connection of its own.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
+use ::memory::ram::RamError;
+use block::nbd::{Client, NbdError};
+
+/// A disk behind a server.
+#[derive(Debug)]
+pub(super) struct ServedDisk {
+    pub(super) name: String,
+    /// Its length; bytes beyond, up to a whole page, read as zeros, and are not written.
+    pub(super) bytes: u64,
+    connections: Connections,
+}
+
+impl ServedDisk {
+    pub(super) fn new(name: &str, bytes: u64, connections: Connections) -> Self {
+        Self { name: name.to_owned(), bytes, connections }
+    }
+
+    /// The part of a range that is on the disk.
+    pub(super) fn on_disk(&self, range: Range<u64>) -> Range<u64> {
+        range.start.min(self.bytes)..range.end.min(self.bytes)
+    }
+
+    /// Asks over a connection.
+    pub(super) fn with<T>(
+        &self,
+        ask: impl FnOnce(&mut Client) -> Result<T, NbdError>,
+    ) -> Result<T, NbdError> {
+        self.connections.with(ask)
+    }
+
+    pub(super) fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        let there = self.on_disk(offset..offset + into.len() as u64);
+        let (bytes, beyond) = into.split_at_mut((there.end - there.start) as usize);
+        beyond.fill(0);
+        self.with(|client| client.read(there.start, bytes)).map_err(failed)
+    }
+}
+
+/// An error of a disk where RAM blocks are meant too.
+pub(super) fn failed(error: NbdError) -> RamError {
+    RamError::Disk(Box::new(error))
+}
+
+type Connect = dyn Fn() -> Result<Client, NbdError> + Send + Sync;
+
+/// As many connections as there were threads at the same time.
+pub(super) struct Connections {
+    connect: Box<Connect>,
+    idle: Mutex<Vec<Client>>,
+}
+
+impl Connections {
+    pub(super) fn new(connect: impl Fn() -> Result<Client, NbdError> + Send + Sync + 'static) -> Self {
+        Self { connect: Box::new(connect), idle: Mutex::default() }
+    }
+
+    /// Lends a connection.
+    pub(super) fn with<T>(
+        &self,
+        ask: impl FnOnce(&mut Client) -> Result<T, NbdError>,
+    ) -> Result<T, NbdError> {
+        let waiting = self.idle().pop();
+        let mut client = waiting.map_or_else(|| (self.connect)(), Ok)?;
+        let answer = ask(&mut client);
+        // After a refusal a connection is as good as before. Where one broke in the middle of an answer, nobody knows
+        // what comes next on it.
+        if matches!(answer, Ok(_) | Err(NbdError::Failed { .. })) {
+            self.idle().push(client);
+        }
+        answer
+    }
+
+    fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Client>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Connections {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connections").field("idle", &self.idle().len()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,184 @@
+//! Where images of arriving disks are made: a directory, or a volume group of LVM.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use block::image::{self, Format, ImageError};
+use block::volume::{self, Group};
+use proto::MigrationId;
+
+/// Where images are made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Pool {
+    /// Files of a file system of this host.
+    Directory {
+        /// The directory.
+        path: PathBuf,
+        /// Format of the images.
+        format: PoolFormat,
+    },
+    /// Logical volumes, which hold raw bytes.
+    Volumes(Group),
+}
+
+/// The format of images that are made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PoolFormat {
+    /// As the source has it, if that is raw or qcow2; raw otherwise.
+    #[default]
+    Same,
+    /// Raw, sparse.
+    Raw,
+    /// QEMU's own.
+    Qcow2,
+}
+
+/// An image as it will be made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) path: PathBuf,
+    pub(crate) format: Format,
+    /// The volume group of which it is a volume.
+    group: Option<Group>,
+}
+
+impl Pool {
+    /// Where the image of a disk will be: nobody else's, as long as `unique` is.
+    pub(crate) fn place(
+        &self,
+        migration: &MigrationId,
+        disk: &str,
+        format: Option<&str>,
+        unique: &str,
+    ) -> Place {
+        let name = format!("{}@{}-{disk}-{unique}", migration.vm, migration.epoch);
+        match self {
+            Self::Directory { path, format: wanted } => {
+                let format = match wanted {
+                    PoolFormat::Raw => Format::Raw,
+                    PoolFormat::Qcow2 => Format::Qcow2,
+                    PoolFormat::Same => format.and_then(Format::of).unwrap_or(Format::Raw),
+                };
+                let path = path.join(format!("{}.{format}", plain(&name)));
+                Place { path, format, group: None }
+            }
+            Self::Volumes(group) => {
+                Place { path: group.path(&name), format: Format::Raw, group: Some(group.clone()) }
+            }
+        }
+    }
+
+    /// Bytes that are free in it.
+    ///
+    /// # Errors
+    /// When it cannot be used, with all its causes.
+    pub(crate) fn free_bytes(&self) -> Result<u64, String> {
+        match self {
+            Self::Directory { path, .. } => {
+                let system = rustix::fs::statvfs(path).map_err(|error| error.to_string())?;
+                Ok(system.f_bavail.saturating_mul(system.f_frsize))
+            }
+            Self::Volumes(group) => group.free_bytes().map_err(|error| crate::chain(&error)),
+        }
+    }
+
+    /// What it is, for people.
+    pub(crate) fn called(&self) -> String {
+        match self {
+            Self::Directory { path, .. } => format!("the directory for images, {}", path.display()),
+            Self::Volumes(Group { name, thin_pool: None }) => format!("the volume group for images, {name}"),
+            Self::Volumes(Group { name, thin_pool: Some(pool) }) => {
+                format!("the thin pool for images, {name}/{pool}")
+            }
+        }
+    }
+}
+
+impl Place {
+    /// Whether it reads as zeros when it is new. What is not sent has to be zeros.
+    pub(crate) fn is_blank(&self) -> bool {
+        self.group.is_none()
+    }
+
+    /// Whether it takes its room bit by bit, as it is written.
+    pub(crate) fn grows(&self) -> bool {
+        self.group.as_ref().is_none_or(|group| group.thin_pool.is_some())
+    }
+
+    /// Whether it is a block device, which may be longer than the disk.
+    pub(crate) fn is_device(&self) -> bool {
+        self.group.is_some()
+    }
+
+    /// What it will take of the pool, for a disk of so many bytes of which so many are in use.
+    pub(crate) fn needed_bytes(&self, bytes: u64, used_bytes: u64) -> u64 {
+        // A twentieth more than is in use now: the guest goes on writing.
+        if self.grows() { used_bytes.saturating_add(used_bytes / 20) } else { bytes }
+    }
+
+    /// Makes it.
+    pub(crate) fn make(&self, bytes: u64) -> Result<(), ImageError> {
+        match &self.group {
+            Some(group) => group.create(&self.path, bytes),
+            None => image::create(&self.path, self.format, bytes, None),
+        }
+    }
+}
+
+/// Removes what was made at a place; whether there was anything.
+pub(crate) fn remove(path: &Path) -> Result<bool, ImageError> {
+    // A volume may be there although its device is not.
+    if path.starts_with("/dev") {
+        return volume::remove(path);
+    }
+    match fs::remove_file(path) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(source) => Err(ImageError::Make { path: path.to_owned(), source }),
+    }
+}
+
+/// A name that every file system takes.
+fn plain(name: &str) -> String {
+    let plain =
+        |letter: char| if letter.is_ascii_alphanumeric() || "-_.@".contains(letter) { letter } else { '_' };
+    name.chars().map(plain).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::{Epoch, VmName};
+
+    use super::*;
+
+    #[test]
+    fn an_image_s_name_is_nobody_else_s() {
+        let id = |vm: &str, epoch| MigrationId { vm: VmName::new(vm).unwrap(), epoch: Epoch(epoch) };
+        let directory = |format| Pool::Directory { path: "/pool".into(), format };
+        let path = |pool: &Pool, disk, format| pool.place(&id("web", 3), disk, format, "7f").path;
+        assert_eq!(
+            path(&directory(PoolFormat::Same), "drive0", Some("qcow2")),
+            Path::new("/pool/web@3-drive0-7f.qcow2")
+        );
+        assert_eq!(
+            path(&directory(PoolFormat::Same), "drive0", Some("vmdk")),
+            Path::new("/pool/web@3-drive0-7f.raw")
+        );
+        assert_eq!(
+            path(&directory(PoolFormat::Raw), "../x", Some("qcow2")),
+            Path::new("/pool/web@3-.._x-7f.raw")
+        );
+        let volumes = Pool::Volumes(Group { name: "vg0".into(), thin_pool: None });
+        assert_eq!(path(&volumes, "../x", Some("qcow2")), Path::new("/dev/vg0/whimbrel-web+3-..+x-7f"));
+    }
+
+    #[test]
+    fn what_does_not_grow_takes_all_of_its_length() {
+        let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(1) };
+        let needed = |pool: Pool| pool.place(&id, "sda", None, "7f").needed_bytes(100 << 30, 20 << 30) >> 30;
+        assert_eq!(needed(Pool::Directory { path: "/pool".into(), format: PoolFormat::Same }), 21);
+        assert_eq!(needed(Pool::Volumes(Group { name: "vg0".into(), thin_pool: Some("thin".into()) })), 21);
+        assert_eq!(needed(Pool::Volumes(Group { name: "vg0".into(), thin_pool: None })), 100);
+    }
+}

@@ -1,0 +1,122 @@
+//! What the destination has already of the disks that are copied: it is asked after some of their pages, and tells what is in
+//! the templates that have such.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use ::memory::{Known, NAME_BYTES, PageName};
+use engine::handover::source::SourceEvent;
+use proto::limits::{PAGE_BYTES, SOUGHT_PAGES};
+use proto::message::Message;
+
+use super::Driver;
+use super::memory::Cargo;
+use super::phases::{Accepted, Failure, unexpected};
+use crate::templates::{TOLD_PAGES, TOLD_TEMPLATES, from_hex, to_hex};
+
+/// Most pages that are remembered of what was sent: 1 GiB, for 4.5 MiB.
+const SENT_PAGES: u64 = 1 << 18;
+
+impl Driver {
+    /// What the destination has already, as far as it says.
+    pub(super) fn find_out(&mut self, accepted: &Accepted, cargo: &Cargo) -> Result<Known, Failure> {
+        let runs = if accepted.templates > 0 { self.seek(cargo)? } else { Vec::new() };
+        let template_pages: usize = runs.iter().map(|run| run.names.len()).sum();
+        let sent_pages = cargo.first_of_disks().iter().map(::memory::DirtyBitmap::count).sum::<u64>();
+        let blocks = cargo.readers();
+        let known = Known::new(
+            blocks.iter().map(|block| block.bytes()),
+            cargo.ram_blocks(),
+            template_pages,
+            sent_pages.min(SENT_PAGES) as usize,
+        );
+        if template_pages > 0 {
+            let templates = runs.iter().map(|run| run.template).collect::<BTreeSet<_>>().len();
+            let mib = (template_pages as u64 * PAGE_BYTES) >> 20;
+            self.note(
+                "templates",
+                format!("{templates} of the destination's have pages in common, {mib} MiB in all"),
+            );
+        }
+        for run in runs {
+            known.learn(run.template, run.first_page, run.names);
+        }
+        Ok(known)
+    }
+
+    /// Asks after pages from all over the disks, and takes down what the destination tells. It is only a saving: whatever is
+    /// not told in time, or too much, is done without.
+    fn seek(&mut self, cargo: &Cargo) -> Result<Vec<TemplateRun>, Failure> {
+        let names =
+            some_names(cargo).map_err(|error| Failure::local("cannot read what is to be sent", &error))?;
+        self.say(&Message::Seek { names })?;
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        let deadline = Instant::now() + patience;
+        self.seeking = true;
+        let told = self.take_down(deadline);
+        self.seeking = false;
+        told
+    }
+
+    fn take_down(&mut self, deadline: Instant) -> Result<Vec<TemplateRun>, Failure> {
+        let (mut taken, mut pages) = (Vec::new(), 0);
+        loop {
+            let (template, runs, last) = match self.hear(deadline) {
+                Ok(Message::Known { template, runs, last }) => (template, runs, last),
+                Ok(other) => return Err(unexpected(&other)),
+                Err(Failure { event: SourceEvent::PeerSilent, .. }) => {
+                    self.note(
+                        "templates",
+                        "the destination has not told in time what is in all of its own".to_owned(),
+                    );
+                    return Ok(taken);
+                }
+                Err(failure) => return Err(failure),
+            };
+            // More than that is not remembered, but heard to its end.
+            let is_too_much = usize::from(template) >= TOLD_TEMPLATES || pages >= TOLD_PAGES;
+            for run in runs.into_iter().filter(|_| !is_too_much) {
+                let digits = run.names.as_bytes().chunks_exact(2 * NAME_BYTES);
+                let names = digits.filter_map(|digits| from_hex(std::str::from_utf8(digits).ok()?)).collect();
+                let run = TemplateRun { template, first_page: run.first_page, names };
+                pages += run.names.len() as u64;
+                taken.push(run);
+            }
+            if last {
+                return Ok(taken);
+            }
+        }
+    }
+}
+
+/// Neighbouring pages of a template.
+struct TemplateRun {
+    template: u16,
+    first_page: u64,
+    names: Vec<PageName>,
+}
+
+/// The names of pages from all over the disks, none of them of zeros.
+fn some_names(cargo: &Cargo) -> Result<Vec<String>, ::memory::RamError> {
+    let (disks, readers) = (cargo.first_of_disks(), cargo.readers());
+    let all: u64 = disks.iter().map(::memory::DirtyBitmap::count).sum();
+    let step = all.div_ceil(SOUGHT_PAGES as u64 / 2).max(1);
+    let mut names = Vec::new();
+    let mut page = [0; PAGE_BYTES as usize];
+    let mut seen = 0;
+    for (disk, reader) in disks.iter().zip(&readers[cargo.ram_blocks()..]) {
+        for run in disk.runs() {
+            // The next one that is a multiple of the step, counted over all disks.
+            let mut at = run.start + (step - seen % step) % step;
+            while at < run.end {
+                reader.read(at * PAGE_BYTES, &mut page)?;
+                if page.iter().any(|byte| *byte != 0) {
+                    names.push(to_hex(PageName::of(&page)));
+                }
+                at += step;
+            }
+            seen += run.end - run.start;
+        }
+    }
+    Ok(names)
+}

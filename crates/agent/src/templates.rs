@@ -1,0 +1,246 @@
+//! Templates: images of this host from which VMs were made. What an arriving disk has in common with one of them, by its
+//! content and not by its name, is copied here and not sent.
+//!
+//! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as its file stays as it is
+//! ([`librarian`]). A source asks after some pages of its disks ([`Message::Seek`](proto::Message::Seek)); it is told what is
+//! in the templates that have such ([`Message::Known`](proto::Message::Known)), and refers to pages of those ([`Told`]). Each
+//! page that is referred to is read and compared before it is used, so that neither a catalogue nor a template that was
+//! changed can do harm.
+
+mod catalogue;
+mod librarian;
+mod told;
+
+use std::cmp::Reverse;
+use std::collections::HashSet;
+use std::io;
+use std::path::PathBuf;
+use std::sync::mpsc::{self, SyncSender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use ::memory::{NAME_BYTES, PageName};
+use proto::limits::PAGE_BYTES;
+use tracing::warn;
+
+use self::catalogue::{Catalogue, Identity};
+use self::librarian::Librarian;
+pub(crate) use self::told::{TOLD_PAGES, TOLD_TEMPLATES, Told};
+use crate::api::{TemplateInfo, TemplateState};
+
+/// A template is of use if it has one of so many pages that are sought.
+const OF_USE: usize = 50;
+
+/// The templates of this host.
+#[derive(Debug)]
+pub(crate) struct Templates {
+    shelf: Arc<Shelf>,
+    look: SyncSender<()>,
+}
+
+/// What is known of them. Held only for as long as a look takes: file systems may hang.
+type Shelf = Mutex<Vec<Template>>;
+
+#[derive(Clone, Debug)]
+struct Template {
+    path: PathBuf,
+    identity: Identity,
+    state: State,
+}
+
+#[derive(Clone, Debug)]
+enum State {
+    BeingRead,
+    Ready(Catalogue),
+    /// Why, and whether there is no sense in trying again.
+    Failed(String, bool),
+}
+
+impl Templates {
+    /// Looks for templates in these files and directories, in a thread of its own; catalogues are kept in `directory`.
+    pub(crate) fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
+        let shelf = Arc::default();
+        // One look is enough for all who want one while another is at it.
+        let (look, looks) = mpsc::sync_channel(1);
+        if !places.is_empty() {
+            let librarian = Librarian::new(places, directory, patience, Arc::clone(&shelf));
+            let work = move || {
+                librarian.look();
+                while looks.recv().is_ok() {
+                    librarian.look();
+                }
+            };
+            thread::Builder::new().name("templates".to_owned()).spawn(work)?;
+        }
+        Ok(Self { shelf, look })
+    }
+
+    /// How many there are, read or not. Those that are new are read from now on.
+    pub(crate) fn count(&self) -> usize {
+        // Where it cannot be put, somebody else has asked for it.
+        let _ = self.look.try_send(());
+        lock(&self.shelf).len()
+    }
+
+    /// What users are shown.
+    pub(crate) fn infos(&self) -> Vec<TemplateInfo> {
+        let info = |template: &Template| {
+            let (state, pages, problem) = match &template.state {
+                State::BeingRead => (TemplateState::BeingRead, None, None),
+                State::Ready(catalogue) => (TemplateState::Ready, Some(catalogue.pages()), None),
+                State::Failed(why, _) => (TemplateState::Failed, None, Some(why.clone())),
+            };
+            let data_bytes = pages.map(|pages| pages * PAGE_BYTES);
+            TemplateInfo { path: template.path.clone(), state, data_bytes, problem }
+        };
+        lock(&self.shelf).iter().map(info).collect()
+    }
+
+    /// The templates that have such pages, those with the most of them first. Reads all catalogues.
+    fn having(&self, sought: &HashSet<PageName>) -> Vec<(PathBuf, Catalogue)> {
+        let shelf = lock(&self.shelf).clone();
+        let mut found: Vec<(usize, PathBuf, Catalogue)> = Vec::new();
+        for Template { path, state, .. } in shelf {
+            let State::Ready(catalogue) = state else { continue };
+            match hits(&catalogue, sought) {
+                Ok(hits) if hits > 0 && hits * OF_USE >= sought.len() => found.push((hits, path, catalogue)),
+                Ok(_) => {}
+                Err(error) => warn!(template = %path.display(), %error, "its catalogue cannot be read"),
+            }
+        }
+        found.sort_by_key(|(hits, ..)| Reverse(*hits));
+        found.into_iter().map(|(_, path, catalogue)| (path, catalogue)).collect()
+    }
+}
+
+/// How many of these pages are in a template.
+fn hits(catalogue: &Catalogue, sought: &HashSet<PageName>) -> io::Result<usize> {
+    let mut found = HashSet::new();
+    for run in catalogue.runs()? {
+        found.extend(run?.names.into_iter().filter(|name| sought.contains(name)));
+    }
+    Ok(found.len())
+}
+
+/// A page's name as messages have it.
+pub(crate) fn to_hex(name: PageName) -> String {
+    let number = name.0.iter().fold(0_u64, |number, byte| (number << 8) | u64::from(*byte));
+    format!("{number:012x}")
+}
+
+/// A page's name from a message; none if it is none.
+pub(crate) fn from_hex(digits: &str) -> Option<PageName> {
+    let mut name = [0; NAME_BYTES];
+    for (byte, at) in name.iter_mut().zip((0..).step_by(2)) {
+        *byte = u8::from_str_radix(digits.get(at..at + 2)?, 16).ok()?;
+    }
+    Some(PageName(name))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use ::memory::Templates as _;
+    use proto::message::{Message, NamedRun};
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    fn page(number: u64) -> Vec<u8> {
+        [&number.to_le_bytes()[..], &[1; PAGE_BYTES as usize - 8]].concat()
+    }
+
+    /// A raw template of these pages, one after the other from the second page on.
+    fn template(directory: &Path, name: &str, pages: std::ops::Range<u64>) {
+        let bytes: Vec<u8> =
+            [vec![0; PAGE_BYTES as usize]].into_iter().chain(pages.map(page)).flatten().collect();
+        fs::write(directory.join(name), bytes).unwrap();
+    }
+
+    /// Waits until so many were found, and read.
+    fn read(templates: &Templates, count: usize) {
+        let being_read = || templates.infos().iter().any(|info| info.state == TemplateState::BeingRead);
+        while templates.infos().len() != count || being_read() {
+            thread::yield_now();
+        }
+    }
+
+    fn names(pages: impl Iterator<Item = u64>) -> Vec<String> {
+        pages.map(|number| to_hex(PageName::of(&page(number)))).collect()
+    }
+
+    #[test]
+    fn a_source_is_told_of_templates_that_have_what_it_seeks() {
+        let directory = tempfile::tempdir().unwrap();
+        let images = directory.path().join("images");
+        fs::create_dir(&images).unwrap();
+        template(&images, "half", 100..300);
+        template(&images, "most", 100..1000);
+        template(&images, "other", 5000..5100);
+        fs::write(images.join("broken.qcow2"), [7; 100]).unwrap();
+        let start =
+            || Templates::start(vec![images.clone()], directory.path().join("state"), PATIENCE).unwrap();
+        let templates = start();
+        read(&templates, 4);
+        let states: Vec<_> = templates.infos().iter().map(|info| (info.state, info.data_bytes)).collect();
+        let ready = |pages: u64| (TemplateState::Ready, Some(pages * PAGE_BYTES));
+        assert_eq!(states, [(TemplateState::Failed, None), ready(200), ready(900), ready(100)]);
+
+        let told = Told::new(directory.path().to_owned(), PATIENCE);
+        let messages = told.choose(&templates, &names((0..1000).step_by(10)));
+        let run = |pages: std::ops::Range<u64>| NamedRun { first_page: 1, names: names(pages).concat() };
+        let known = |template, runs| Message::Known { template, runs, last: false };
+        let last = Message::Known { template: 0, runs: Vec::new(), last: true };
+        // What is in both is told once.
+        assert_eq!(messages, [known(0, vec![run(100..1000)]), last.clone()]);
+        let mut two = vec![0; 2 * PAGE_BYTES as usize];
+        told.read(0, 900, &mut two[..PAGE_BYTES as usize]).unwrap();
+        assert_eq!(two[..PAGE_BYTES as usize], page(999));
+        told.read(0, 1, &mut two).unwrap();
+        assert_eq!(two, [page(100), page(101)].concat());
+        for (template, first_page) in [(1, 0), (0, 900), (0, u64::MAX), (0, u64::MAX / PAGE_BYTES)] {
+            assert!(told.read(template, first_page, &mut two).is_err(), "{template} {first_page}");
+        }
+        assert_eq!(told.choose(&templates, &names(7000..7100)), [last]);
+
+        // What is not a catalogue is nobody's here to remove.
+        fs::write(directory.path().join("state/stranger.catalogue"), "mine").unwrap();
+        // A second agent need not read them again; one that was changed it has to.
+        drop(templates);
+        template(&images, "other", 5000..5050);
+        let again = start();
+        read(&again, 4);
+        assert_eq!(again.infos()[3].data_bytes, Some(50 * PAGE_BYTES));
+
+        // One that is gone is tried once, and its catalogue goes, too.
+        told.choose(&again, &names((100..1000).step_by(10)));
+        fs::remove_file(images.join("most")).unwrap();
+        assert!(told.read(0, 1, &mut two).is_err() && told.read(0, 1, &mut two).is_err());
+        again.count();
+        read(&again, 3);
+        let catalogues = || {
+            let files = fs::read_dir(directory.path().join("state")).unwrap();
+            files.filter(|file| file.as_ref().is_ok_and(|file| file.path().extension().is_some())).count()
+        };
+        while catalogues() != 3 {
+            thread::yield_now();
+        }
+        assert!(directory.path().join("state/stranger.catalogue").exists());
+    }
+
+    #[test]
+    fn names_in_messages() {
+        let name = PageName([0, 1, 0xab, 0xcd, 0xef, 0xff]);
+        assert_eq!(to_hex(name), "0001abcdefff");
+        assert_eq!(from_hex("0001abcdefff"), Some(name));
+        assert!(from_hex("0001abcdef").is_none() && from_hex("0001abcdefgg").is_none());
+    }
+}

@@ -1,0 +1,279 @@
+//! What is in a template, page by page, by name: made once, kept beside the journal, and read from there when a VM arrives.
+//!
+//! ```text
+//! WHCATAL1 | identity 40 bytes | pages u64 | run ... | run of no pages
+//! run: first page u64 | pages u32 | name 6 bytes ...
+//! ```
+//!
+//! A catalogue that is wrong costs bytes and no page: whatever it says is looked up in the template before it is used.
+
+use std::fs::{self, File};
+use std::io::{self, BufReader, BufWriter, Read, Seek as _, SeekFrom, Write};
+use std::ops::Range;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use ::memory::{NAME_BYTES, PageName};
+use block::image::ImageError;
+use block::reading::Reading;
+use proto::limits::{KNOWN_PAGES, PAGE_BYTES};
+
+/// Ending of the name of one that is being made.
+pub(super) const UNFINISHED: &str = "unfinished";
+
+const MAGIC: &[u8; 8] = b"WHCATAL1";
+const HEAD_BYTES: usize = 8 + Identity::BYTES + 8;
+/// Read at a time.
+const PIECE_BYTES: u64 = 256 << 10;
+
+/// Which state of which file a catalogue is of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Identity([u64; 5]);
+
+impl Identity {
+    const BYTES: usize = 40;
+
+    pub(super) fn of(path: &Path) -> io::Result<Self> {
+        let file = fs::metadata(path)?;
+        // To be told apart, not to be compared with a clock.
+        let nanoseconds = |s: i64, ns: i64| (s as u64).wrapping_mul(1_000_000_000).wrapping_add(ns as u64);
+        Ok(Self([
+            file.dev(),
+            file.ino(),
+            file.len(),
+            nanoseconds(file.mtime(), file.mtime_nsec()),
+            nanoseconds(file.ctime(), file.ctime_nsec()),
+        ]))
+    }
+
+    fn bytes(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes
+            .chunks_exact_mut(8)
+            .zip(self.0)
+            .for_each(|(bytes, word)| bytes.copy_from_slice(&word.to_le_bytes()));
+        bytes
+    }
+}
+
+/// Neighbouring pages of a template, by their names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Run {
+    pub(super) first_page: u64,
+    pub(super) names: Vec<PageName>,
+}
+
+/// Why a template has no catalogue.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CatalogueError {
+    #[error("the template cannot be read")]
+    Image(#[from] ImageError),
+    #[error("its catalogue cannot be kept in {path}", path = path.display())]
+    Keep { path: PathBuf, source: io::Error },
+}
+
+/// A catalogue that is kept.
+#[derive(Clone, Debug)]
+pub(super) struct Catalogue {
+    file: PathBuf,
+    pages: u64,
+}
+
+impl Catalogue {
+    /// How many pages have names: those that are not all zeros.
+    pub(super) fn pages(&self) -> u64 {
+        self.pages
+    }
+
+    /// The one that is kept in a file, if it is of this state of its template.
+    pub(super) fn kept(file: &Path, identity: Identity) -> Option<Self> {
+        let mut head = [0; HEAD_BYTES];
+        File::open(file).ok()?.read_exact(&mut head).ok()?;
+        let (magic, rest) = head.split_first_chunk::<8>()?;
+        let (found, pages) = rest.split_first_chunk::<{ Identity::BYTES }>()?;
+        let pages = u64::from_le_bytes(pages.try_into().ok()?);
+        (magic == MAGIC && *found == identity.bytes()).then(|| Self { file: file.to_owned(), pages })
+    }
+
+    /// Reads a whole template, and keeps its catalogue in a file. After an error something may be left beside that file.
+    pub(super) fn make(
+        template: &mut Reading,
+        identity: Identity,
+        file: &Path,
+    ) -> Result<Self, CatalogueError> {
+        let keep = |source| CatalogueError::Keep { path: file.to_owned(), source };
+        let unfinished = file.with_extension(UNFINISHED);
+        let mut out = BufWriter::new(File::create(&unfinished).map_err(keep)?);
+        out.write_all(&[0; HEAD_BYTES]).map_err(keep)?;
+        let mut pages = 0;
+        let mut run = Run { first_page: 0, names: Vec::new() };
+        // Only whole pages: a disk's last one may be shorter, and is not worth a thought.
+        let whole_bytes = template.size_bytes() / PAGE_BYTES * PAGE_BYTES;
+        for extent in template.allocated()? {
+            let extent = extent.start / PAGE_BYTES * PAGE_BYTES
+                ..extent.end.next_multiple_of(PAGE_BYTES).min(whole_bytes);
+            for_pieces(&extent, |piece| {
+                let mut bytes = vec![0; (piece.end - piece.start) as usize];
+                template.read(piece.start, &mut bytes)?;
+                for (page, bytes) in (piece.start / PAGE_BYTES..).zip(bytes.chunks_exact(PAGE_BYTES as usize))
+                {
+                    if bytes.iter().all(|byte| *byte == 0) {
+                        continue;
+                    }
+                    if page != run.first_page + run.names.len() as u64 || run.names.len() == KNOWN_PAGES {
+                        run.write(&mut out).map_err(keep)?;
+                        run = Run { first_page: page, names: Vec::new() };
+                    }
+                    run.names.push(PageName::of(bytes));
+                    pages += 1;
+                }
+                Ok::<_, CatalogueError>(())
+            })?;
+        }
+        let mut finish = || -> io::Result<()> {
+            run.write(&mut out)?;
+            Run { first_page: 0, names: Vec::new() }.write_even_if_empty(&mut out)?;
+            out.seek(SeekFrom::Start(0))?;
+            out.write_all(&[&MAGIC[..], &identity.bytes(), &u64::to_le_bytes(pages)].concat())?;
+            out.flush()?;
+            // Or a power cut may leave a name and nothing behind it.
+            out.get_ref().sync_all()?;
+            fs::rename(&unfinished, file)
+        };
+        finish().map_err(keep)?;
+        Ok(Self { file: file.to_owned(), pages })
+    }
+
+    /// All of it, run by run; each has at least one name and at most as many as one message holds.
+    pub(super) fn runs(&self) -> io::Result<impl Iterator<Item = io::Result<Run>> + use<>> {
+        let mut file = BufReader::new(File::open(&self.file)?);
+        file.seek(SeekFrom::Start(HEAD_BYTES as u64))?;
+        let mut ended = false;
+        Ok(std::iter::from_fn(move || {
+            if ended {
+                return None;
+            }
+            let run = Run::read(&mut file);
+            // After an error there is no more.
+            ended = !matches!(&run, Ok(Some(_)));
+            run.transpose()
+        }))
+    }
+}
+
+impl Run {
+    fn write(&self, out: &mut impl Write) -> io::Result<()> {
+        if self.names.is_empty() { Ok(()) } else { self.write_even_if_empty(out) }
+    }
+
+    fn write_even_if_empty(&self, out: &mut impl Write) -> io::Result<()> {
+        out.write_all(&self.first_page.to_le_bytes())?;
+        out.write_all(&(self.names.len() as u32).to_le_bytes())?;
+        self.names.iter().try_for_each(|name| out.write_all(&name.0))
+    }
+
+    /// The next one; none at the end.
+    fn read(from: &mut impl Read) -> io::Result<Option<Self>> {
+        let (mut first_page, mut pages) = ([0; 8], [0; 4]);
+        from.read_exact(&mut first_page)?;
+        from.read_exact(&mut pages)?;
+        let pages = u32::from_le_bytes(pages) as usize;
+        if pages > KNOWN_PAGES {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        let mut names = vec![0; pages * NAME_BYTES];
+        from.read_exact(&mut names)?;
+        let names: Vec<_> = names.as_chunks().0.iter().copied().map(PageName).collect();
+        Ok((!names.is_empty()).then(|| Self { first_page: u64::from_le_bytes(first_page), names }))
+    }
+}
+
+fn for_pieces<E>(range: &Range<u64>, mut each: impl FnMut(Range<u64>) -> Result<(), E>) -> Result<(), E> {
+    let mut at = range.start;
+    while at < range.end {
+        let end = (at + PIECE_BYTES).min(range.end);
+        each(at..end)?;
+        at = end;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn page(number: u64) -> Vec<u8> {
+        [&number.to_le_bytes()[..], &[1; PAGE_BYTES as usize - 8]].concat()
+    }
+
+    /// A raw image of 40 MiB: pages 3 and 4, all from 4096 on to 8196, and half a page at the end.
+    fn template(directory: &Path) -> PathBuf {
+        use std::os::unix::fs::FileExt as _;
+
+        let path = directory.join("template.raw");
+        let file = File::create(&path).unwrap();
+        file.set_len((40 << 20) + 2048).unwrap();
+        for number in [3, 4].into_iter().chain(4096..8196) {
+            file.write_all_at(&page(number), number * PAGE_BYTES).unwrap();
+        }
+        file.write_all_at(&[7; 2048], 40 << 20).unwrap();
+        path
+    }
+
+    fn reading(path: &Path) -> Reading {
+        let socket = path.with_extension("sock");
+        Reading::open(&path.to_string_lossy(), "raw", None, &socket, std::time::Duration::from_secs(30))
+            .unwrap()
+    }
+
+    #[test]
+    fn a_catalogue_has_the_name_of_every_page() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = template(directory.path());
+        let file = directory.path().join("catalogue");
+        let identity = Identity::of(&path).unwrap();
+        let made = Catalogue::make(&mut reading(&path), identity, &file).unwrap();
+        assert_eq!(made.pages(), 2 + 4100);
+        let kept = Catalogue::kept(&file, identity).unwrap();
+        assert_eq!(kept.pages(), made.pages());
+        let runs: Vec<Run> = kept.runs().unwrap().map(Result::unwrap).collect();
+        assert_eq!(
+            runs.iter().map(|run| (run.first_page, run.names.len())).collect::<Vec<_>>(),
+            [(3, 2), (4096, 4100)]
+        );
+        for run in &runs {
+            for (number, name) in (run.first_page..).zip(&run.names) {
+                assert_eq!(*name, PageName::of(&page(number)));
+            }
+        }
+        // Nothing is left of the making.
+        assert!(!file.with_extension(UNFINISHED).exists());
+    }
+
+    #[test]
+    fn a_template_that_was_changed_has_no_catalogue() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = template(directory.path());
+        let file = directory.path().join("catalogue");
+        let before = Identity::of(&path).unwrap();
+        Catalogue::make(&mut reading(&path), before, &file).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(41 << 20).unwrap();
+        let after = Identity::of(&path).unwrap();
+        assert_ne!(before, after);
+        assert!(Catalogue::kept(&file, after).is_none() && Catalogue::kept(&file, before).is_some());
+        assert!(Catalogue::kept(&directory.path().join("none"), before).is_none());
+    }
+
+    #[test]
+    fn a_catalogue_that_was_cut_off_ends_with_an_error() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = template(directory.path());
+        let file = directory.path().join("catalogue");
+        let identity = Identity::of(&path).unwrap();
+        Catalogue::make(&mut reading(&path), identity, &file).unwrap();
+        File::options().write(true).open(&file).unwrap().set_len(300).unwrap();
+        let runs: Vec<_> = Catalogue::kept(&file, identity).unwrap().runs().unwrap().collect();
+        assert_eq!(runs.len(), 2);
+        assert!(runs[0].is_ok() && runs[1].is_err());
+    }
+}

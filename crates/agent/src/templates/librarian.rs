@@ -1,0 +1,210 @@
+//! Who looks for templates, and reads them.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::fs::{self, File};
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use block::image::ImageError;
+use block::reading::Reading;
+use tracing::{info, warn};
+
+use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED};
+use super::{Shelf, State, Template, lock};
+
+/// Ending of a catalogue's name, and digits before it.
+const CATALOGUE: &str = "catalogue";
+const NAME_DIGITS: usize = 32;
+/// Of an image of that name QEMU is told that it is qcow2, of all others that they are raw. What their first bytes say is not
+/// believed: a guest may have written them.
+const QCOW2: &str = "qcow2";
+
+/// Looks for templates, and reads them.
+pub(super) struct Librarian {
+    places: Vec<PathBuf>,
+    directory: PathBuf,
+    patience: Duration,
+    shelf: Arc<Shelf>,
+}
+
+/// Why nothing is taken from a template.
+#[derive(Debug, thiserror::Error)]
+enum TemplateError {
+    /// It cannot be read, or what is in it not be kept.
+    #[error(transparent)]
+    Catalogue(#[from] CatalogueError),
+    /// What is in it is not all its own.
+    #[error(
+        "it is qcow2 with a backing file or a data file of its own; make a whole image of it by `qemu-img convert`"
+    )]
+    NotWhole,
+}
+
+impl Librarian {
+    pub(super) fn new(
+        places: Vec<PathBuf>,
+        directory: PathBuf,
+        patience: Duration,
+        shelf: Arc<Shelf>,
+    ) -> Self {
+        for place in places.iter().filter(|place| !place.exists()) {
+            warn!(place = %place.display(), "there are no templates: see [disks] templates in the configuration");
+        }
+        Self { places, directory, patience, shelf }
+    }
+
+    /// Notes which templates there are, and reads those that have no catalogue yet.
+    pub(super) fn look(&self) {
+        self.shelve();
+        self.sweep();
+        self.read();
+    }
+
+    /// Those that are as they were keep what was found out.
+    fn shelve(&self) {
+        let before: BTreeMap<PathBuf, Template> =
+            lock(&self.shelf).iter().map(|template| (template.path.clone(), template.clone())).collect();
+        let mut now = Vec::new();
+        for path in self.files() {
+            let Ok(identity) = Identity::of(&path) else { continue };
+            let known = before.get(&path).filter(|old| old.identity == identity).map(|old| &old.state);
+            let state = match known {
+                Some(state @ (State::Ready(_) | State::Failed(_, true))) => state.clone(),
+                _ => Catalogue::kept(&self.catalogue_of(&path), identity)
+                    .map_or(State::BeingRead, State::Ready),
+            };
+            now.push(Template { path, identity, state });
+        }
+        *lock(&self.shelf) = now;
+    }
+
+    /// Removes catalogues of templates that are gone, and what was left of making one: by the names that are given here and
+    /// nowhere else.
+    fn sweep(&self) {
+        let wanted: HashSet<PathBuf> =
+            lock(&self.shelf).iter().map(|template| self.catalogue_of(&template.path)).collect();
+        for entry in fs::read_dir(&self.directory).into_iter().flatten().flatten() {
+            let path = entry.path();
+            if is_ours(&path) && !wanted.contains(&path) {
+                // It is only a waste of room.
+                let _ = fs::remove_file(path);
+            }
+        }
+    }
+
+    fn read(&self) {
+        let unread: Vec<_> = {
+            let shelf = lock(&self.shelf);
+            shelf.iter().filter(|template| matches!(template.state, State::BeingRead)).cloned().collect()
+        };
+        for Template { path, identity, .. } in unread {
+            let state = match self.catalogue(&path, identity) {
+                Ok(catalogue) => {
+                    info!(template = %path.display(), pages = catalogue.pages(), "its catalogue was made");
+                    State::Ready(catalogue)
+                }
+                Err(error) => {
+                    let why = crate::chain(&error);
+                    warn!(template = %path.display(), error = why, "nothing will be taken from this template");
+                    let for_good = matches!(
+                        error,
+                        TemplateError::NotWhole
+                            | TemplateError::Catalogue(CatalogueError::Image(ImageError::Tool { .. }))
+                    );
+                    State::Failed(why, for_good)
+                }
+            };
+            let mut shelf = lock(&self.shelf);
+            let same = |template: &&mut Template| template.path == path && template.identity == identity;
+            if let Some(template) = shelf.iter_mut().find(same) {
+                template.state = state;
+            }
+        }
+    }
+
+    fn catalogue(&self, path: &Path, identity: Identity) -> Result<Catalogue, TemplateError> {
+        if !is_whole(path) {
+            return Err(TemplateError::NotWhole);
+        }
+        let file = self.catalogue_of(path);
+        let keep = |source| CatalogueError::Keep { path: file.clone(), source };
+        fs::create_dir_all(&self.directory).map_err(keep)?;
+        let socket = self.directory.join("reading.sock");
+        let mut reading = open(path, &socket, self.patience).map_err(CatalogueError::from)?;
+        Ok(Catalogue::make(&mut reading, identity, &file)?)
+    }
+
+    fn catalogue_of(&self, template: &Path) -> PathBuf {
+        let name = blake3::hash(template.as_os_str().as_encoded_bytes()).to_hex();
+        self.directory.join(format!("{}.{CATALOGUE}", &name[..NAME_DIGITS]))
+    }
+
+    /// All files that are meant: those that are named, and those in directories that are.
+    fn files(&self) -> BTreeSet<PathBuf> {
+        let mut files = BTreeSet::new();
+        for place in &self.places {
+            let inside = fs::read_dir(place).into_iter().flatten().flatten().map(|entry| entry.path());
+            files.extend(inside.chain([place.clone()]).filter(|path| path.is_file()));
+        }
+        files
+    }
+}
+
+/// Whether a file has a name as catalogues have, finished or not.
+fn is_ours(path: &Path) -> bool {
+    let ending = path.extension().is_some_and(|ending| ending == CATALOGUE || ending == UNFINISHED);
+    let name = path.file_stem().map(std::ffi::OsStr::as_encoded_bytes).unwrap_or_default();
+    ending && name.len() == NAME_DIGITS && name.iter().all(u8::is_ascii_hexdigit)
+}
+
+/// Opens a template for reading.
+pub(super) fn open(template: &Path, socket: &Path, patience: Duration) -> Result<Reading, ImageError> {
+    let format = if is_qcow2(template) { QCOW2 } else { "raw" };
+    Reading::open(&template.to_string_lossy(), format, None, socket, patience)
+}
+
+fn is_qcow2(path: &Path) -> bool {
+    path.extension().is_some_and(|ending| ending == QCOW2)
+}
+
+/// Whether all that is in an image is in its own file: of a qcow2 image this stands in its header (QEMU's docs/interop/qcow2,
+/// bytes 8 to 15 and bit 2 of the incompatible features).
+pub(super) fn is_whole(path: &Path) -> bool {
+    const EXTERNAL_DATA: u8 = 1 << 2;
+    if !is_qcow2(path) {
+        return true;
+    }
+    let mut header = [0; 80];
+    let read = File::open(path).and_then(|mut file| file.read_exact(&mut header));
+    let version = header[7];
+    // What cannot be read QEMU says better.
+    read.is_err() || (header[8..16] == [0; 8] && (version < 3 || header[79] & EXTERNAL_DATA == 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn an_image_over_another_is_not_whole() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let create = |words: &[&str]| {
+            let mut command = Command::new("qemu-img");
+            command.current_dir(directory.path()).args(["create", "-q"]).args(words);
+            let made = command.arg("1M").status().unwrap();
+            assert!(made.success(), "{words:?}");
+        };
+        create(&["-f", "qcow2", "base.qcow2"]);
+        create(&["-f", "qcow2", "-F", "qcow2", "-b", "base.qcow2", "over.qcow2"]);
+        create(&["-f", "qcow2", "-o", "data_file=data.raw", "apart.qcow2"]);
+        assert!(is_whole(&at("base.qcow2")) && !is_whole(&at("over.qcow2")) && !is_whole(&at("apart.qcow2")));
+        // By another name it is raw, whatever it says of itself.
+        fs::copy(at("over.qcow2"), at("over.img")).unwrap();
+        assert!(is_whole(&at("over.img")));
+    }
+}

@@ -1,0 +1,146 @@
+//! What the source of one VM is told of this host's templates, and what it refers to.
+
+use std::collections::HashSet;
+use std::io;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use ::memory::PageName;
+use ::memory::ram::RamError;
+use block::image::ImageError;
+use block::nbd::NbdError;
+use block::reading::Reading;
+use proto::limits::{KNOWN_PAGES, PAGE_BYTES};
+use proto::message::{Message, NamedRun};
+use tracing::{info, warn};
+
+use super::catalogue::{Catalogue, Run};
+use super::librarian::{is_whole, open};
+use super::{Templates, from_hex, lock, to_hex};
+
+/// Most pages of templates of which a source is told: 4 GiB, for which it needs 18 MiB.
+pub(crate) const TOLD_PAGES: u64 = 1 << 20;
+/// Most templates of which it is told.
+pub(crate) const TOLD_TEMPLATES: usize = 8;
+
+/// The templates of which the source of one VM was told.
+#[derive(Debug)]
+pub(crate) struct Told {
+    /// For sockets.
+    directory: PathBuf,
+    patience: Duration,
+    asked: AtomicBool,
+    templates: Mutex<Vec<Arc<Mutex<Open>>>>,
+}
+
+/// A template, from when the source was told of it on.
+#[derive(Debug)]
+enum Open {
+    /// Nothing was read yet.
+    Not(PathBuf),
+    Reading(Reading),
+    /// It cannot be opened, or answered late: what would come next on the connection is not known. It is not tried again, for
+    /// each try takes its time.
+    Dead,
+}
+
+impl Told {
+    pub(crate) fn new(directory: PathBuf, patience: Duration) -> Self {
+        Self { directory, patience, asked: AtomicBool::new(false), templates: Mutex::default() }
+    }
+
+    /// Whether the source asks for the first time, as it may only once.
+    pub(crate) fn is_first(&self) -> bool {
+        !self.asked.swap(true, Ordering::AcqRel)
+    }
+
+    /// Chooses the templates that have pages such as those that are sought, and tells what is in them. Takes a while: all
+    /// catalogues are read.
+    pub(crate) fn choose(&self, templates: &Templates, sought: &[String]) -> Vec<Message> {
+        let sought: HashSet<PageName> = sought.iter().filter_map(|name| from_hex(name)).collect();
+        let (mut messages, mut chosen) = (Vec::new(), Vec::new());
+        let mut told = HashSet::new();
+        for (path, catalogue) in templates.having(&sought).into_iter().take(TOLD_TEMPLATES) {
+            match known(chosen.len() as u16, &catalogue, &mut told) {
+                Ok(known) if known.is_empty() => {}
+                Ok(known) => {
+                    info!(template = %path.display(), "has pages of an arriving disk");
+                    messages.extend(known);
+                    chosen.push(Arc::new(Mutex::new(Open::Not(path))));
+                }
+                Err(error) => warn!(template = %path.display(), %error, "its catalogue cannot be read"),
+            }
+        }
+        *lock(&self.templates) = chosen;
+        messages.push(Message::Known { template: 0, runs: Vec::new(), last: true });
+        messages
+    }
+
+    /// Lets go of all of them: nothing refers to them any more.
+    pub(crate) fn close(&self) {
+        lock(&self.templates).clear();
+    }
+}
+
+/// What is in a template and not in those before it, as messages that are as full as they may be, as far as there is room for
+/// all of it.
+fn known(template: u16, catalogue: &Catalogue, told: &mut HashSet<PageName>) -> io::Result<Vec<Message>> {
+    let mut messages = Vec::new();
+    let (mut runs, mut pages) = (Vec::new(), 0);
+    for run in catalogue.runs()? {
+        let Run { first_page, names } = run?;
+        for (page, name) in (first_page..).zip(names) {
+            if told.len() as u64 >= TOLD_PAGES || !told.insert(name) {
+                continue;
+            }
+            if pages == KNOWN_PAGES {
+                messages.push(Message::Known { template, runs: std::mem::take(&mut runs), last: false });
+                pages = 0;
+            }
+            pages += 1;
+            add(&mut runs, page, name);
+        }
+    }
+    if !runs.is_empty() {
+        messages.push(Message::Known { template, runs, last: false });
+    }
+    Ok(messages)
+}
+
+/// Adds a page to the last run, or begins another.
+fn add(runs: &mut Vec<NamedRun>, page: u64, name: PageName) {
+    let digits = to_hex(name);
+    match runs.last_mut() {
+        Some(last) if last.first_page + (last.names.len() / digits.len()) as u64 == page => {
+            last.names.push_str(&digits);
+        }
+        _ => runs.push(NamedRun { first_page: page, names: digits }),
+    }
+}
+
+impl ::memory::Templates for Told {
+    fn read(&self, template: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError> {
+        let failed = |error: ImageError| RamError::Disk(Box::new(error));
+        let nowhere =
+            || RamError::Disk(format!("there is no page {first_page} in template {template}").into());
+        let open = lock(&self.templates).get(usize::from(template)).map(Arc::clone).ok_or_else(nowhere)?;
+        let mut open = lock(&open);
+        if let Open::Not(path) = &*open {
+            let socket = self.directory.join(format!("template-{template}.sock"));
+            let opened = is_whole(path).then(|| self::open(path, &socket, self.patience));
+            *open = Open::Dead;
+            *open = Open::Reading(opened.ok_or_else(nowhere)?.map_err(failed)?);
+        }
+        let Open::Reading(reading) = &mut *open else { return Err(nowhere()) };
+        let end = first_page.checked_mul(PAGE_BYTES).and_then(|offset| offset.checked_add(into.len() as u64));
+        end.filter(|end| *end <= reading.size_bytes()).ok_or_else(nowhere)?;
+        let read = reading.read(first_page * PAGE_BYTES, into);
+        if matches!(&read, Err(error) if !matches!(error, ImageError::Read { source: NbdError::Failed { .. }, .. }))
+        {
+            *open = Open::Dead;
+        }
+        read.map_err(failed)
+    }
+}

@@ -1,0 +1,61 @@
+//! An image that is open for reading, by a server of its own, whoever else has it open.
+
+use std::ops::Range;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::image::{ImageError, Server};
+use crate::nbd::{ALLOCATION, Client, NbdError, ZERO};
+
+/// An image that is open for reading.
+#[derive(Debug)]
+pub struct Reading {
+    server: Server,
+    client: Client,
+}
+
+impl Reading {
+    /// Opens an image in any format that QEMU knows by this name, through a server on a socket that is made. Whoever writes
+    /// it must have flushed it, and not write any more. Of a raw image that is longer than its disk (a block device) only
+    /// the disk is read, where `disk_bytes` tells its length.
+    pub fn open(
+        image: &str,
+        format: &str,
+        disk_bytes: Option<u64>,
+        socket: &Path,
+        patience: Duration,
+    ) -> Result<Self, ImageError> {
+        let server = Server::start_reading(image, format, disk_bytes, socket, patience)?;
+        let client = server.client_for(Some(ALLOCATION))?;
+        Ok(Self { server, client })
+    }
+
+    /// Length of what is in the image, in bytes.
+    pub fn size_bytes(&self) -> u64 {
+        self.client.size_bytes()
+    }
+
+    /// What does not read as zeros, ascending, in bytes.
+    pub fn allocated(&mut self) -> Result<Vec<Range<u64>>, ImageError> {
+        let size_bytes = self.size_bytes();
+        let extents = self.ask(|client| client.status(0..size_bytes))?;
+        Ok(extents
+            .into_iter()
+            .filter(|extent| extent.status & ZERO == 0)
+            .map(|extent| extent.bytes)
+            .collect())
+    }
+
+    /// Reads bytes.
+    pub fn read(&mut self, offset: u64, into: &mut [u8]) -> Result<(), ImageError> {
+        self.ask(|client| client.read(offset, into))
+    }
+
+    pub(crate) fn ask<T>(
+        &mut self,
+        ask: impl FnOnce(&mut Client) -> Result<T, NbdError>,
+    ) -> Result<T, ImageError> {
+        ask(&mut self.client)
+            .map_err(|source| ImageError::Read { path: self.server.path().to_owned(), source })
+    }
+}

@@ -1,0 +1,357 @@
+//! What the destination has already, known by its content: pages that are referred to and not sent.
+//!
+//! The source keeps for each page that is there a short name, the beginning of its BLAKE3, and where it is: in a template
+//! that the destination told of ([`Known::learn`]), or in a block of this migration, where it was sent before
+//! ([`Known::sent`]). A page with the same name is sent as a [`Reference`]. Whether the names meant the same page, and
+//! whether it is still there, is found out by the destination, which compares a longer hash before it uses the page. So
+//! a name that is wrong, or one that was forgotten, costs bytes and never a page; what was refused once is sent.
+//!
+//! Memory is bounded: twelve bytes for each page that is known, half as much again kept free, and of what was sent no more
+//! pages than room was made for.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use proto::limits::PAGE_BYTES;
+use proto::reference::{HASH_BYTES, Library, Reference};
+
+use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::lock;
+use crate::ram::RamError;
+
+/// Bytes of a [`PageName`].
+pub const NAME_BYTES: usize = 6;
+
+/// The BLAKE3 of a page.
+pub(crate) type PageHash = [u8; 32];
+
+/// The beginning of a page's BLAKE3: enough to find it among some millions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PageName(pub [u8; NAME_BYTES]);
+
+impl PageName {
+    /// Of a page's bytes.
+    pub fn of(page: &[u8]) -> Self {
+        Self::from_hash(&page_hash(page))
+    }
+
+    pub(crate) fn from_hash(hash: &PageHash) -> Self {
+        let mut name = [0; NAME_BYTES];
+        name.copy_from_slice(&hash[..NAME_BYTES]);
+        Self(name)
+    }
+
+    fn number(self) -> u64 {
+        let mut bytes = [0; 8];
+        bytes[..NAME_BYTES].copy_from_slice(&self.0);
+        u64::from_le_bytes(bytes)
+    }
+}
+
+pub(crate) fn page_hash(page: &[u8]) -> PageHash {
+    *blake3::hash(page).as_bytes()
+}
+
+/// The hash of a reference, from those of its pages.
+#[derive(Debug, Default)]
+pub(crate) struct RunHash(blake3::Hasher);
+
+impl RunHash {
+    pub(crate) fn add(&mut self, page: &PageHash) {
+        self.0.update(page);
+    }
+
+    pub(crate) fn finish(&self) -> [u8; HASH_BYTES] {
+        let mut hash = [0; HASH_BYTES];
+        hash.copy_from_slice(&self.0.finalize().as_bytes()[..HASH_BYTES]);
+        hash
+    }
+}
+
+/// Whether pages are what a reference says.
+pub(crate) fn is_meant(reference: &Reference, pages: &[u8]) -> bool {
+    let mut hash = RunHash::default();
+    pages.chunks_exact(PAGE_BYTES as usize).for_each(|page| hash.add(&page_hash(page)));
+    hash.finish() == reference.hash
+}
+
+/// Content that the destination has beside the blocks of a migration.
+pub trait Templates: Send + Sync {
+    /// Reads pages of the template with this number, as the source was told of them. Used from several threads at once.
+    ///
+    /// # Errors
+    /// When there is no such template, or it is not to be read there; the pages are sent then.
+    fn read(&self, template: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError>;
+}
+
+/// A destination without templates.
+#[derive(Debug)]
+pub struct NoTemplates;
+
+impl Templates for NoTemplates {
+    fn read(&self, _: u16, _: u64, _: &mut [u8]) -> Result<(), RamError> {
+        Err(RamError::Disk("there are no templates".into()))
+    }
+}
+
+/// Where a page is at the destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    pub(crate) library: Library,
+    pub(crate) page: u64,
+}
+
+/// What is known of the destination's content, shared by all streams and all generations of a migration, until it
+/// [ends](Known::end).
+#[derive(Debug)]
+pub struct Known {
+    ended: AtomicBool,
+    /// The first block whose pages are looked up. Those before it are sent without a look.
+    first_block: usize,
+    tables: Mutex<Tables>,
+    /// Pages to which a reference was refused, for each block.
+    refused: Mutex<Vec<DirtyBitmap>>,
+}
+
+#[derive(Debug)]
+struct Tables {
+    templates: Table,
+    sent: Table,
+}
+
+impl Known {
+    /// Nothing yet. Blocks have these lengths in bytes; from `first_block` on they are looked up. Room is made for so
+    /// many pages of templates, and so many that were sent.
+    pub fn new(
+        block_bytes: impl IntoIterator<Item = u64>,
+        first_block: usize,
+        template_pages: usize,
+        sent_pages: usize,
+    ) -> Self {
+        let tables = Tables { templates: Table::new(template_pages), sent: Table::new(sent_pages) };
+        let refused = block_bytes.into_iter().map(DirtyBitmap::new).collect();
+        Self {
+            ended: AtomicBool::new(false),
+            first_block,
+            tables: Mutex::new(tables),
+            refused: Mutex::new(refused),
+        }
+    }
+
+    /// The destination has these pages in a template, one behind the other. Of several places of a page the first that
+    /// is told is the one: those of use come first.
+    pub fn learn(&self, template: u16, first_page: u64, names: impl IntoIterator<Item = PageName>) {
+        let mut tables = lock(&self.tables);
+        for (page, name) in (first_page..).zip(names) {
+            if tables.templates.find(name).is_none() {
+                tables.templates.insert(name, template, page);
+            }
+        }
+    }
+
+    /// From the next round on all is sent. How fast references go says nothing of how fast pages will, and it is by that
+    /// that the stop is decided.
+    pub fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+        let mut tables = lock(&self.tables);
+        *tables = Tables { templates: Table::new(0), sent: Table::new(0) };
+    }
+
+    /// Pages of a block were given to a stream.
+    pub(crate) fn sent(&self, block: u16, pages: impl IntoIterator<Item = (u64, PageName)>) {
+        let mut tables = lock(&self.tables);
+        for (page, name) in pages {
+            tables.sent.insert(name, block, page);
+        }
+    }
+
+    /// Where the destination may have pages of that name: in a template, or in one of the migration's blocks.
+    pub(crate) fn find(&self, name: PageName) -> impl Iterator<Item = Place> {
+        let tables = lock(&self.tables);
+        let place =
+            |library: fn(u16) -> Library| move |(which, page)| Place { library: library(which), page };
+        let template = tables.templates.find(name).map(place(Library::Template));
+        let sent = tables.sent.find(name).map(place(Library::Block));
+        template.into_iter().chain(sent)
+    }
+
+    /// Which pages of a chunk may be referred to; none where references are not looked for.
+    pub(crate) fn allowed(&self, block: u16, chunk: u64) -> Option<ChunkPages> {
+        if usize::from(block) < self.first_block || self.ended.load(Ordering::Acquire) {
+            return None;
+        }
+        let mut allowed = ChunkPages::ALL;
+        allowed.remove(&lock(&self.refused).get(usize::from(block))?.chunk(chunk));
+        Some(allowed)
+    }
+
+    /// References to these were refused: from now on they are sent.
+    pub(crate) fn refuse(&self, block: u16, chunk: u64, pages: &ChunkPages) {
+        if let Some(refused) = lock(&self.refused).get_mut(usize::from(block)) {
+            refused.insert_into_chunk(chunk, pages);
+        }
+    }
+}
+
+/// Places by name: each in the first slot that was free from where its name points to, or, where none was near, in the place
+/// of another one, which is forgotten.
+#[derive(Debug)]
+struct Table {
+    /// The name, and above it the higher bits of the place.
+    names: Vec<u64>,
+    /// The lower bits of the place.
+    places: Vec<u32>,
+    /// How many were forgotten for others.
+    forgotten: usize,
+}
+
+/// Slots in which a name is looked for. Of a table that is full to two thirds nearly every name finds one.
+const NEAR: usize = 64;
+const NAME_BITS: u32 = NAME_BYTES as u32 * 8;
+/// A place has 48 bits, of which 37 are the page's number: 512 TiB of each block.
+const PAGE_BITS: u32 = 37;
+const WHICH_BITS: u32 = 48 - PAGE_BITS;
+/// No place has all bits set.
+const NOWHERE: u64 = (1 << 48) - 1;
+
+/// What is in a slot.
+enum Slot {
+    Free,
+    Taken { name: u64, place: u64 },
+}
+
+impl Table {
+    fn new(pages: usize) -> Self {
+        let slots = if pages == 0 { 0 } else { (pages + pages / 2).max(NEAR) };
+        let free = NOWHERE >> 32 << NAME_BITS;
+        Self { names: vec![free; slots], places: vec![NOWHERE as u32; slots], forgotten: 0 }
+    }
+
+    /// The slots in which a name may be, in their order.
+    fn near(&self, name: u64) -> impl Iterator<Item = usize> + use<> {
+        let slots = self.names.len();
+        let first = (name % slots.max(1) as u64) as usize;
+        (first..first + NEAR.min(slots)).map(move |slot| if slot < slots { slot } else { slot - slots })
+    }
+
+    fn get(&self, slot: usize) -> Slot {
+        let word = self.names[slot];
+        match word >> NAME_BITS << 32 | u64::from(self.places[slot]) {
+            NOWHERE => Slot::Free,
+            place => Slot::Taken { name: word & ((1 << NAME_BITS) - 1), place },
+        }
+    }
+
+    fn insert(&mut self, name: PageName, which: u16, page: u64) {
+        let (name, place) = (name.number(), u64::from(which) << PAGE_BITS | page);
+        if self.names.is_empty() || page >> PAGE_BITS != 0 || which >> WHICH_BITS != 0 || place == NOWHERE {
+            return;
+        }
+        // The same name gets its new place.
+        let good =
+            |slot: &usize| !matches!(self.get(*slot), Slot::Taken { name: other, .. } if other != name);
+        let slot = self.near(name).find(good).or_else(|| {
+            self.forgotten += 1;
+            self.near(name).nth(self.forgotten % NEAR)
+        });
+        if let Some(slot) = slot {
+            self.names[slot] = place >> 32 << NAME_BITS | name;
+            self.places[slot] = place as u32;
+        }
+    }
+
+    fn find(&self, name: PageName) -> Option<(u16, u64)> {
+        let name = name.number();
+        for slot in self.near(name) {
+            match self.get(slot) {
+                // Nothing is ever taken out: it would stand here.
+                Slot::Free => return None,
+                Slot::Taken { name: found, place } if found == name => {
+                    return Some(((place >> PAGE_BITS) as u16, place & ((1 << PAGE_BITS) - 1)));
+                }
+                Slot::Taken { .. } => {}
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::Dice;
+
+    fn name(number: u64) -> PageName {
+        PageName::of(&number.to_le_bytes())
+    }
+
+    #[test]
+    fn what_was_learnt_is_found() {
+        let known = Known::new([4 << 20, 4 << 20], 1, 100, 100);
+        known.learn(3, 7, [name(1), name(2)]);
+        known.learn(4, 70, [name(2)]);
+        known.sent(1, [(500, name(2)), (600, name(5))]);
+        known.sent(1, [(601, name(5))]);
+        let all =
+            |number| known.find(name(number)).map(|place| (place.library, place.page)).collect::<Vec<_>>();
+        assert_eq!(all(1), [(Library::Template(3), 7)]);
+        assert_eq!(all(2), [(Library::Template(3), 8), (Library::Block(1), 500)]);
+        assert_eq!(all(5), [(Library::Block(1), 601)]);
+        assert_eq!(all(9), []);
+        known.end();
+        assert_eq!((all(1), known.allowed(1, 0)), (Vec::new(), None));
+    }
+
+    #[test]
+    fn pages_that_were_refused_are_not_looked_up_again() {
+        let known = Known::new([4 << 20, 4 << 20], 1, 0, 0);
+        assert_eq!(known.allowed(0, 0), None);
+        assert_eq!(known.allowed(2, 0), None);
+        known.refuse(1, 1, &ChunkPages::from_range(3..5));
+        assert_eq!(known.allowed(1, 0), Some(ChunkPages::ALL));
+        let mut rest = ChunkPages::ALL;
+        rest.remove(&ChunkPages::from_range(3..5));
+        assert_eq!(known.allowed(1, 1), Some(rest));
+    }
+
+    /// With as many as it is made for it forgets next to none; with more it forgets some, and never tells a wrong place.
+    #[test]
+    fn a_table_tells_no_wrong_place() {
+        let mut table = Table::new(1000);
+        let mut dice = Dice(5);
+        let names: Vec<_> = (0..5000).map(|_| name(dice.next())).collect();
+        for (page, name) in (0..).zip(&names) {
+            table.insert(*name, 2, page);
+            if page == 999 {
+                let found = names[..1000].iter().filter(|name| table.find(**name).is_some()).count();
+                assert!(found >= 998, "{found}");
+            }
+        }
+        let mut found = 0;
+        for (page, name) in (0..).zip(&names) {
+            if let Some(place) = table.find(*name) {
+                assert_eq!(place, (2, page));
+                found += 1;
+            }
+        }
+        assert!(found > 1400 && found + table.forgotten == 5000, "{found} and {}", table.forgotten);
+        assert_eq!(table.names.capacity() * 8 + table.places.capacity() * 4, 1500 * 12);
+    }
+
+    #[test]
+    fn places_at_the_edges() {
+        let mut table = Table::new(4);
+        for (which, page) in [(0, 0), (1279, (1 << PAGE_BITS) - 1), (2047, 3)] {
+            table.insert(name(1), which, page);
+            assert_eq!(table.find(name(1)), Some((which, page)));
+        }
+        // Not to be written down: what stands there stays.
+        for (which, page) in [(0, 1 << PAGE_BITS), (2048, 0), (2047, (1 << PAGE_BITS) - 1)] {
+            table.insert(name(1), which, page);
+            assert_eq!(table.find(name(1)), Some((2047, 3)));
+        }
+        let mut none = Table::new(0);
+        none.insert(name(1), 0, 0);
+        assert_eq!(none.find(name(1)), None);
+    }
+}

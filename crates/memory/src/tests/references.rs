@@ -1,0 +1,234 @@
+//! Pages that the destination has already.
+
+use std::sync::{Arc, Mutex};
+
+use proto::Generation;
+use proto::frame::Kind;
+use proto::limits::PAGE_BYTES;
+use proto::pages::{PagesHeader, encode_ack};
+use proto::reference::encode_missing;
+
+use super::Dice;
+use super::fake_ram::{FakeRam, PAGE, Page};
+use super::fake_wire::{WHOLE, connection};
+use crate::{
+    ChunkPages, Known, Owed, PageName, RamError, Readable, Receiver, SendError, Sender, Sent, Templates, lock,
+};
+
+/// Templates in vectors.
+pub(super) struct FakeTemplates(pub(super) Vec<Mutex<Vec<Page>>>);
+
+impl FakeTemplates {
+    /// Two of them, of pages that the source has now, and what is known of them: a tenth of it is not true.
+    pub(super) fn of(source: &FakeRam, dice: &mut Dice) -> (Known, Self) {
+        let bytes = || source.0.iter().map(|block| block.pages.len() as u64 * PAGE_BYTES);
+        let known = Known::new(bytes(), dice.below(2) as usize, 2000, 500);
+        let template = |number| {
+            let mut pages: Vec<Page> = Vec::new();
+            for _ in 0..dice.below(20) {
+                let (block, first) = source.any_page(dice);
+                let run = (first..block.pages.len() as u64).take(dice.below(40) as usize);
+                pages.extend(run.filter_map(|page| block.contents(page)));
+            }
+            known.learn(number, 0, pages.iter().map(|page| PageName::of(page)));
+            pages.iter_mut().filter(|_| dice.one_in(10)).for_each(|page| page[7] ^= 1);
+            Mutex::new(pages)
+        };
+        let templates = (0..2).map(template).collect();
+        (known, Self(templates))
+    }
+}
+
+impl Templates for FakeTemplates {
+    fn read(&self, template: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError> {
+        let pages = lock(&self.0[usize::from(template)]);
+        for (page, into) in (first_page..).zip(into.chunks_exact_mut(PAGE)) {
+            into.copy_from_slice(pages.get(page as usize).ok_or(RamError::Disk("beyond the end".into()))?);
+        }
+        Ok(())
+    }
+}
+
+/// A source, a destination with one template, and one stream between them.
+struct Pair {
+    source: FakeRam,
+    destination: FakeRam,
+    _receiver: Receiver,
+    sender: Sender,
+}
+
+impl Pair {
+    fn new(source: FakeRam, known: Known, template: Vec<Page>) -> Self {
+        let pages: Vec<u64> = source.0.iter().map(|block| block.pages.len() as u64).collect();
+        let destination = FakeRam::new(&pages);
+        let templates = Arc::new(FakeTemplates(vec![Mutex::new(template)]));
+        let mut receiver = Receiver::with_templates(destination.writers(), templates, 1, |_, _| {});
+        receiver.begin(Generation(1));
+        let (near, far) = connection(WHOLE, WHOLE);
+        receiver.attach(Generation(1), 0, far).unwrap();
+        let sender = Sender::referring(source.readers(), Arc::new(known), vec![near]).unwrap();
+        Self { source, destination, _receiver: receiver, sender }
+    }
+
+    /// A round of what is owed and what was written.
+    fn round(self, owed: Owed) -> (Self, Owed, crate::RoundStats) {
+        let readable = owed.clear_marks(&mut self.source.log()).unwrap().stopped_before();
+        let Sent { sender, owed, stats } = self.sender.send_round(readable).unwrap();
+        (Self { sender, ..self }, owed, stats)
+    }
+
+    fn is_equal(&self) -> bool {
+        self.source.first_difference(&self.destination).is_none()
+    }
+}
+
+/// Pages that are all different, and all in a template, there three pages further on.
+fn with_template(pages: u64) -> (FakeRam, Known, Vec<Page>) {
+    let source = FakeRam::new(&[pages]);
+    (0..pages).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
+    let mut template = vec![[1; PAGE]; 3];
+    template.extend((0..pages).map(|page| source.0[0].contents(page).unwrap()));
+    let known = Known::new([pages * PAGE_BYTES], 0, pages as usize, 0);
+    known.learn(0, 3, template[3..].iter().map(|page| PageName::of(page)));
+    (source, known, template)
+}
+
+#[test]
+fn what_is_in_a_template_is_not_sent() {
+    let (source, known, template) = with_template(1000);
+    source.0[0].guest_writes(77, 9, 8);
+    let owed = source.everything();
+    let (pair, owed, stats) = Pair::new(source, known, template).round(owed);
+    assert_eq!((stats.contents.reference, stats.contents.data, stats.refused_pages), (999, 1, 0));
+    assert!(stats.wire_bytes < 2 * PAGE_BYTES, "{stats:?}");
+    assert_eq!(owed.pages(), 0);
+    assert!(pair.is_equal());
+}
+
+/// A template that was changed after its catalogue was made, and one that is gone.
+#[test]
+fn what_is_not_in_the_template_any_more_is_sent_in_the_next_round() {
+    for is_gone in [false, true] {
+        let (source, known, mut template) = with_template(1000);
+        if is_gone {
+            template.clear();
+        } else {
+            template[503][0] ^= 1;
+        }
+        let owed = source.everything();
+        let (pair, owed, stats) = Pair::new(source, known, template).round(owed);
+        assert_eq!(stats.contents.reference, 1000);
+        assert!(stats.refused_pages > 0 && owed.pages() == stats.refused_pages, "{stats:?}");
+        assert!(!pair.is_equal());
+        let refused = owed.pages();
+        let (pair, owed, stats) = pair.round(owed);
+        assert_eq!((stats.contents.data, stats.contents.reference, owed.pages()), (refused, 0, 0));
+        assert!(pair.is_equal());
+    }
+}
+
+#[test]
+fn what_was_sent_before_is_not_sent_again() {
+    let source = FakeRam::new(&[600, 600]);
+    (0..600).for_each(|page| source.0[1].guest_writes(page, page + 1, 0));
+    let known = Known::new([600 * PAGE_BYTES; 2], 1, 0, 2000);
+    let owed = source.everything();
+    let (pair, owed, stats) = Pair::new(source, known, Vec::new()).round(owed);
+    assert_eq!((stats.contents.reference, stats.contents.data), (0, 600));
+    // The same content elsewhere; in the first block it is not looked up.
+    for page in 0..100 {
+        let contents = pair.source.0[1].contents(400 + page).unwrap();
+        pair.source.0[1].guest_fills(page, &contents);
+        pair.source.0[0].guest_fills(page, &contents);
+    }
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!((stats.contents.reference, stats.contents.data), (100, 100), "{stats:?}");
+    assert_eq!(owed.pages(), stats.refused_pages);
+    let (pair, owed, _) = pair.round(owed);
+    assert_eq!(owed.pages(), 0);
+    assert!(pair.is_equal());
+}
+
+/// A page that was refused then would cost a round more.
+#[test]
+fn nothing_is_referred_to_while_the_guest_stands_still() {
+    let (source, known, template) = with_template(20);
+    let owed = source.everything();
+    let pair = Pair::new(source, known, template);
+    let readable: Readable = owed.clear_marks(&mut pair.source.log()).unwrap().stopped_before();
+    let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
+    let stats = pair.sender.send_round_by(readable, deadline).unwrap().stats;
+    assert_eq!((stats.contents.reference, stats.contents.data), (0, 20));
+}
+
+/// Two or three pages are there sooner as they are.
+#[test]
+fn short_runs_are_sent() {
+    let (source, known, template) = with_template(1000);
+    for page in (0..1000).step_by(4) {
+        source.0[0].guest_writes(page, page + 5000, 8);
+    }
+    let owed = source.everything();
+    let (pair, owed, stats) = Pair::new(source, known, template).round(owed);
+    assert_eq!((stats.contents.reference, stats.contents.data, owed.pages()), (0, 1000, 0));
+    assert!(pair.is_equal());
+}
+
+/// The unit in which writes to a disk are recorded is larger than a page: most of what is sent again is as it was.
+#[test]
+fn what_is_as_it_was_is_referred_to_where_it_is() {
+    let source = FakeRam::new(&[600]);
+    (0..600).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
+    let known = Known::new([600 * PAGE_BYTES], 0, 0, 2000);
+    let owed = source.everything();
+    let (pair, owed, _) = Pair::new(source, known, Vec::new()).round(owed);
+    for page in 160..176 {
+        pair.source.0[0].guest_writes(page, page + 1, 0);
+    }
+    pair.source.0[0].guest_writes(163, 7, 0);
+    let (pair, owed, stats) = pair.round(owed);
+    // Three before it are too few.
+    assert_eq!((stats.contents.reference, stats.contents.data, owed.pages()), (12, 4, 0), "{stats:?}");
+    assert!(pair.is_equal());
+}
+
+/// A destination may miss what was referred to, once, and nothing else.
+#[test]
+fn pages_that_were_sent_cannot_be_missed() {
+    let missing = |known: Option<Known>, pages: ChunkPages, times: u64| {
+        let (source, template_known, _) = with_template(40);
+        source.0[0].guest_writes(30, 99, 0);
+        let known = Arc::new(known.unwrap_or(template_known));
+        let (near, mut far) = connection(WHOLE, WHOLE);
+        let sender = Sender::referring(source.readers(), known, vec![near]).unwrap();
+        let peer = std::thread::spawn(move || {
+            let (mut payload, mut runs) = (Vec::new(), Vec::new());
+            assert_eq!(far.source.receive(&mut payload).unwrap(), Kind::Pages);
+            let (header, _) = PagesHeader::decode(&payload, &mut runs).unwrap();
+            for _ in 0..times {
+                far.sink.send(Kind::Missing, &[&encode_missing(header.seq, pages.words())]).unwrap();
+            }
+            far.sink.send(Kind::Ack, &[&encode_ack(header.seq)]).unwrap();
+            far.sink.flush().unwrap();
+            // Until the sender has seen it all.
+            while far.source.receive(&mut payload).is_ok() {
+                let _ = far.sink.send(Kind::Ack, &[&encode_ack(header.seq + 1)]);
+                let _ = far.sink.flush();
+            }
+        });
+        let readable = source.everything().clear_marks(&mut source.log()).unwrap().stopped_before();
+        let sent = sender.send_round(readable);
+        let outcome = sent.map(|sent| sent.owed.pages()).map_err(|interrupted| interrupted.cause);
+        peer.join().unwrap();
+        outcome
+    };
+    let page = |page| ChunkPages::from_range(page..page + 1);
+    assert_eq!(missing(None, page(3), 1).unwrap(), 1);
+    // Twice; one that was sent as data; one that is not in the frame.
+    for outcome in [missing(None, page(3), 2), missing(None, page(30), 1), missing(None, page(41), 1)] {
+        assert!(matches!(outcome, Err(SendError::WrongMissing { .. })), "{outcome:?}");
+    }
+    // Where references are not looked for none can be missed.
+    let nothing = Known::new([40 * PAGE_BYTES], 1, 0, 0);
+    assert!(matches!(missing(Some(nothing), page(3), 1), Err(SendError::WrongMissing { .. })));
+}

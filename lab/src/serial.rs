@@ -13,7 +13,8 @@ use whimbrel_guest_load::checksum;
 use crate::error::{Context, Error, Result};
 use crate::follow::{DEADLINE, Follow};
 
-/// A guest's serial line: a socket for its input, a log with its output. The guest may be any: one that was started here, or one that has moved.
+/// A guest's serial line: a socket for its input, a log with its output. The guest may be any: one that was started
+/// here, or one that has moved.
 #[derive(Debug, Clone)]
 pub struct Serial {
     socket: PathBuf,
@@ -118,8 +119,8 @@ impl Serial {
         let context = || format!("cannot write to {}", self.socket.display());
         let mut input = UnixStream::connect(&self.socket).context(context)?;
         input.write_all(format!("{line}\n").as_bytes()).context(context)?;
-        // It stays open until the answer is there: QEMU hands over no more than the guest can take at once. Meanwhile what comes back must be
-        // taken, or the guest's output stops; the log has it too.
+        // It stays open until the answer is there: QEMU hands over no more than the guest can take at once. Meanwhile
+        // what comes back must be taken, or the guest's output stops; the log has it too.
         let mut drained = input.try_clone().context(context)?;
         let drain = thread::spawn(move || io::copy(&mut drained, &mut io::sink()));
         let answer = output.wait_for(awaited, deadline, wanted);
@@ -148,7 +149,8 @@ impl Serial {
         Ok(ticks)
     }
 
-    /// Has the tiny guest verify all its memory, all that it has read from its disk, and all that it may have written there, at once.
+    /// Has the tiny guest verify all its memory, all that it has read from its disk, and all that it may have written
+    /// there, at once.
     pub fn check(&self) -> Result<Check> {
         static NUMBER: AtomicU64 = AtomicU64::new(1);
         let id = format!("id={} ", NUMBER.fetch_add(1, Relaxed));
@@ -188,14 +190,15 @@ impl Serial {
         }
     }
 
-    /// Half a second of it: lines are short, so that most are whole.
+    /// A fifth of a second of it: lines are short, so that most are whole. One of more than 270 characters fills the line's
+    /// socket, to which QEMU gives each by itself, where its reader is slow; then one of them comes twice, each time.
     fn piece_of_progress(&self, first: u64) -> Result<Progress> {
-        let line = self.ask_until_whole(&format!("trace {first} 50"), "TRACE ");
+        let line = self.ask_until_whole(&format!("trace {first} 20"), "TRACE ");
         line.map(|line| Progress::parse(&line)).ok_or_else(|| self.does_not_come_through())
     }
 
-    /// An answer that ends with its checksum, without it. An emulated serial line loses a character now and then, of the
-    /// question too, so it is asked again; None if no answer was whole.
+    /// An answer that ends with its checksum, without it. An emulated serial line loses a character now and then, of
+    /// the question too, so it is asked again; None if no answer was whole.
     fn ask_until_whole(&self, question: &str, begin: &str) -> Option<String> {
         (0..10).find_map(|_| {
             let patience = Duration::from_secs(5);

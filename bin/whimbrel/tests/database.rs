@@ -15,8 +15,8 @@ const VM: &str = "db";
 /// As often in `make test`; in `make soak` ten times so often.
 const MOVES: usize = 5;
 
-/// Each move compares memory and disk by hashes. At the end the guest is killed in the midst of its work, as by a power cut,
-/// and a new one is started from its disk: PostgreSQL replays its log, and has all that it had confirmed.
+/// Each move compares memory and disk by hashes. At the end the guest is killed in the midst of its work, as by a power
+/// cut, and a new one is started from its disk: PostgreSQL replays its log, and has all that it had confirmed.
 #[test]
 fn a_database_moves_with_its_disk_and_loses_no_transaction() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });

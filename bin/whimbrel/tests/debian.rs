@@ -1,4 +1,5 @@
-//! A Debian guest that moves with its root disk while it serves: what a database has confirmed is on the disk that arrived.
+//! A Debian guest that moves with its root disk while it serves: what a database has confirmed is on the disk that
+//! arrived.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -19,10 +20,10 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// As often in `make test`; in `make soak` ten times so often.
 const MOVES: usize = 5;
 
-/// ext4, SQLite with a write-ahead log, nginx, and a client whose two connections are never opened again. Each move compares
-/// memory and disk by hashes; at the end the guest is killed in the midst of its work, as by a power cut, and programs that
-/// had no part in copying look at the disk: the file system's journal is replayed, then it has to be sound, the database
-/// too, and every note whose receipt was confirmed has to be in it.
+/// ext4, SQLite with a write-ahead log, nginx, and a client whose two connections are never opened again. Each move
+/// compares memory and disk by hashes; at the end the guest is killed in the midst of its work, as by a power cut, and
+/// programs that had no part in copying look at the disk: the file system's journal is replayed, then it has to be
+/// sound, the database too, and every note whose receipt was confirmed has to be in it.
 #[test]
 fn a_database_moves_with_its_disk_and_loses_no_note() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });

@@ -171,8 +171,8 @@ fn cpu_us(pid: u32) -> u64 {
     ticks * 10_000
 }
 
-/// Devices of all kinds, a disk that is read and written with `O_DIRECT` all the while (trap 1), a network card, two NUMA
-/// nodes. What the disk has acknowledged is there on either host, and the image is sound in the end.
+/// Devices of all kinds, a disk that is read and written with `O_DIRECT` all the while (trap 1), a network card, two
+/// NUMA nodes. What the disk has acknowledged is there on either host, and the image is sound in the end.
 fn with_everything(version: QemuVersion) {
     let cluster = Cluster::new();
     let qemu = cluster.environment.qemu(version).unwrap();
@@ -374,7 +374,7 @@ fn a_guest_that_reports_its_free_pages_there_and_back() {
 /// A cut in the middle of pre-copy: new connections, pages that were not acknowledged once more (trap 7).
 fn cut_and_resumed(plain: bool) {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    let cluster = Cluster::with(&Setup { link, plain, ..Setup::default() });
+    let cluster = Cluster::with(&Setup { link, plain, ..Setup::patient() });
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
     let migration = cluster
         .a

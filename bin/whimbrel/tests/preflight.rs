@@ -1,6 +1,6 @@
 //! Pre-flight between two hosts that are not alike. What only a QEMU that was started at the destination can tell (its
-//! devices, what its processor lacks, its RAM) ends the migration before the guest is touched; so does a disk that may be
-//! another one there, and a file that is not there. Needs root.
+//! devices, what its processor lacks, its RAM) ends the migration before the guest is touched; so does a disk that may
+//! be another one there, and a file that is not there. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 

@@ -1,5 +1,5 @@
-//! `whimbrel recover` against real agents and QEMUs: a host is lost for good, or the register is, and an operator decides.
-//! Needs root.
+//! `whimbrel recover` against real agents and QEMUs: a host is lost for good, or the register is, and an operator
+//! decides. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 #![allow(unreachable_pub, missing_docs, reason = "what the modules of a test share is seen by them alone")]

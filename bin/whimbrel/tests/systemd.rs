@@ -1,5 +1,5 @@
-//! Guests on a host that systemd runs (trap 18). The systemd is a real one: it is the first process of namespaces of its
-//! own, knows no units but those of the test, and sees no other process; QEMU, its unit and the agent are below it.
+//! Guests on a host that systemd runs (trap 18). The systemd is a real one: it is the first process of namespaces of
+//! its own, knows no units but those of the test, and sees no other process; QEMU, its unit and the agent are below it.
 //! Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]

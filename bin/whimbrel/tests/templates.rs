@@ -18,8 +18,8 @@ fn template_is_read(cluster: &Cluster) {
     until("the template was read", || state() == "ready");
 }
 
-/// The destination has the image from which the VM was made, under another name and in another format. Then it goes back to a
-/// host without it.
+/// The destination has the image from which the VM was made, under another name and in another format. Then it goes
+/// back to a host without it.
 #[test]
 fn what_is_in_a_template_is_not_sent() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
@@ -54,8 +54,8 @@ fn what_is_in_a_template_is_not_sent() {
     cluster.guest_is_whole("a", "vm1");
 }
 
-/// 20 GB of which 1 GB is in use, made from a template of 0.9 GB that the destination has: at most 120 MB are sent for it
-/// (all figures of the requirement).
+/// 20 GB of which 1 GB is in use, made from a template of 0.9 GB that the destination has: at most 120 MB are sent for
+/// it (all figures of the requirement).
 #[test]
 fn a_large_sparse_disk_is_little_more_than_what_its_template_lacks() {
     const MB: u64 = 1_000_000;

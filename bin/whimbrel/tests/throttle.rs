@@ -11,9 +11,9 @@ use serde_json::{Value, json};
 /// What the disk records, at least, when anything in it is written: 64 KiB.
 const GRANULARITY_BYTES: u64 = 64 << 10;
 
-/// A guest that writes as fast as it can, and how a link is asked for that carries a quarter of what that makes to send,
-/// however fast the host is. What it writes are single pages: with references the rest of their pieces would not be sent,
-/// and there would be nothing to throttle.
+/// A guest that writes as fast as it can, and how a link is asked for that carries a quarter of what that makes to
+/// send, however fast the host is. What it writes are single pages: with references the rest of their pieces would not
+/// be sent, and there would be nothing to throttle.
 fn diabolical() -> (Cluster, Guest, [String; 5]) {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
     let image = cluster.lab.shared_directory().unwrap().join("disk.raw");

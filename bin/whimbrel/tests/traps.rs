@@ -1,6 +1,6 @@
 //! Traps of `docs/traps.md` that need a whole QEMU and a host that is not as tests would like it: short of memory, with
-//! devices plugged at the wrong time, with other processes in the guest's memory. Every move compares all of memory by a
-//! path of its own (`--verify`), and the guest itself checks every page that it wrote. Needs root.
+//! devices plugged at the wrong time, with other processes in the guest's memory. Every move compares all of memory by
+//! a path of its own (`--verify`), and the guest itself checks every page that it wrote. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 

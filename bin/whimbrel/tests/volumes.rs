@@ -1,5 +1,5 @@
-//! Disks that arrive in logical volumes. The kernel here has no device mapper, so that programs of LVM's names make loop
-//! devices instead, with something in them already, as a volume has that is not new on its disks.
+//! Disks that arrive in logical volumes. The kernel here has no device mapper, so that programs of LVM's names make
+//! loop devices instead, with something in them already, as a volume has that is not new on its disks.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 

@@ -1,6 +1,6 @@
 //! Bad input gets a clear error and changes nothing: requests that name nothing, peers that cannot be trusted, noise at
-//! the port, hosts without room, VMs that somebody else works on. After each the guest runs on at its source, nothing is
-//! left at the destination, and no descriptor is left in its QEMU. Needs root.
+//! the port, hosts without room, VMs that somebody else works on. After each the guest runs on at its source, nothing
+//! is left at the destination, and no descriptor is left in its QEMU. Needs root.
 
 #![allow(
     clippy::unwrap_used,

@@ -42,6 +42,14 @@ pub struct Setup {
     pub extra: String,
 }
 
+impl Setup {
+    /// With agents that do not give up: however long a link is cut, and however busy the machine is.
+    pub fn patient() -> Self {
+        let extra = "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 600000\npeer_silence_ms = 2000\nconnect_ms = 2000\n";
+        Self { extra: extra.to_owned(), ..Self::default() }
+    }
+}
+
 impl Default for Setup {
     fn default() -> Self {
         Self {
@@ -195,8 +203,8 @@ impl Cluster {
         guest
     }
 
-    /// Moves a VM with `--verify`, and returns the report. Nothing may differ, and all of memory and of the disks that were
-    /// copied must have been compared.
+    /// Moves a VM with `--verify`, and returns the report. Nothing may differ, and all of memory and of the disks that
+    /// were copied must have been compared.
     #[track_caller]
     pub fn migrate(&self, vm: &str, from: &str, to: &str, more: &[&str]) -> Value {
         let from = self.agent(from);

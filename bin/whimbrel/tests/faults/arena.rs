@@ -1,4 +1,5 @@
-//! Where the cells of the matrix are run: two hosts, a guest that goes to and fro, and what must hold after each injury.
+//! Where the cells of the matrix are run: two hosts, a guest that goes to and fro, and what must hold after each
+//! injury.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -123,8 +124,8 @@ impl Arena {
         }
     }
 
-    /// Finds the guest's disk, which it writes to all the while. Of copies there are the one that it has and the one that
-    /// it has left; one that may have run elsewhere and crashed there is kept, too.
+    /// Finds the guest's disk, which it writes to all the while. Of copies there are the one that it has and the one
+    /// that it has left; one that may have run elsewhere and crashed there is kept, too.
     fn find_disk(&mut self, what: &str) {
         if self.disk == GuestDisk::Shared {
             return;
@@ -226,8 +227,8 @@ impl Arena {
         self.cluster.a.wait_settled();
     }
 
-    /// A destination looks at what was proposed, and may start a QEMU for it, before it hears that nothing comes of it: it
-    /// has no migration yet, or none any more, and is not done.
+    /// A destination looks at what was proposed, and may start a QEMU for it, before it hears that nothing comes of it:
+    /// it has no migration yet, or none any more, and is not done.
     fn let_the_proposal_end(&self) {
         let source = self.last(self.at);
         let id = format!("migration=vm1#{}", source["epoch"]);
@@ -250,9 +251,9 @@ impl Arena {
         });
     }
 
-    /// A destination's QEMU that died after `cont` may have been sent may have run: that only an operator can settle. It
-    /// may have written to its disk, so that the source's copy does not know any more what is there: nobody shall run it
-    /// (what comes of the other decision: recover.rs beside this).
+    /// A destination's QEMU that died after `cont` may have been sent may have run: that only an operator can settle.
+    /// It may have written to its disk, so that the source's copy does not know any more what is there: nobody shall
+    /// run it (what comes of the other decision: recover.rs beside this).
     fn decide_after_a_crash(&self) {
         let (source, destination) = (self.cluster.agent(self.at), self.cluster.agent(self.other()));
         let undecided =
@@ -276,9 +277,9 @@ impl Arena {
         }
     }
 
-    /// Leaves a link cut, or an agent frozen, until that is felt: until the migration waits for something, or is over, or (`next`) an agent
-    /// stands at the point that is wanted next. Where nothing more has to be said a cut is never felt, so the patience
-    /// has an end; nothing is asserted of it.
+    /// Leaves a link cut, or an agent frozen, until that is felt: until the migration waits for something, or is over,
+    /// or (`next`) an agent stands at the point that is wanted next. Where nothing more has to be said a cut is never
+    /// felt, so the patience has an end; nothing is asserted of it.
     fn let_it_be_felt(&self, next: bool) {
         let until = Instant::now() + Duration::from_secs(8);
         while Instant::now() < until && (!next || self.faults().is_wanted()) {

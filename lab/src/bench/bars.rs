@@ -46,7 +46,7 @@ pub fn bars(results: &Results) -> Vec<Bar> {
             ]
         }));
     }
-    bars.extend(case("idle-1g").into_iter().flat_map(link));
+    bars.extend(["idle-1g", "idle-100m"].into_iter().filter_map(case).flat_map(link));
     bars.extend(results.cases.iter().filter(|result| is_writing(&result.case)).map(lost_work));
     bars.push(Some(agents_memory(&results.cases)));
     bars.into_iter().flatten().collect()

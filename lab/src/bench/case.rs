@@ -72,8 +72,8 @@ pub enum Contender {
     Qemu(Mode),
 }
 
-/// A way to set up QEMU's own migration, as its documentation advises. In all of them the bandwidth is not limited; for the
-/// downtime see [`Case::downtime_limit_ms`].
+/// A way to set up QEMU's own migration, as its documentation advises. In all of them the bandwidth is not limited; for
+/// the downtime see [`Case::downtime_limit_ms`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Mode {
     /// One connection, nothing more.
@@ -164,7 +164,8 @@ impl From<Contender> for String {
 }
 
 impl Case {
-    /// A guest of 1 GiB, 700 MiB of it random, that does nothing but read a little of its memory, on a link without limit.
+    /// A guest of 1 GiB, 700 MiB of it random, that does nothing but read a little of its memory, on a link without
+    /// limit.
     pub fn idle(name: &str, qemu: QemuVersion) -> Self {
         Self {
             name: name.to_owned(),
@@ -224,9 +225,9 @@ impl Case {
         Ok(())
     }
 
-    /// The downtime that QEMU is told to keep, ms. It stops the guest as soon as that can be kept, so that a shorter one
-    /// shows what it can do; over a slow link that costs passes and may be out of reach, so that there it may take as long
-    /// as Whimbrel may, which is QEMU's own default.
+    /// The downtime that QEMU is told to keep, ms. It stops the guest as soon as that can be kept, so that a shorter
+    /// one shows what it can do; over a slow link that costs passes and may be out of reach, so that there it may take
+    /// as long as Whimbrel may, which is QEMU's own default.
     pub fn downtime_limit_ms(&self) -> u64 {
         const SLOW_BYTES_PER_S: u64 = 1_000_000_000 / 8;
         if self.link_bytes_per_s.is_some_and(|rate| rate <= SLOW_BYTES_PER_S) { 300 } else { 30 }

@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::case::{Case, Contender};
-use super::mover::{End, Moved, Stage, adopt, by_qemu, by_whimbrel, forget, runs};
+use super::mover::{End, Moved, Stage, adopt, by_qemu, by_whimbrel, credentials, forget, runs};
 use super::program::{Disturbance, Moments, UNDISTURBED, judge};
-use super::result::{CaseResult, Measured, Provenance, Run};
+use super::result::{CaseResult, Measured, Provenance, Run, Spread};
 use super::subject::{Subject, clear};
 use super::usage::{Meter, peak_bytes, processes_of, reset_peak, sent_so_far};
 use crate::agents::Agents;
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::follow::DEADLINE;
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
-use crate::pki::{Identity, Pki};
+use crate::pki::Pki;
 use crate::run::Daemon;
 use crate::serial::Serial;
 
@@ -26,7 +26,6 @@ pub struct Bench {
     environment: Environment,
     whimbrel: PathBuf,
     subject: Subject,
-    identities: [Identity; 2],
     agents: Agents,
     // Ended before the laboratory is taken down.
     _daemons: Vec<Daemon>,
@@ -49,34 +48,52 @@ impl Bench {
         for (host, daemon) in agents.all().iter().zip(&daemons) {
             daemon.follow()?.wait_for("the agent's socket", DEADLINE, |_| Agents::socket(host).exists())?;
         }
-        let pki = Pki::new(&lab.a.directory().with_file_name("qemu-pki"))?;
-        let issue = |host: &crate::Host| pki.issue(host.name(), &[host.address().into()]);
-        let identities = [issue(&lab.a)?, issue(&lab.b)?];
+        if case.tls {
+            let pki = Pki::new(&lab.a.directory().with_file_name("qemu-pki"))?;
+            for host in [&lab.a, &lab.b] {
+                credentials(host, &pki.issue(host.name(), &[host.address().into()])?)?;
+            }
+        }
         let subject = Subject::save(&lab, &environment, &case)?;
         let whimbrel = whimbrel.to_owned();
-        Ok(Self { case, environment, whimbrel, subject, identities, agents, _daemons: daemons, lab })
+        Ok(Self { case, environment, whimbrel, subject, agents, _daemons: daemons, lab })
     }
 
     /// Has all contenders move the guest so many times, after a warm-up; `say` is told what was measured.
     pub fn run(&self, contenders: &[Contender], turns: u32, mut say: impl FnMut(&Run)) -> Result<CaseResult> {
         let made = Provenance::now(&self.environment, self.case.qemu)?;
         let mut result = CaseResult { case: self.case.clone(), made: Some(made), runs: Vec::new() };
+        let movers: Vec<_> = contenders.iter().copied().filter(|one| *one != Contender::Nobody).collect();
         for turn in 0..=turns {
+            let mut runs = Vec::new();
             // Each goes first in its turn.
-            let first = turn as usize % contenders.len().max(1);
-            for &contender in contenders[first..].iter().chain(&contenders[..first]) {
-                let run = self.measure(contender, turn)?;
-                say(&run);
-                if turn > 0 {
-                    result.runs.push(run);
-                }
+            let first = turn as usize % movers.len().max(1);
+            for &contender in movers[first..].iter().chain(&movers[..first]) {
+                runs.push(self.measure(contender, turn, Duration::ZERO)?);
+                runs.last().into_iter().for_each(&mut say);
+            }
+            if contenders.contains(&Contender::Nobody) {
+                // Seen for as long as those that were moved: in a longer time there is a longer stall.
+                let totals =
+                    runs.iter().filter_map(|run| run.measured.as_ref()).map(|measured| measured.total_ms);
+                let window_ms = Spread::of(totals).map_or(0.0, |spread| spread.median);
+                runs.push(self.measure(Contender::Nobody, turn, Duration::from_secs_f64(window_ms / 1e3))?);
+                runs.last().into_iter().for_each(&mut say);
+            }
+            if turn > 0 {
+                result.runs.extend(runs);
             }
         }
         Ok(result)
     }
 
-    fn measure(&self, contender: Contender, turn: u32) -> Result<Run> {
+    /// Moves the guest, or leaves it alone for as long as `window`.
+    fn measure(&self, contender: Contender, turn: u32, window: Duration) -> Result<Run> {
         let guest = self.subject.start(&self.lab.a, &self.environment)?;
+        // Adopting it is done once, whenever that is, and no part of moving it.
+        if matches!(contender, Contender::Whimbrel(_)) {
+            adopt(&self.lab, &self.agents, &guest)?;
+        }
         let clock = Clock { serial: guest.serial(), tells: self.case.has_load() };
         let settled = clock.now()?;
         clock.wait_until(settled + UNDISTURBED)?;
@@ -85,14 +102,15 @@ impl Bench {
 
         let requested = clock.now()?;
         let (measured, disturbance) = if contender == Contender::Nobody {
-            clock.wait_until(requested + 2 * UNDISTURBED)?;
-            (None, Self::disturbance(&clock, settled, requested, None)?)
+            let seen = Self::disturbance(&clock, Moments::new(settled, requested, requested + window))?;
+            (None, seen)
         } else {
             match self.move_guest(contender, &guest)? {
                 None => (None, None),
                 Some((measured, moved)) => {
                     let clock = Clock { serial: &moved.serial, tells: self.case.has_load() };
-                    let judged = Self::disturbance(&clock, settled, requested, Some(moved.resumed))?;
+                    let resumed = clock.at(moved.resumed)?.max(requested);
+                    let judged = Self::disturbance(&clock, Moments::new(settled, requested, resumed))?;
                     if turn == 0 && self.case.has_load() && !moved.serial.check()?.ok {
                         return Err(Error::Config(format!("{contender}: memory is wrong after the move")));
                     }
@@ -111,9 +129,6 @@ impl Bench {
         let agents = [&self.lab.a, &self.lab.b].map(|host| processes_of(host, runs(&self.whimbrel)));
         let [ours, theirs] = agents;
         let (ours, theirs) = (ours?, theirs?);
-        if matches!(contender, Contender::Whimbrel(_)) {
-            adopt(&self.lab, &self.agents, guest)?;
-        }
         for pid in ours.iter().chain(&theirs) {
             reset_peak(*pid)?;
         }
@@ -125,7 +140,6 @@ impl Bench {
             agents: &self.agents,
             subject: &self.subject,
             case: &self.case,
-            identities: &self.identities,
             source: guest,
             meter: &meter,
         };
@@ -153,31 +167,20 @@ impl Bench {
             source_agent_peak_bytes: peak(&ours)?,
             destination_agent_peak_bytes: peak(&theirs)?,
             rounds: moved.rounds,
+            has_switched: moved.has_switched,
             first_round_bytes_per_s: moved.first_round.map(rate),
         };
         Ok(Some((measured, moved)))
     }
 
-    /// What the guest's program noted, where it does, after having run on for a while.
-    fn disturbance(
-        clock: &Clock<'_>,
-        settled: Duration,
-        requested: Duration,
-        resumed: Option<SystemTime>,
-    ) -> Result<Option<Disturbance>> {
+    /// What the guest's program noted, where it does, up to the last of these moments.
+    fn disturbance(clock: &Clock<'_>, moments: Moments) -> Result<Option<Disturbance>> {
         if !clock.tells {
             return Ok(None);
         }
-        let elapsed = || resumed.and_then(|resumed| resumed.elapsed().ok()).unwrap_or_default();
-        let before = elapsed();
-        let now = clock.now()?;
-        // The answer takes its way: half of what that took is the best guess of when it was given.
-        let since = (before + elapsed()) / 2;
-        let resumed = if resumed.is_some() { now.saturating_sub(since).max(requested) } else { requested };
-        let seen_until = resumed + UNDISTURBED;
-        clock.wait_until(seen_until)?;
-        let progress = clock.serial.progress(settled)?;
-        Ok(Some(judge(&progress, Moments { settled, requested, resumed, seen_until })))
+        clock.wait_until(moments.seen_until)?;
+        let progress = clock.serial.progress(moments.settled)?;
+        Ok(Some(judge(&progress, moments)))
     }
 }
 
@@ -190,6 +193,15 @@ struct Clock<'a> {
 impl Clock<'_> {
     fn now(&self) -> Result<Duration> {
         if self.tells { self.serial.now() } else { Ok(Duration::ZERO) }
+    }
+
+    /// What it showed at a moment that has just been.
+    fn at(&self, moment: SystemTime) -> Result<Duration> {
+        let elapsed = || moment.elapsed().unwrap_or_default();
+        let before = elapsed();
+        let now = self.now()?;
+        // The answer takes its way: half of what that took is the best guess of when it was given.
+        Ok(now.saturating_sub((before + elapsed()) / 2))
     }
 
     /// Waits until then by the guest's clock; where nobody tells it, by ours.

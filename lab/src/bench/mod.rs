@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Contenders take turns, so that a noisy machine is noisy for all of them, and what is compared are medians and ratios
-//! within a turn. Processor time is that of all processes on both sides, the guest's own work included; the start of the
-//! destination's QEMU is counted for all. In the warm-up the guest verifies all its memory after each move.
+//! within a turn. Processor time is that of all processes on both sides, the guest's own work included; the start of
+//! the destination's QEMU is counted for all. In the warm-up the guest verifies all its memory after each move.
 
 mod bars;
 mod case;

@@ -66,6 +66,8 @@ pub(super) struct Moved {
     pub(super) first_round: Option<(f64, Duration)>,
     /// Passes over memory, the last one included.
     pub(super) rounds: u64,
+    /// Of post-copy: whether the guest ran on before all was there.
+    pub(super) has_switched: Option<bool>,
     pub(super) serial: Serial,
     /// Held for as long as the guest is looked at.
     pub(super) _destination: Destination,
@@ -99,9 +101,9 @@ pub(super) enum End {
 
 // ---- QEMU's own
 
-/// The files with which QEMU authenticates itself, in the directory and under the names that it expects.
-fn credentials(host: &Host, identity: &Identity) -> Result<String> {
-    let directory = host.directory().join("qemu-pki");
+/// Puts the files with which QEMU authenticates itself where it expects them, under the names that it expects.
+pub(super) fn credentials(host: &Host, identity: &Identity) -> Result<()> {
+    let directory = credentials_of(host);
     let prepare = || {
         fs::create_dir_all(&directory)?;
         for (file, name) in [
@@ -115,8 +117,11 @@ fn credentials(host: &Host, identity: &Identity) -> Result<String> {
         }
         Ok::<_, std::io::Error>(())
     };
-    prepare().map_err(|source| Error::Io { what: format!("cannot fill {}", directory.display()), source })?;
-    Ok(directory.display().to_string())
+    prepare().map_err(|source| Error::Io { what: format!("cannot fill {}", directory.display()), source })
+}
+
+fn credentials_of(host: &Host) -> PathBuf {
+    host.directory().join("qemu-pki")
 }
 
 fn set_up(monitor: &mut Monitor, mode: Mode, case: &Case, tls: Option<&str>) -> Result<()> {
@@ -154,8 +159,8 @@ fn set_up(monitor: &mut Monitor, mode: Mode, case: &Case, tls: Option<&str>) -> 
     Ok(())
 }
 
-fn add_credentials(monitor: &mut Monitor, host: &Host, identity: &Identity, endpoint: &str) -> Result<()> {
-    let directory = credentials(host, identity)?;
+fn add_credentials(monitor: &mut Monitor, host: &Host, endpoint: &str) -> Result<()> {
+    let directory = credentials_of(host);
     let object = json!({
         "qom-type": "tls-creds-x509", "id": "tls0", "dir": directory, "endpoint": endpoint, "verify-peer": true
     });
@@ -169,8 +174,6 @@ pub(super) struct Stage<'a> {
     pub(super) agents: &'a Agents,
     pub(super) subject: &'a Subject,
     pub(super) case: &'a Case,
-    /// Of the source and of the destination.
-    pub(super) identities: &'a [Identity; 2],
     /// The guest that is moved.
     pub(super) source: &'a Guest,
     pub(super) meter: &'a Meter,
@@ -178,15 +181,15 @@ pub(super) struct Stage<'a> {
 
 /// Moves the guest by QEMU's own migration.
 pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
-    let Stage { lab, environment, subject, case, identities, source, meter, .. } = *stage;
+    let Stage { lab, environment, subject, case, source, meter, .. } = *stage;
     let began = Instant::now();
     let destination = subject.start_waiting(&lab.b, environment)?;
     let (mut from, mut to) = (source.monitor()?, destination.monitor()?);
     let start = began.elapsed();
     let peer = case.tls.then(|| lab.b.name());
     if case.tls {
-        add_credentials(&mut from, &lab.a, &identities[0], "client")?;
-        add_credentials(&mut to, &lab.b, &identities[1], "server")?;
+        add_credentials(&mut from, &lab.a, "client")?;
+        add_credentials(&mut to, &lab.b, "server")?;
     }
     set_up(&mut from, mode, case, peer)?;
     set_up(&mut to, mode, case, peer.map(|_| ""))?;
@@ -195,6 +198,7 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
     from.command("migrate", &json!({ "uri": uri }))?;
     from.set_patience(Duration::from_secs(case.patience_s))?;
     let mut ended = false;
+    let mut has_switched = false;
     let mut stopped_us = None;
     let until = began + Duration::from_secs(case.patience_s);
     while !ended {
@@ -211,6 +215,7 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
             ("MIGRATION_PASS", _) if mode == Mode::PostCopy && event.data["pass"] == 2 => {
                 from.command("migrate-start-postcopy", &json!({}))?;
             }
+            ("MIGRATION", Some("postcopy-active")) => has_switched = true,
             ("MIGRATION", Some("completed")) => ended = true,
             ("MIGRATION", Some("failed")) => return Err(failed(&mut from)),
             _ => {}
@@ -222,7 +227,9 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
     from.command("quit", &json!({}))?;
     source.wait_for_end()?;
     let total = began.elapsed();
-    let downtime = Duration::from_micros(resumed_us.saturating_sub(stopped_us.unwrap_or(resumed_us)));
+    let stopped_us =
+        stopped_us.ok_or_else(|| Error::Config(format!("QEMU did not tell of its stop: {told}")))?;
+    let downtime = Duration::from_micros(resumed_us.saturating_sub(stopped_us));
     let used = meter.read(destination.pid())?;
     let serial = destination.serial().clone();
     Ok(End::Moved(Box::new(Moved {
@@ -235,7 +242,8 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
         used,
         resumed: SystemTime::UNIX_EPOCH + Duration::from_micros(resumed_us),
         first_round: None,
-        rounds: told["ram"]["dirty-sync-count"].as_u64().unwrap_or(0),
+        rounds: number(&told["ram"], "dirty-sync-count")?,
+        has_switched: (mode == Mode::PostCopy).then_some(has_switched),
         serial,
         _destination: Destination::Guest { _guest: destination },
     })))
@@ -290,37 +298,43 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, streams: Option<u16>) -> Result<End
         let at_us = events.filter(|event| event["what"] == what).find_map(|event| event["at_us"].as_u64());
         at_us.map(Duration::from_micros).ok_or_else(|| Error::Config(format!("no event {what} in {report}")))
     };
-    let micros = |value: &Value| Duration::from_micros(value.as_u64().unwrap_or(0));
-    let part = |name: &str| micros(&report["downtime"][name]).as_secs_f64() * 1e3;
-    let started = Duration::from_millis(report["started_unix_ms"].as_u64().unwrap_or(0));
+    let micros = |value: &Value, name: &str| number(value, name).map(Duration::from_micros);
+    let part = |name: &str| Ok::<_, Error>(micros(&report["downtime"], name)?.as_secs_f64() * 1e3);
+    let started = Duration::from_millis(number(&report, "started_unix_ms")?);
     let first = &report["rounds"][0];
-    let bytes = |value: &Value| value["sent_bytes"].as_f64().unwrap_or(1.0);
+    let share = number(first, "sent_bytes")? as f64 / number(&report, "sent_bytes")? as f64;
     let (Some(pid), Some(used)) = (arrived.first().copied(), used) else {
         return Err(Error::Config(format!("the guest that Whimbrel moved has no QEMU: {report}")));
     };
     // Nobody asks a guest's QEMU about it while the guest is watched, so its agent is not asked either.
     let socket = serial_socket(pid)?;
     Ok(End::Moved(Box::new(Moved {
-        total: micros(&report["total_us"]),
+        total: micros(&report, "total_us")?,
         start: event("accepted")?,
-        downtime: micros(&report["downtime"]["total_us"]),
-        events: report["downtime"]["events_us"].as_u64().map(Duration::from_micros),
+        downtime: micros(&report["downtime"], "total_us")?,
+        events: Some(micros(&report["downtime"], "events_us")?),
         parts: Some(DowntimeParts {
-            stop_ms: part("stop_us"),
-            last_pages_ms: part("last_pages_us"),
-            device_state_ms: part("device_state_us"),
-            load_ms: part("load_us"),
-            handover_ms: part("handover_us"),
-            continue_ms: part("continue_us"),
+            stop_ms: part("stop_us")?,
+            last_pages_ms: part("last_pages_us")?,
+            device_state_ms: part("device_state_us")?,
+            load_ms: part("load_us")?,
+            handover_ms: part("handover_us")?,
+            continue_ms: part("continue_us")?,
         }),
-        last_scans: Some(micros(&report["downtime"]["last_scans_us"])),
+        last_scans: Some(micros(&report["downtime"], "last_scans_us")?),
         used,
         resumed: SystemTime::UNIX_EPOCH + started + event("running")?,
-        first_round: Some((bytes(first) / bytes(&report), micros(&first["duration_us"]))),
+        first_round: Some((share, micros(first, "duration_us")?)),
         rounds: report["rounds"].as_array().map_or(0, Vec::len) as u64,
+        has_switched: None,
         serial: Serial::new(&socket, &socket.with_extension("log"), Some(pid)),
         _destination: Destination::Process(pid),
     })))
+}
+
+/// A number that has to be there: of what is missing nothing is made up.
+fn number(value: &Value, name: &str) -> Result<u64> {
+    value[name].as_u64().ok_or_else(|| Error::Config(format!("no number {name} in {value}")))
 }
 
 /// The socket of a guest's serial line, from its QEMU's command line.

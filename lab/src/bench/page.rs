@@ -5,8 +5,8 @@ use std::fs;
 use std::path::Path;
 
 use super::bars::bars;
-use super::case::Contender;
-use super::result::{CaseResult, Quantity, Results, Spread};
+use super::case::{Case, Contender, Mode};
+use super::result::{CaseResult, Quantity, Results, Run, Spread};
 use super::suite::{Suite, suites};
 use crate::error::{Context, Error, Result};
 
@@ -45,6 +45,12 @@ pub fn tables(results: &Results) -> String {
     }
     let is_other = |result: &&CaseResult| !suites.iter().any(|suite| is_of(result, suite));
     section("Other cases", results.cases.iter().filter(is_other), &mut text);
+    let is_missing = |case: &&Case| !results.cases.iter().any(|result| result.case.name == case.name);
+    let cases = suites.iter().flat_map(|suite| suite.cases.iter().map(|(case, _)| case));
+    let missing: Vec<_> = cases.filter(is_missing).map(|case| case.name.as_str()).collect();
+    if !missing.is_empty() {
+        let _ = write!(text, "\n### Not measured yet\n\n{}.\n", missing.join(", "));
+    }
     text
 }
 
@@ -68,20 +74,29 @@ fn case_table(result: &CaseResult, text: &mut String) {
     for contender in result.contenders() {
         let (ended, all) = result.ended(contender);
         let ended = if contender == Contender::Nobody { String::new() } else { format!("{ended}/{all}") };
+        let switched = result.runs_of(contender).filter_map(|run| run.measured.as_ref()?.has_switched);
+        let stayed = switched.filter(|has_switched| !has_switched).count();
+        let ended = if stayed > 0 { format!("{ended}, {stayed} before it was switched") } else { ended };
         let cells = columns.iter().map(|(_, quantity, one)| cell(result, contender, *quantity, *one));
         let _ = writeln!(text, "| {contender} | {ended} |{}", cells.collect::<String>());
     }
+    // Each with as many streams as the other has channels, where their number is what is looked at.
+    let pairs = result.contenders().into_iter().filter_map(|one| match one {
+        Contender::Whimbrel(Some(streams)) => {
+            Some((one, Contender::Qemu(Mode::Multifd(streams.try_into().ok()?))))
+        }
+        _ => None,
+    });
+    for (ours, theirs) in pairs {
+        let compared = columns.iter().map(|(_, quantity, _)| compared(result, ours, Some(theirs), *quantity));
+        let _ = writeln!(text, "| *{ours} to {theirs}* | |{}", compared.collect::<String>());
+    }
     let ours = Contender::Whimbrel(None);
     if result.spread(ours, Quantity::Total).is_some() {
-        let compared = columns.iter().map(|(_, quantity, _)| compared(result, ours, *quantity));
+        let best = |quantity| result.best_of_qemu(quantity).map(|(best, _)| best);
+        let compared =
+            columns.iter().map(|(_, quantity, _)| compared(result, ours, best(*quantity), *quantity));
         let _ = writeln!(text, "| *whimbrel to the best of these* | |{}", compared.collect::<String>());
-        if result.runs_of(Contender::Nobody).next().is_some() {
-            let beyond = columns.iter().map(|(_, quantity, _)| {
-                let beyond = result.beyond(ours, Contender::Nobody, *quantity);
-                beyond.filter(|_| *quantity != Quantity::Brownout).map_or(" |".to_owned(), difference)
-            });
-            let _ = writeln!(text, "| *whimbrel beyond nobody* | |{}", beyond.collect::<String>());
-        }
     }
 }
 
@@ -96,32 +111,47 @@ fn made(result: &CaseResult) -> String {
     format!(" {}{commit}.", made.qemu)
 }
 
-/// Median, least and most.
+/// Median, least and most; of what happens to the guest's program also by how much it is more than where nobody moves it.
 fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64) -> String {
     let Some(spread) = result.spread(contender, quantity) else { return " |".to_owned() };
     let number = |value: f64| {
         let value = value / one;
         if value.abs() < 100.0 { format!("{value:.1}") } else { format!("{value:.0}") }
     };
-    format!(" **{}** ({}–{}) |", number(spread.median), number(spread.least), number(spread.most))
+    // Measured when the events were not told yet: with `stop` and `cont`, which take longer.
+    let is_longer = |run: &Run| run.measured.as_ref().is_some_and(|measured| measured.events_ms.is_none());
+    let at_most = quantity == Quantity::Downtime
+        && matches!(contender, Contender::Whimbrel(_))
+        && result.runs_of(contender).any(is_longer);
+    let beyond = result
+        .beyond(contender, Contender::Nobody, quantity)
+        .filter(|_| contender != Contender::Nobody && quantity != Quantity::Brownout)
+        .map_or(String::new(), |beyond| format!(", {:+.1}", beyond.median));
+    format!(
+        " {}**{}** ({}–{}){beyond} |",
+        if at_most { "≤ " } else { "" },
+        number(spread.median),
+        number(spread.least),
+        number(spread.most)
+    )
 }
 
 /// The ratio of medians, with the range of the ratios within turns; or the median of the differences within turns.
-fn compared(result: &CaseResult, ours: Contender, quantity: Quantity) -> String {
-    let compared = result.best_of_qemu(quantity).and_then(|(best, _)| {
+fn compared(result: &CaseResult, ours: Contender, theirs: Option<Contender>, quantity: Quantity) -> String {
+    let compared = theirs.and_then(|theirs| {
         if !quantity.has_ratio() {
-            let beyond = result.beyond(ours, best, quantity)?;
-            return Some(format!("{} beyond {best} |", difference(beyond).trim_end_matches(" |")));
+            let beyond = result.beyond(ours, theirs, quantity)?;
+            return Some(format!("{} beyond {theirs}", difference(beyond)));
         }
-        let ratio = result.ratio(ours, best, quantity)?;
-        let paired = result.paired(ours, best, quantity)?;
-        Some(format!(" {ratio:.2} ({:.2}–{:.2}) of {best} |", paired.least, paired.most))
+        let ratio = result.ratio(ours, theirs, quantity)?;
+        let paired = result.paired(ours, theirs, quantity)?;
+        Some(format!("{ratio:.2} ({:.2}–{:.2}) of {theirs}", paired.least, paired.most))
     });
-    compared.unwrap_or_else(|| " |".to_owned())
+    compared.map_or(" |".to_owned(), |text| format!(" {text} |"))
 }
 
 fn difference(beyond: Spread) -> String {
-    format!(" {:+.1} ({:+.1}–{:+.1}) |", beyond.median, beyond.least, beyond.most)
+    format!("{:+.1} ({:+.1}–{:+.1})", beyond.median, beyond.least, beyond.most)
 }
 
 /// Puts text between the marks of a page.

@@ -26,7 +26,8 @@ const COLOURS: [RGBColor; 7] = [
 
 type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Draws the results into a directory: a file for each picture for which there is something to draw. Returns their names.
+/// Draws the results into a directory: a file for each picture for which there is something to draw. Returns their
+/// names.
 pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     std::fs::create_dir_all(directory).context(|| format!("cannot make {}", directory.display()))?;
     let case = |name: &str| results.cases.iter().find(|result| result.case.name == name);

@@ -39,6 +39,13 @@ pub(super) struct Moments {
     pub(super) seen_until: Duration,
 }
 
+impl Moments {
+    /// The program is looked at for a while after its arrival.
+    pub(super) fn new(settled: Duration, requested: Duration, resumed: Duration) -> Self {
+        Self { settled, requested, resumed, seen_until: resumed + UNDISTURBED }
+    }
+}
+
 /// Judges what the program noted.
 pub(super) fn judge(progress: &Progress, moments: Moments) -> Disturbance {
     let known = progress.work.len().min(progress.gap.len());
@@ -70,7 +77,8 @@ mod tests {
 
     #[test]
     fn stalls_lost_work_and_brownout_are_seen() {
-        // A second of ten pages a slot; then a migration: half speed for 20 slots, arrival, 5 slots of nothing, full speed.
+        // A second of ten pages a slot; then a migration: half speed for 20 slots, arrival, 5 slots of nothing, full
+        // speed.
         let mut work = vec![10; 100];
         work.extend([5; 20]);
         work.extend([0; 5]);

@@ -32,8 +32,8 @@ pub struct Results {
 pub struct CaseResult {
     /// The case.
     pub case: Case,
-    /// When and with what it was measured. Absent where the clock of Whimbrel's total began only when the source had looked
-    /// at the guest, tens of milliseconds after the request.
+    /// When and with what it was measured. Absent where the clock of Whimbrel's total began only when the source had
+    /// looked at the guest, tens of milliseconds after the request.
     #[serde(default)]
     pub made: Option<Provenance>,
     /// Measurements in the order in which they were made, the warm-up not among them.
@@ -93,8 +93,8 @@ pub struct Measured {
     pub total_ms: f64,
     /// The start of the destination's QEMU and all before it, ms.
     pub start_ms: f64,
-    /// From the stop of the guest to its going on, ms: by Whimbrel from before `stop` to the return of `cont`, by QEMU from
-    /// its event STOP to its event RESUME.
+    /// From the stop of the guest to its going on, ms: by Whimbrel from before `stop` to the return of `cont`, by QEMU
+    /// from its event STOP to its event RESUME.
     pub downtime_ms: f64,
     /// From QEMU's event STOP to its event RESUME, whoever moves the guest, ms. Absent of what was measured before
     /// Whimbrel told it.
@@ -119,6 +119,10 @@ pub struct Measured {
     pub destination_agent_peak_bytes: u64,
     /// Passes over the guest's memory.
     pub rounds: u64,
+    /// Of post-copy, whether the guest ran on before all of its memory was there; absent elsewhere, and where it was not
+    /// noted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub has_switched: Option<bool>,
     /// The sending rate of the first of them, with all headers, where it is known, bytes per second.
     pub first_round_bytes_per_s: Option<f64>,
 }

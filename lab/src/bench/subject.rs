@@ -94,8 +94,8 @@ impl Subject {
         Guest::start(host, environment, &spec)
     }
 
-    /// Has a QEMU take as much memory as the guest has, and more, write to it, and give it back. A machine that is itself
-    /// virtual may have to get memory from its host at the first touch, which takes several times as long as a
+    /// Has a QEMU take as much memory as the guest has, and more, write to it, and give it back. A machine that is
+    /// itself virtual may have to get memory from its host at the first touch, which takes several times as long as a
     /// migration, and hits whoever comes first.
     pub(super) fn warm_memory(&self, host: &Host, environment: &Environment) -> Result<()> {
         let mut spec = GuestSpec::tiny("warm", Load::default());

@@ -40,7 +40,15 @@ pub fn suites() -> Vec<Suite> {
     let idle_suite = vec![
         (idle("idle"), everybody()),
         (Case::idle("idle-7.2", Installed), everybody()),
-        (Case { tls: true, ..idle("idle-tls") }, vec![OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD]),
+        (
+            Case { tls: true, ..idle("idle-tls") },
+            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD, POST_COPY],
+        ),
+        (
+            Case { tls: true, ..Case::idle("idle-tls-7.2", Installed) },
+            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2],
+        ),
+        (Case { memfd: true, ..idle("idle-memfd") }, few()),
         (idle("busy").unpaced(), few()),
         (debian, vec![OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD, XBZRLE, POST_COPY]),
     ];
@@ -67,12 +75,16 @@ pub fn suites() -> Vec<Suite> {
         };
         let contenders = vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2];
         writing.push((case(LoadMode::Random, "random"), contenders.clone()));
-        // Where the two differ most, and least.
-        if [(16, 20), (64, 80), (128, 150)].contains(&(wss, rate)) {
-            let contenders = [contenders, vec![XBZRLE, POST_COPY]].concat();
-            writing.push((case(LoadMode::Few, "few"), contenders));
-        }
+        // Everybody where the two ways to write differ most, and least; elsewhere who sends differences alone.
+        let few = match (wss, rate) {
+            (16, 20) | (64, 80) | (128, 150) => [contenders, vec![XBZRLE, POST_COPY]].concat(),
+            _ => vec![Contender::Nobody, OURS, MULTIFD_2, XBZRLE],
+        };
+        writing.push((case(LoadMode::Few, "few"), few));
     }
+
+    let memfd = idle("write-128-150-memfd").sized(512, 300).writing(128, 150, LoadMode::Random);
+    writing.push((Case { memfd: true, ..memfd }, few()));
 
     let mut links = Vec::new();
     for (megabit, name) in [(10_000, "10g"), (1_000, "1g"), (100, "100m")] {
@@ -81,7 +93,7 @@ pub fn suites() -> Vec<Suite> {
         let (memory, fill) = if megabit == 100 { (256, 64) } else { (1024, 700) };
         links.push((
             linked(idle(&format!("idle-{name}")).sized(memory, fill)),
-            vec![OURS, DEFAULT, MULTIFD_2, ZSTD],
+            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, ZSTD],
         ));
         let (wss, rate) = if megabit == 100 { (16, 4) } else { (64, 80) };
         links.push((
@@ -92,16 +104,19 @@ pub fn suites() -> Vec<Suite> {
 
     let mut sizes = Vec::new();
     for (memory, fill) in [(256, 128), (512, 320), (1024, 800), (2048, 1750), (4096, 3700), (8192, 7600)] {
-        sizes.push((idle(&format!("size-{memory}")).sized(memory, fill), vec![OURS, MULTIFD_2]));
+        sizes.push((
+            idle(&format!("size-{memory}")).sized(memory, fill),
+            vec![Contender::Nobody, OURS, MULTIFD_2],
+        ));
     }
     for wss in [8, 32, 128] {
         let case = idle(&format!("dirty-{wss}")).sized(512, 300).writing(wss, 2 * wss, LoadMode::Random);
-        sizes.push((case, vec![OURS, MULTIFD_2]));
+        sizes.push((case, vec![Contender::Nobody, OURS, MULTIFD_2]));
     }
     for regions in [2, 8, 32] {
         sizes.push((
             Case { regions, ..idle(&format!("regions-{regions}")).sized(1024, 500) },
-            vec![OURS, MULTIFD_2],
+            vec![Contender::Nobody, OURS, MULTIFD_2],
         ));
     }
 

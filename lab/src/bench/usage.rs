@@ -51,7 +51,8 @@ pub(super) fn peak_bytes(pid: u32) -> Result<u64> {
 }
 
 /// Bytes that a host has sent over the migration link so far, with all headers. Where the link has a limit, these are
-/// those that the limit counts: the device itself counts one header for a large segment, which the limit cuts into many.
+/// those that the limit counts: the device itself counts one header for a large segment, which the limit cuts into
+/// many.
 pub(super) fn sent_so_far(host: &Host) -> Result<u64> {
     let told = |command: &[&str]| -> Result<Value> {
         let text = host.run(command)?;

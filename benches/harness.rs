@@ -1,5 +1,5 @@
-//! One list of cases for two ways of measuring: criterion tells how long each one takes, and valgrind's callgrind how many
-//! instructions, which is the same on a busy machine (`scripts/callgrind`; docs/performance.md, "Functions").
+//! One list of cases for two ways of measuring: criterion tells how long each one takes, and valgrind's callgrind how
+//! many instructions, which is the same on a busy machine (`scripts/callgrind`; docs/performance.md, "Functions").
 //!
 //! A case is prepared once, and only if it is asked for; then its work is done again and again.
 
@@ -33,8 +33,8 @@ pub(crate) enum Benches {
     Time(Box<Criterion>),
     /// `--list-counted`: prints what can be counted.
     List,
-    /// `--repeat TIMES CASE`: does the work of one case so often, and nothing else. Callgrind counts two such runs; what
-    /// the second has more is the work alone, without its preparation.
+    /// `--repeat TIMES CASE`: does the work of one case so often, and nothing else. Callgrind counts two such runs;
+    /// what the second has more is the work alone, without its preparation.
     Repeat {
         times: u64,
         case: String,

@@ -1,5 +1,6 @@
-//! The bare-metal guest: one boot sector (`guest/bare/bare.S`) that rewrites 48 MiB on each of one or two processors for ever, and checks each page
-//! before it rewrites it. It runs where no operating system does, such as under a nested KVM.
+//! The bare-metal guest: one boot sector (`guest/bare/bare.S`) that rewrites 48 MiB on each of one or two processors
+//! for ever, and checks each page before it rewrites it. It runs where no operating system does, such as under a nested
+//! KVM.
 
 use std::time::Duration;
 

@@ -1,8 +1,9 @@
-//! A client that watches a service: connections that are opened once, kept, and never opened again; the longest silence is what a move of the
-//! VM costs somebody outside.
+//! A client that watches a service: connections that are opened once, kept, and never opened again; the longest silence
+//! is what a move of the VM costs somebody outside.
 //!
-//! One connection asks for a page again and again, the other hands in notes, each of which has to be there in the end. Both speak HTTP/1.1 with
-//! keep-alive. The sockets are made in a host of the laboratory; the threads that use them belong to this process.
+//! One connection asks for a page again and again, the other hands in notes, each of which has to be there in the end.
+//! Both speak HTTP/1.1 with keep-alive. The sockets are made in a host of the laboratory; the threads that use them
+//! belong to this process.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
@@ -71,8 +72,8 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects from `host` to the service (twice) and begins to watch. `pause` is the time between an answer and the next request for the page; notes
-    /// are handed in ten times less often.
+    /// Connects from `host` to the service (twice) and begins to watch. `pause` is the time between an answer and the
+    /// next request for the page; notes are handed in ten times less often.
     pub fn start(host: &Host, service: SocketAddr, pause: Duration) -> Result<Self> {
         let connect =
             || host.within(|| Connection::open(service))?.context(|| format!("cannot reach {service}"));

@@ -20,8 +20,8 @@ use crate::spec::GuestSpec;
 
 const PORT: u16 = 5432;
 
-/// A guest with PostgreSQL on a root disk of its own, number `n` in the laboratory's network; with `fio` it also writes and
-/// verifies a file all the while, and says `VERIFIED` on its console after each time, or `FIO FAILED`.
+/// A guest with PostgreSQL on a root disk of its own, number `n` in the laboratory's network; with `fio` it also writes
+/// and verifies a file all the while, and says `VERIFIED` on its console after each time, or `FIO FAILED`.
 pub fn database_guest(
     lab: &Lab,
     environment: &Environment,
@@ -116,8 +116,8 @@ impl Committer {
     }
 }
 
-/// The rows of a client that are in the database, after all of its tables and their indices were found sound: PostgreSQL compares
-/// the checksum of each page that it reads.
+/// The rows of a client that are in the database, after all of its tables and their indices were found sound:
+/// PostgreSQL compares the checksum of each page that it reads.
 pub fn rows(host: &Host, address: Ipv4Addr, number: i32) -> Result<BTreeSet<u64>> {
     let mut client = connect(host, address)?;
     let read = (|| {

@@ -1,4 +1,5 @@
-//! The demonstration: a Debian guest that serves a page and keeps notes moves from one host to another while a client watches.
+//! The demonstration: a Debian guest that serves a page and keeps notes moves from one host to another while a client
+//! watches.
 
 use std::fs;
 use std::path::Path;
@@ -47,7 +48,8 @@ pub fn debian_guest(lab: &Lab, environment: &Environment, name: &str, n: u8) -> 
     server(environment, name, n, &disk, "")
 }
 
-/// A Debian guest with this root disk, number `n` in the laboratory's network; `more` is added to the kernel's command line.
+/// A Debian guest with this root disk, number `n` in the laboratory's network; `more` is added to the kernel's command
+/// line.
 pub(crate) fn server(
     environment: &Environment,
     name: &str,
@@ -75,7 +77,8 @@ pub(crate) fn server(
     })
 }
 
-/// Runs the demonstration with the program `whimbrel`; `say` is told what happens. Reports are written into `directory`.
+/// Runs the demonstration with the program `whimbrel`; `say` is told what happens. Reports are written into
+/// `directory`.
 pub fn run_demo(whimbrel: &Path, directory: &Path, mut say: impl FnMut(&str)) -> Result<DemoReport> {
     let environment = Environment::discover();
     say("Two hosts, a witness, a router and a client, as network namespaces.");

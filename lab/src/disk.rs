@@ -10,7 +10,8 @@ use crate::environment::Qemu;
 use crate::error::{Context, Error, Result};
 use crate::run::run;
 
-/// Makes an image whose every block can be checked by its number: what the tiny guest's disk readers and writers expect.
+/// Makes an image whose every block can be checked by its number: what the tiny guest's disk readers and writers
+/// expect.
 pub fn known_content(qemu: &Qemu, path: &Path, format: &str, size_mib: u64) -> Result<()> {
     let raw = if format == "raw" { path.to_owned() } else { path.with_extension("raw") };
     write(&raw, size_mib).context(|| format!("cannot write {}", raw.display()))?;

@@ -1,14 +1,14 @@
 //! A link between two hosts, emulated in user space: rate, delay, jitter, loss and cuts, each changeable while it runs.
 //!
-//! The kernel's own emulation (netem) is not everywhere. Here each host gets a tap device; four threads carry packets between the two, one
-//! that receives and one that sends in each direction:
+//! The kernel's own emulation (netem) is not everywhere. Here each host gets a tap device; four threads carry packets
+//! between the two, one that receives and one that sends in each direction:
 //!
 //! ```text
 //! tap a ──► receive: lost? cut? full? when due? ──► queue ──► send when due ──► tap b      and the same from b to a
 //! ```
 //!
-//! Loss and jitter come from a seeded generator, so that a run's decisions can be repeated packet by packet. Packets are never reordered:
-//! jitter makes a packet late, and those behind it wait, as in a queue.
+//! Loss and jitter come from a seeded generator, so that a run's decisions can be repeated packet by packet. Packets
+//! are never reordered: jitter makes a packet late, and those behind it wait, as in a queue.
 
 use std::collections::VecDeque;
 use std::fmt;

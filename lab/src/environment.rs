@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// Says what a test could not try on this machine, where it is seen although the test passes: `make test` lists it at its
-/// end, from the file that `WHIMBREL_NOT_TRIED` names.
+/// Says what a test could not try on this machine, where it is seen although the test passes: `make test` lists it at
+/// its end, from the file that `WHIMBREL_NOT_TRIED` names.
 pub fn not_tried(what: impl AsRef<str>) {
     // One line, so that lines of several tests stay whole.
     let what = what.as_ref().lines().collect::<Vec<_>>().join("; ");
@@ -62,7 +62,8 @@ impl Environment {
         &self.cache
     }
 
-    /// The QEMU of a version. [`Error::Missing`] where setup found no newer one: such a test has to say that it was skipped.
+    /// The QEMU of a version. [`Error::Missing`] where setup found no newer one: such a test has to say that it was
+    /// skipped.
     pub fn qemu(&self, version: QemuVersion) -> Result<Qemu> {
         match version {
             QemuVersion::Installed => {
@@ -120,8 +121,8 @@ impl Environment {
         existing(self.cache.join("database/root.qcow2"))
     }
 
-    /// Whether a guest can run under the real KVM of this machine: `/dev/kvm` alone proves nothing, so the bare-metal guest is tried
-    /// by those who need it; this says only whether it is worth trying.
+    /// Whether a guest can run under the real KVM of this machine: `/dev/kvm` alone proves nothing, so the bare-metal
+    /// guest is tried by those who need it; this says only whether it is worth trying.
     pub fn has_kvm(&self) -> bool {
         OpenOptions::new().read(true).write(true).open("/dev/kvm").is_ok()
     }

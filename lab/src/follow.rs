@@ -32,8 +32,8 @@ pub struct Follow {
 }
 
 impl Follow {
-    /// From the file's beginning. The file is made when it is not there yet. With `writer`, waiting fails as soon as that process has ended
-    /// and all it wrote was read.
+    /// From the file's beginning. The file is made when it is not there yet. With `writer`, waiting fails as soon as
+    /// that process has ended and all it wrote was read.
     pub fn start(path: &Path, writer: Option<u32>) -> Result<Self> {
         let context = || format!("cannot follow {}", path.display());
         fs::OpenOptions::new().create(true).append(true).open(path).context(context)?;

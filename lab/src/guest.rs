@@ -31,8 +31,9 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Starts QEMU in a host's network namespace and waits until its monitor answers; the guest itself has not booted yet then. Its files are in
-    /// a directory of its name in the host's directory: `qmp.sock`, `serial.sock`, `serial.log`, `qemu.log`.
+    /// Starts QEMU in a host's network namespace and waits until its monitor answers; the guest itself has not booted
+    /// yet then. Its files are in a directory of its name in the host's directory: `qmp.sock`, `serial.sock`,
+    /// `serial.log`, `qemu.log`.
     pub fn start(host: &Host, environment: &Environment, spec: &GuestSpec) -> Result<Self> {
         let directory = host.directory().join(&spec.name);
         fs::create_dir_all(&directory).context(|| format!("cannot make {}", directory.display()))?;
@@ -137,8 +138,8 @@ impl Guest {
             inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK).context(context)?;
         inotify::add_watch(&watch, &self.directory, inotify::WatchFlags::CREATE).context(context)?;
         let start = Instant::now();
-        // It is asked for again while it is refused: the name is there a moment before connections are taken, and a QEMU that fails while it starts
-        // has already taken one.
+        // It is asked for again while it is refused: the name is there a moment before connections are taken, and a
+        // QEMU that fails while it starts has already taken one.
         while let Err(refused) = Monitor::connect(&self.qmp_socket()) {
             if !self.daemon.is_running() {
                 let log = self.daemon.log();

@@ -46,7 +46,8 @@ impl Host {
         Path::new(NAMESPACES).join(&self.namespace)
     }
 
-    /// A directory for its files: on a real file system (disk images with direct I/O), and short enough for the paths of sockets.
+    /// A directory for its files: on a real file system (disk images with direct I/O), and short enough for the paths
+    /// of sockets.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
@@ -83,7 +84,8 @@ impl Host {
         Daemon::start(self.command(program).args(arguments), &self.directory.join(format!("{name}.log")))
     }
 
-    /// Runs a function on a thread that is in this host's network namespace: sockets and devices that it makes belong there, also after.
+    /// Runs a function on a thread that is in this host's network namespace: sockets and devices that it makes belong
+    /// there, also after.
     pub fn within<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T> {
         let path = self.namespace_path();
         let namespace = fs::File::open(&path).context(|| format!("no namespace {}", path.display()))?;

@@ -17,9 +17,9 @@
 //!                           └────────┘
 //! ```
 //!
-//! The client reaches a VM through the router, so a VM's connections survive a move only when the switch in the router learns where the VM is
-//! now. Every namespace's name begins with a prefix, so several laboratories can be up at once, and [`Lab::down`] finds all of one by its
-//! prefix alone, also after a crash.
+//! The client reaches a VM through the router, so a VM's connections survive a move only when the switch in the router
+//! learns where the VM is now. Every namespace's name begins with a prefix, so several laboratories can be up at once,
+//! and [`Lab::down`] finds all of one by its prefix alone, also after a crash.
 
 mod wiring;
 
@@ -191,7 +191,8 @@ impl Lab {
         Ok(lab)
     }
 
-    /// Takes a laboratory down: kills all that runs in its namespaces, removes them and its directory. Nothing happens when there is none.
+    /// Takes a laboratory down: kills all that runs in its namespaces, removes them and its directory. Nothing happens
+    /// when there is none.
     pub fn down(config: &LabConfig) -> Result<()> {
         // What is removed below bears the prefix's name: it must not be a way to somewhere else.
         config.check()?;

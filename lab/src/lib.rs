@@ -1,4 +1,5 @@
-//! Whimbrel's laboratory: hosts, links, guests and clients on one machine, for tests and for people who want to try by hand.
+//! Whimbrel's laboratory: hosts, links, guests and clients on one machine, for tests and for people who want to try by
+//! hand.
 //!
 //! - [`Lab`]: two hosts, a witness, a router and a client as network namespaces ([`lab`] draws them); links that can be slowed, cut and healed.
 //! - [`Emulator`]: a link with delay, jitter and loss, in user space.
@@ -9,8 +10,9 @@
 //! - [`Client`]: watches a service from outside; [`demo`]: all of it together.
 //! - [`Environment`]: what `scripts/setup` has made.
 //!
-//! Needs root, and Linux with network namespaces, veth, bridge, tun, tbf and nftables. It touches nothing but namespaces whose names begin with
-//! its prefix, what runs in them, and its directory; it opens no connection to the outside.
+//! Needs root, and Linux with network namespaces, veth, bridge, tun, tbf and nftables. It touches nothing but
+//! namespaces whose names begin with its prefix, what runs in them, and its directory; it opens no connection to the
+//! outside.
 //!
 //! ```no_run
 //! use lab::{Environment, Guest, GuestSpec, Lab, LabConfig, Load};

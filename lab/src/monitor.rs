@@ -1,4 +1,5 @@
-//! The little of QEMU's monitor protocol that the laboratory itself needs. It waits for each answer; events that come meanwhile are kept.
+//! The little of QEMU's monitor protocol that the laboratory itself needs. It waits for each answer; events that come
+//! meanwhile are kept.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Write};
@@ -58,7 +59,8 @@ impl Monitor {
         }
     }
 
-    /// The next event for which `wanted` holds, or the first of those that came already; those before it are passed over.
+    /// The next event for which `wanted` holds, or the first of those that came already; those before it are passed
+    /// over.
     pub fn wait_for_event(&mut self, mut wanted: impl FnMut(&Event) -> bool) -> Result<Event> {
         loop {
             let event = match self.events.pop_front() {

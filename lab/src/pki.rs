@@ -43,7 +43,8 @@ impl Pki {
         Ok(Self { directory: directory.to_owned(), issuer })
     }
 
-    /// Makes a certificate, good for both sides of a connection, for a host's name and addresses: `NAME.pem` and `NAME.key`.
+    /// Makes a certificate, good for both sides of a connection, for a host's name and addresses: `NAME.pem` and
+    /// `NAME.key`.
     pub fn issue(&self, name: &str, addresses: &[IpAddr]) -> Result<Identity> {
         let mut parameters = CertificateParams::new(vec![name.to_owned()])?;
         parameters.distinguished_name.push(DnType::CommonName, name);

@@ -45,7 +45,8 @@ pub struct GuestSpec {
 pub enum Accel {
     /// QEMU translates them.
     Tcg,
-    /// The processor runs them. Where KVM is itself nested or paravirtual, stock kernels may not run: use the bare-metal guest.
+    /// The processor runs them. Where KVM is itself nested or paravirtual, stock kernels may not run: use the
+    /// bare-metal guest.
     Kvm,
 }
 
@@ -142,7 +143,8 @@ pub struct Load {
     pub verify_mib_per_s: u64,
     /// How pages are rewritten.
     pub mode: LoadMode,
-    /// Threads that read the first disk past the guest's page cache. The disk must be one of [`crate::disk::known_content`].
+    /// Threads that read the first disk past the guest's page cache. The disk must be one of
+    /// [`crate::disk::known_content`].
     pub disk_threads: u64,
     /// Threads that rewrite its second half past the guest's page cache, and read it back.
     pub disk_writers: u64,
@@ -234,7 +236,8 @@ impl GuestSpec {
         Self { accel, vcpus, memory_mib: 128, boot: Boot::Bare, ..Self::tiny(name, Load::default()) }
     }
 
-    /// Every kind of device that the end-to-end tests ask for but disk and network: VGA, USB, balloon, random numbers, virtio serial.
+    /// Every kind of device that the end-to-end tests ask for but disk and network: VGA, USB, balloon, random numbers,
+    /// virtio serial.
     #[must_use]
     pub fn with_many_devices(mut self) -> Self {
         self.devices.extend([Device::Vga, Device::Usb, Device::Balloon, Device::Rng, Device::VirtioSerial]);
@@ -249,7 +252,8 @@ impl GuestSpec {
         line.flags(["-no-user-config", "-nodefaults"]);
         line.option("-display", "none");
         self.processor_and_memory(&mut line);
-        // The log has the whole output, also while nobody is connected, and goes on after a move within one file system.
+        // The log has the whole output, also while nobody is connected, and goes on after a move within one file
+        // system.
         let chardev = format!(
             "socket,id=serial0,path={},server=on,wait=off,logfile={},logappend=on",
             file("serial.sock"),

@@ -1,4 +1,5 @@
-//! The laboratory's guests: they boot, tell a wrong page, read their disk, answer on the network, in both versions of QEMU. Needs root.
+//! The laboratory's guests: they boot, tell a wrong page, read their disk, answer on the network, in both versions of
+//! QEMU. Needs root.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 

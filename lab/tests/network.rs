@@ -1,5 +1,5 @@
-//! The laboratory's networks: who reaches whom, cuts that swallow packets, an emulator that does what it says, and nothing left behind.
-//! Needs root.
+//! The laboratory's networks: who reaches whom, cuts that swallow packets, an emulator that does what it says, and
+//! nothing left behind. Needs root.
 
 #![allow(clippy::unwrap_used, reason = "a test may fail")]
 
@@ -117,7 +117,8 @@ fn emulated(settings: Settings) -> (Lab, UdpSocket, UdpSocket) {
     (lab, a, b)
 }
 
-/// Sends numbered datagrams, the last one until it arrives, and returns the numbers received, in the order of their arrival.
+/// Sends numbered datagrams, the last one until it arrives, and returns the numbers received, in the order of their
+/// arrival.
 fn numbers(from: &UdpSocket, to: &UdpSocket, count: u32) -> Vec<u32> {
     let address: SocketAddr = to.local_addr().unwrap();
     let mut received = Vec::new();

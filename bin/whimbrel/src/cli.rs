@@ -227,8 +227,8 @@ pub(crate) struct MigrateCommand {
     /// Most rounds of pre-copy (30)
     #[arg(long, value_name = "N")]
     pub max_rounds: Option<u32>,
-    /// When the rounds are used up, or six in a row have left no less to send: `abort` leaves the VM where it is, `stop` stops it and sends the rest, however long
-    /// that takes (abort)
+    /// When the rounds are used up, or six in a row have left no less to send: `abort` leaves the VM where it is,
+    /// `stop` stops it and sends the rest, however long that takes (abort)
     #[arg(long, value_name = "abort|stop", hide_possible_values = true)]
     pub on_limit: Option<OnLimitArg>,
     /// Cap on the sending rate: 500M or 512Mi bytes per second, 1.5Gbit, none (none)
@@ -240,14 +240,15 @@ pub(crate) struct MigrateCommand {
     /// Compare all of memory and of copied disks after the stop; makes the downtime much longer
     #[arg(long)]
     pub verify: bool,
-    /// How fast the VM may write to disks that are copied: `off` as it likes, `drain` at most two fifths of what is sent, `threshold` the
-    /// slower the more it has written (off)
+    /// How fast the VM may write to disks that are copied: `off` as it likes, `drain` at most two fifths of what is
+    /// sent, `threshold` the slower the more it has written (off)
     #[arg(long, value_name = "off|drain|threshold", hide_possible_values = true)]
     pub throttle_writes: Option<ThrottleArg>,
     /// Send all of the disks that are copied, also what the other host has already in its templates or from before
     #[arg(long)]
     pub no_references: bool,
-    /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is not
+    /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is
+    /// not
     #[arg(
         long,
         value_name = "auto|memfd|anonymous",
@@ -256,7 +257,8 @@ pub(crate) struct MigrateCommand {
         hide_default_value = true
     )]
     pub ram: RamArg,
-    /// Disks that the VM writes to: `auto` copies those that the other host does not see, `shared` copies none, `copy` all
+    /// Disks that the VM writes to: `auto` copies those that the other host does not see, `shared` copies none, `copy`
+    /// all
     #[arg(
         long,
         value_name = "auto|shared|copy",

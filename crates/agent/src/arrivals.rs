@@ -1,8 +1,8 @@
 //! Memory, and room for images, that is promised to VMs on their way in.
 //!
-//! A host's free memory falls as an arriving VM's pages come in, not when the VM is let in: two that arrive at once would
-//! both find the same memory free (design, trap 14). So each one's whole need is noted when it is let in, and what it
-//! has not taken yet is not free for the next one. The kernel's own count is used for what it has taken.
+//! A host's free memory falls as an arriving VM's pages come in, not when the VM is let in: two that arrive at once
+//! would both find the same memory free (design, trap 14). So each one's whole need is noted when it is let in, and
+//! what it has not taken yet is not free for the next one. The kernel's own count is used for what it has taken.
 
 use std::collections::BTreeMap;
 use std::fs::Metadata;
@@ -68,8 +68,8 @@ pub(crate) struct Look<'a> {
 }
 
 impl Look<'_> {
-    /// How much of usual memory, or of huge pages of that size, others will still take. To be asked before what is free:
-    /// what they take in between then counts twice, rather than not at all.
+    /// How much of usual memory, or of huge pages of that size, others will still take. To be asked before what is
+    /// free: what they take in between then counts twice, rather than not at all.
     pub(crate) fn owed_bytes(&self, hugepage_bytes: Option<u64>) -> u64 {
         let of_kind =
             self.book.open.values().filter(|promise| promise.needs.hugepage_bytes == hugepage_bytes);
@@ -149,7 +149,8 @@ fn memfd_bytes(process: &Path) -> u64 {
 }
 
 impl ImageNeed {
-    /// What it has of its pool so far. How much a thin volume has is not asked: all of it counts as owed until it is there.
+    /// What it has of its pool so far. How much a thin volume has is not asked: all of it counts as owed until it is
+    /// there.
     fn taken_bytes(&self) -> u64 {
         let taken = |image: Metadata| if self.grows { image.blocks() * 512 } else { u64::MAX };
         std::fs::metadata(&self.path).map_or(0, taken)

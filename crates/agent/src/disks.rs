@@ -1,9 +1,9 @@
 //! Disks that are copied, as the data plane wants them: rows of bytes like RAM blocks, behind them in the order of the
 //! proposal.
 //!
-//! What travels is what the guest sees of a disk, so that both sides may have it in different formats. At the source it is
-//! read from QEMU's own NBD server, at the destination written through the server of an image; several threads do so at a
-//! time, each over a connection of its own.
+//! What travels is what the guest sees of a disk, so that both sides may have it in different formats. At the source it
+//! is read from QEMU's own NBD server, at the destination written through the server of an image; several threads do so
+//! at a time, each over a connection of its own.
 
 mod destination;
 mod served;

@@ -30,9 +30,9 @@ pub(crate) enum HoldError {
     },
 }
 
-/// Holds a process. From its return on its first thread does not run, in which QEMU obeys its monitors, so that nobody's
-/// `cont` is obeyed. The others have the signal too, and stop when they next leave the kernel; that is not waited for:
-/// those of a guest that stands still run nothing of it.
+/// Holds a process. From its return on its first thread does not run, in which QEMU obeys its monitors, so that
+/// nobody's `cont` is obeyed. The others have the signal too, and stop when they next leave the kernel; that is not
+/// waited for: those of a guest that stands still run nothing of it.
 pub(crate) fn hold(process: &Process) -> Result<(), HoldError> {
     process.signal(Signal::STOP)?;
     wait_until(process, is_held, "stop", "SIGSTOP")

@@ -17,8 +17,8 @@
 //! # Room
 //!
 //! A guest must never stand still for a full disk, nor go on without the entry that says so. So each write that begins
-//! something keeps room for the entries by which what is open can end ([`reserve`]): it fails itself, before anything is
-//! risked, when that room is not there.
+//! something keeps room for the entries by which what is open can end ([`reserve`]): it fails itself, before anything
+//! is risked, when that room is not there.
 //!
 //! # Who may write
 //!

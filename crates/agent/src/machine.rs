@@ -50,8 +50,8 @@ pub(crate) trait Machine {
     /// Where fault points are told to.
     fn faults(&self) -> &Faults;
 
-    /// Takes an event. One that the engine calls illegal changes nothing and is an error: it comes from a peer that does
-    /// not keep to the protocol, whose connection the driver then ends, or from a mistake here.
+    /// Takes an event. One that the engine calls illegal changes nothing and is an error: it comes from a peer that
+    /// does not keep to the protocol, whose connection the driver then ends, or from a mistake here.
     fn feed(&mut self, event: &Self::Event) -> Result<(), Self::Error> {
         let (state, name) = Self::names(self.state(), event);
         let transition = match self.decide(event)? {

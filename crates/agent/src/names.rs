@@ -1,5 +1,5 @@
-//! Names of VMs that somebody has to himself for a while: whoever begins a migration, or enters or forgets a VM. What was
-//! looked at is then still so when it is acted on, and a VM whose QEMU does not answer holds up no other.
+//! Names of VMs that somebody has to himself for a while: whoever begins a migration, or enters or forgets a VM. What
+//! was looked at is then still so when it is acted on, and a VM whose QEMU does not answer holds up no other.
 
 use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,8 +16,8 @@ pub(crate) struct Names {
 }
 
 impl Names {
-    /// Nobody else begins a migration of this VM, or enters or forgets it, as long as this is held. Waits for whoever has
-    /// it; not to be taken twice by one thread.
+    /// Nobody else begins a migration of this VM, or enters or forgets it, as long as this is held. Waits for whoever
+    /// has it; not to be taken twice by one thread.
     pub(crate) fn alone(&self, vm: &VmName) -> Alone<'_> {
         let taken = self.taken();
         let mut taken =

@@ -61,7 +61,8 @@ pub(crate) fn other_witness(context: &Context, terms: &Terms) -> Option<String> 
 }
 
 /// One driver's questions to the register: one at a time, so that a register that does not answer gathers no threads. A
-/// question that comes meanwhile waits; a later one takes its place, because the state machine asks again what it needs.
+/// question that comes meanwhile waits; a later one takes its place, because the state machine asks again what it
+/// needs.
 #[derive(Debug, Default)]
 pub(crate) struct Desk {
     busy: bool,

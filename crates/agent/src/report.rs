@@ -81,7 +81,8 @@ pub struct Side {
     /// Kind of RAM that the VM has there (`anonymous`, `memfd`, `file`, …); absent if it was not learnt.
     pub ram_kind: Option<String>,
     /// CPU time that its agent used during this migration, in microseconds, for other migrations at the same time too;
-    /// the destination's until it says RUNNING. Absent if it was not learnt, as of an agent that was restarted meanwhile.
+    /// the destination's until it says RUNNING. Absent if it was not learnt, as of an agent that was restarted
+    /// meanwhile.
     pub agent_cpu_us: Option<u64>,
 }
 

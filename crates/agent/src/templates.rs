@@ -1,11 +1,11 @@
-//! Templates: images of this host from which VMs were made. What an arriving disk has in common with one of them, by its
-//! content and not by its name, is copied here and not sent.
+//! Templates: images of this host from which VMs were made. What an arriving disk has in common with one of them, by
+//! its content and not by its name, is copied here and not sent.
 //!
-//! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as its file stays as it is
-//! ([`librarian`]). A source asks after some pages of its disks ([`Message::Seek`](proto::Message::Seek)); it is told what is
-//! in the templates that have such ([`Message::Known`](proto::Message::Known)), and refers to pages of those ([`Told`]). Each
-//! page that is referred to is read and compared before it is used, so that neither a catalogue nor a template that was
-//! changed can do harm.
+//! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as its file stays as it
+//! is ([`librarian`]). A source asks after some pages of its disks ([`Message::Seek`](proto::Message::Seek)); it is
+//! told what is in the templates that have such ([`Message::Known`](proto::Message::Known)), and refers to pages of
+//! those ([`Told`]). Each page that is referred to is read and compared before it is used, so that neither a catalogue
+//! nor a template that was changed can do harm.
 
 mod catalogue;
 mod librarian;

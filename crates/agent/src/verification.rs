@@ -1,8 +1,8 @@
 //! `--verify`: after the stop, all of memory is compared by a path that shares nothing with the one that moved it.
 //!
-//! Each side asks its own QEMU anew where its RAM blocks are, reads them plainly (from the file where it is shared memory,
-//! from `/proc/PID/mem` otherwise; see [`::memory::verify`]), and hashes every chunk. No scanner, reader, writer or bitmap
-//! of the data plane has a part in it. Disks that were copied are opened anew, see [`block::compare`].
+//! Each side asks its own QEMU anew where its RAM blocks are, reads them plainly (from the file where it is shared
+//! memory, from `/proc/PID/mem` otherwise; see [`::memory::verify`]), and hashes every chunk. No scanner, reader,
+//! writer or bitmap of the data plane has a part in it. Disks that were copied are opened anew, see [`block::compare`].
 
 use std::path::Path;
 use std::time::Duration;

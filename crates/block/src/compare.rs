@@ -1,5 +1,5 @@
-//! Are two disks equal? Asked after the guest has stopped, by a path that shares nothing with the one that moved them but
-//! the [client](crate::nbd): each image is opened anew, for reading, by a server of its own.
+//! Are two disks equal? Asked after the guest has stopped, by a path that shares nothing with the one that moved them
+//! but the [client](crate::nbd): each image is opened anew, for reading, by a server of its own.
 
 use std::ops::Range;
 

@@ -1,9 +1,9 @@
-//! Images at the destination: made before the VM's QEMU is started, filled while the guest runs elsewhere, closed before it
-//! runs here.
+//! Images at the destination: made before the VM's QEMU is started, filled while the guest runs elsewhere, closed
+//! before it runs here.
 //!
-//! An image of any format is written through `qemu-nbd`, which is QEMU's block layer as a program of its own. It bypasses
-//! the page cache where the file system lets it, and ends by itself when its last connection does: an agent that dies
-//! leaves none behind. It is gone before the guest's QEMU takes the image.
+//! An image of any format is written through `qemu-nbd`, which is QEMU's block layer as a program of its own. It
+//! bypasses the page cache where the file system lets it, and ends by itself when its last connection does: an agent
+//! that dies leaves none behind. It is gone before the guest's QEMU takes the image.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -200,8 +200,8 @@ impl Server {
         Self::spawn(command, path.as_os_str(), path, socket, u32::from(connections), patience)
     }
 
-    /// Serves an image for reading to one connection, whoever else has it open. `image` and `format` are QEMU's words for
-    /// it; of a raw one that is longer than its disk only the disk is served, where its length is told.
+    /// Serves an image for reading to one connection, whoever else has it open. `image` and `format` are QEMU's words
+    /// for it; of a raw one that is longer than its disk only the disk is served, where its length is told.
     pub(crate) fn start_reading(
         image: &str,
         format: &str,
@@ -282,8 +282,8 @@ impl Server {
         Flusher { path: self.path.clone(), socket: self.socket.clone(), patience: self.patience }
     }
 
-    /// Puts everything on stable storage and lets go of the image; all connections must have ended. Afterwards nobody has
-    /// the image open.
+    /// Puts everything on stable storage and lets go of the image; all connections must have ended. Afterwards nobody
+    /// has the image open.
     pub fn finish(mut self) -> Result<(), ImageError> {
         self.flush()?;
         self.keeper = None;
@@ -340,8 +340,8 @@ impl Drop for Server {
     }
 }
 
-/// Whether an image can be written past the page cache. QEMU wants a raw one to be whole blocks of the file system then,
-/// which for one of 4 KiB is not every disk.
+/// Whether an image can be written past the page cache. QEMU wants a raw one to be whole blocks of the file system
+/// then, which for one of 4 KiB is not every disk.
 fn takes_direct_io(path: &Path, format: Format) -> bool {
     const O_DIRECT: i32 = 0o40000;
     const LARGEST_BLOCK_BYTES: u64 = 4096;

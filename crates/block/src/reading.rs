@@ -15,9 +15,9 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// Opens an image in any format that QEMU knows by this name, through a server on a socket that is made. Whoever writes
-    /// it must have flushed it, and not write any more. Of a raw image that is longer than its disk (a block device) only
-    /// the disk is read, where `disk_bytes` tells its length.
+    /// Opens an image in any format that QEMU knows by this name, through a server on a socket that is made. Whoever
+    /// writes it must have flushed it, and not write any more. Of a raw image that is longer than its disk (a block
+    /// device) only the disk is read, where `disk_bytes` tells its length.
     pub fn open(
         image: &str,
         format: &str,

@@ -28,8 +28,8 @@ pub struct Group {
 }
 
 impl Group {
-    /// Where a volume will be, of a name made of this text. LVM takes letters, digits and `+_.-`, and has uses of its own for
-    /// some names with `_` in them and some that begin otherwise.
+    /// Where a volume will be, of a name made of this text. LVM takes letters, digits and `+_.-`, and has uses of its
+    /// own for some names with `_` in them and some that begin otherwise.
     pub fn path(&self, text: &str) -> PathBuf {
         let plain = |letter: char| {
             if letter.is_ascii_alphanumeric() || "+.-".contains(letter) { letter } else { '+' }
@@ -42,8 +42,8 @@ impl Group {
         Path::new("/dev").join(&self.name).join(format!("{TAG}-{name}"))
     }
 
-    /// Makes a volume of at least so many bytes at a [path](Self::path) of this group. One of that name is an error. What is
-    /// in it is not known, thin or not: a pool need not zero what it gives.
+    /// Makes a volume of at least so many bytes at a [path](Self::path) of this group. One of that name is an error.
+    /// What is in it is not known, thin or not: a pool need not zero what it gives.
     pub fn create(&self, path: &Path, bytes: u64) -> Result<(), ImageError> {
         let mut command = Command::new("lvcreate");
         command.args(["--quiet", "--yes", "--wipesignatures", "y", "--addtag", TAG, "--name"]);

@@ -1,9 +1,9 @@
 //! Disks first, then memory: when the rounds of disks alone have done enough.
 //!
-//! A disk takes minutes to hours where memory takes seconds, and memory that was sent before the disk would have to be sent
-//! again (Bradford et al. 2007, section 2.3). So disks go ahead by themselves, round by round, until what is left of them is
-//! little beside the guest's memory, or does not get less. From there on both go together, and what remains of both decides
-//! the stop ([`crate::precopy`]).
+//! A disk takes minutes to hours where memory takes seconds, and memory that was sent before the disk would have to be
+//! sent again (Bradford et al. 2007, section 2.3). So disks go ahead by themselves, round by round, until what is left
+//! of them is little beside the guest's memory, or does not get less. From there on both go together, and what remains
+//! of both decides the stop ([`crate::precopy`]).
 
 /// What a round of disks alone has left: what was written meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -15,10 +15,10 @@
 //! ```
 //!
 //! [`StopTime`] keeps its idea and changes four things. The expected downtime has a *fixed part*, because stopping,
-//! saving and loading devices and continuing take time even when no page is left; for small remainders they are most
-//! of it. The bandwidth is not that of the last interval alone (see [`StopTime`]). Below the allowed downtime it goes on
-//! as long as a round is worth it. And there are limits: section II.B shows that a target below what is attainable keeps
-//! KVM's loop going for ever.
+//! saving and loading devices and continuing take time even when no page is left; for small remainders they are most of
+//! it. The bandwidth is not that of the last interval alone (see [`StopTime`]). Below the allowed downtime it goes on
+//! as long as a round is worth it. And there are limits: section II.B shows that a target below what is attainable
+//! keeps KVM's loop going for ever.
 //!
 //! # Replay
 //!

@@ -1,7 +1,7 @@
 //! Write throttling: how fast a guest may write to a disk that is copied, so that copying comes to an end.
 //!
-//! Policy apart from enforcement (Bradford et al. 2007, section 3.2). What is found here is a cap on the guest's writes;
-//! whoever asks has QEMU keep it, and lift it at the end.
+//! Policy apart from enforcement (Bradford et al. 2007, section 3.2). What is found here is a cap on the guest's
+//! writes; whoever asks has QEMU keep it, and lift it at the end.
 //!
 //! Copying a disk of S bytes at D bytes a second while the guest writes at most f·D sends S + f·S + f²·S + …, which is
 //! S / (1 − f): with f = ⅖, to which [`Drain`] holds a guest that writes steadily, one and two thirds of the disk.
@@ -22,8 +22,8 @@ pub struct WriteObservation {
     pub writes: u64,
     /// How fast the guest wrote lately, in bytes per second.
     pub written_bytes_per_s: u64,
-    /// How fast there came to be more to send by that, in bytes per second: more than was written where little parts here
-    /// and there are written, less where the same ones are written again.
+    /// How fast there came to be more to send by that, in bytes per second: more than was written where little parts
+    /// here and there are written, less where the same ones are written again.
     pub dirtied_bytes_per_s: u64,
     /// How fast was sent lately, in bytes of the guest's per second; absent until that is known.
     pub drained_bytes_per_s: Option<u64>,
@@ -67,9 +67,9 @@ impl ThrottlePolicy for Threshold {
     }
 }
 
-/// As little as the measured drain needs: a guest that dirties its disks faster than two fifths of what is sent may write
-/// only so much that it does not, as long as it writes as it does. When it dirties far less for a while, the cap is raised
-/// step by step, and lifted in the end.
+/// As little as the measured drain needs: a guest that dirties its disks faster than two fifths of what is sent may
+/// write only so much that it does not, as long as it writes as it does. When it dirties far less for a while, the cap
+/// is raised step by step, and lifted in the end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Drain {
     /// What it may write, in bytes per second.
@@ -80,8 +80,8 @@ pub struct Drain {
 
 /// No guest is held to less: its driver would take a disk that does next to nothing for a broken one.
 const LEAST_BYTES_PER_S: u64 = 1 << 20;
-/// A write of one page dirties sixteen, by the unit in which writes are recorded. What dirties more (a discard, which is
-/// no write) is no reason to write less.
+/// A write of one page dirties sixteen, by the unit in which writes are recorded. What dirties more (a discard, which
+/// is no write) is no reason to write less.
 const MOST_DIRTIED_BY_WRITTEN: u64 = 16;
 /// How many calm looks it takes to raise a cap.
 const CALM_LOOKS: u32 = 3;
@@ -143,7 +143,8 @@ mod tests {
         assert_eq!(cap(u64::MAX), Some(32));
     }
 
-    /// A disk that takes a hundred ticks to be sent, and a guest that writes as much as it may; each byte dirties so many.
+    /// A disk that takes a hundred ticks to be sent, and a guest that writes as much as it may; each byte dirties so
+    /// many.
     fn sent_in_all(policy: &mut dyn ThrottlePolicy, wants: u64, dirties: u64) -> Option<u64> {
         const DRAIN: u64 = 100 << 20;
         let (mut left, mut sent, mut cap) = (100 * DRAIN, 0_u64, Cap::default());

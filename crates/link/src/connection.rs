@@ -80,8 +80,8 @@ impl Connection {
     }
 
     /// From now on the peer may take nothing of what is sent here for so long, instead of
-    /// [`Settings::silence`](crate::Settings::silence), before it is taken for gone: its storage may stall. That its host is
-    /// gone has to be noticed by another connection. Fails if the connection has ended.
+    /// [`Settings::silence`](crate::Settings::silence), before it is taken for gone: its storage may stall. That its
+    /// host is gone has to be noticed by another connection. Fails if the connection has ended.
     pub fn set_stall_limit(&self, stall: Duration) -> Result<(), LinkError> {
         self.reader.shared.socket.set_stall_limit(stall)
     }

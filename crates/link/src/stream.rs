@@ -28,8 +28,8 @@ const PIECE_BYTES: usize = 256 << 10;
 /// How much is received at once where it is not received in place, in bytes.
 const INPUT_BYTES: usize = 256 << 10;
 
-/// How much of what follows is received along with what is received in place, in bytes: the next header and more. Little,
-/// because it has to be copied.
+/// How much of what follows is received along with what is received in place, in bytes: the next header and more.
+/// Little, because it has to be copied.
 const AHEAD_BYTES: usize = 4 << 10;
 
 /// Most parts of one system call (`IOV_MAX`).

@@ -2,8 +2,9 @@
 
 use rustix::process::{getpriority_process, nice, setpriority_process};
 
-/// By how much less the threads of the data plane get of a processor that is wanted by others: a third of an equal share.
-/// What is moved in the background is not to be felt by the guests that run on the host, the moving one first of all.
+/// By how much less the threads of the data plane get of a processor that is wanted by others: a third of an equal
+/// share. What is moved in the background is not to be felt by the guests that run on the host, the moving one first of
+/// all.
 const NICE: i32 = 5;
 
 /// This thread, and only it, gives way to others, until a guest waits for it.

@@ -111,8 +111,8 @@ impl FrameBuilder {
         }
     }
 
-    /// Reads pages of a chunk, in ascending order, as many as fit. Returns which ones the frame holds now. Those that the
-    /// destination has are referred to, where that is wanted.
+    /// Reads pages of a chunk, in ascending order, as many as fit. Returns which ones the frame holds now. Those that
+    /// the destination has are referred to, where that is wanted.
     pub(crate) fn fill(
         &mut self,
         reader: &dyn BlockReader,
@@ -154,8 +154,8 @@ impl FrameBuilder {
         [&self.head, &self.data[..self.filled]]
     }
 
-    /// The names of the pages that are in the frame as data, by their number in the chunk; none where no references were
-    /// looked for.
+    /// The names of the pages that are in the frame as data, by their number in the chunk; none where no references
+    /// were looked for.
     pub(crate) fn names(&self) -> &[(u64, PageName)] {
         &self.names
     }

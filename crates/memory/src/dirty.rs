@@ -40,8 +40,8 @@ impl ChunkPages {
         set
     }
 
-    /// The words in which the range has pages, each with the bits of those. What a scan finds is mostly single pages, so
-    /// the others are not looked at.
+    /// The words in which the range has pages, each with the bits of those. What a scan finds is mostly single pages,
+    /// so the others are not looked at.
     fn for_words(&mut self, pages: &Range<u64>, mut each: impl FnMut(&mut u64, u64)) {
         let (start, end) = (pages.start, pages.end.min(CHUNK_PAGES));
         if start >= end {

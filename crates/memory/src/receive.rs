@@ -316,8 +316,8 @@ impl Receiver {
         Ok(())
     }
 
-    /// From the return of this call on nothing is applied any more, for ever, without a wait for threads to end: memory is
-    /// complete. [`Receiver::end_and_join`] tidies up.
+    /// From the return of this call on nothing is applied any more, for ever, without a wait for threads to end: memory
+    /// is complete. [`Receiver::end_and_join`] tidies up.
     pub fn shut(&self) {
         self.shared.ending.store(true, Ordering::Release);
         *self.shared.gate.write().unwrap_or_else(PoisonError::into_inner) = Gate::Shut;

@@ -1,13 +1,13 @@
 //! What the destination has already, known by its content: pages that are referred to and not sent.
 //!
-//! The source keeps for each page that is there a short name, the beginning of its BLAKE3, and where it is: in a template
-//! that the destination told of ([`Known::learn`]), or in a block of this migration, where it was sent before
+//! The source keeps for each page that is there a short name, the beginning of its BLAKE3, and where it is: in a
+//! template that the destination told of ([`Known::learn`]), or in a block of this migration, where it was sent before
 //! ([`Known::sent`]). A page with the same name is sent as a [`Reference`]. Whether the names meant the same page, and
 //! whether it is still there, is found out by the destination, which compares a longer hash before it uses the page. So
 //! a name that is wrong, or one that was forgotten, costs bytes and never a page; what was refused once is sent.
 //!
-//! Memory is bounded: twelve bytes for each page that is known, half as much again kept free, and of what was sent no more
-//! pages than room was made for.
+//! Memory is bounded: twelve bytes for each page that is known, half as much again kept free, and of what was sent no
+//! more pages than room was made for.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -149,8 +149,8 @@ impl Known {
         }
     }
 
-    /// From the next round on all is sent. How fast references go says nothing of how fast pages will, and it is by that
-    /// that the stop is decided.
+    /// From the next round on all is sent. How fast references go says nothing of how fast pages will, and it is by
+    /// that that the stop is decided.
     pub fn end(&self) {
         self.ended.store(true, Ordering::Release);
         let mut tables = lock(&self.tables);
@@ -193,8 +193,8 @@ impl Known {
     }
 }
 
-/// Places by name: each in the first slot that was free from where its name points to, or, where none was near, in the place
-/// of another one, which is forgotten.
+/// Places by name: each in the first slot that was free from where its name points to, or, where none was near, in the
+/// place of another one, which is forgotten.
 #[derive(Debug)]
 struct Table {
     /// The name, and above it the higher bits of the place.
@@ -314,7 +314,8 @@ mod tests {
         assert_eq!(known.allowed(1, 1), Some(rest));
     }
 
-    /// With as many as it is made for it forgets next to none; with more it forgets some, and never tells a wrong place.
+    /// With as many as it is made for it forgets next to none; with more it forgets some, and never tells a wrong
+    /// place.
     #[test]
     fn a_table_tells_no_wrong_place() {
         let mut table = Table::new(1000);

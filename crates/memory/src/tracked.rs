@@ -85,8 +85,8 @@ impl TrackedRam {
         })
     }
 
-    /// Tells that the guest has stopped and both sides will be compared after the next scan. That scan then looks at all
-    /// of shared memory, which takes about 0.2 s for a GiB: a page that was given back and read again before a scan
+    /// Tells that the guest has stopped and both sides will be compared after the next scan. That scan then looks at
+    /// all of shared memory, which takes about 0.2 s for a GiB: a page that was given back and read again before a scan
     /// keeps its old contents at the destination, where the guest expects nothing of it, but a comparison sees it.
     pub fn will_be_compared(&mut self) {
         self.compared = true;

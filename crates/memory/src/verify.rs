@@ -1,10 +1,11 @@
-//! Are the two sides equal? Asked after the guest has stopped, by a path that shares nothing with the one that moved it.
+//! Are the two sides equal? Asked after the guest has stopped, by a path that shares nothing with the one that moved
+//! it.
 //!
 //! The caller gives its own list of blocks. Bytes come by plain reads of `/proc/PID/mem`; where a block is a shared
 //! file, through the file by its link in `/proc/PID/map_files`, because reading a hole of a shared file through the
 //! process would fill it with memory. (It does so with a private mapping of a file: what stands in its holes' places is
-//! nobody's to guess here, so they are filled where both sides are compared.) Chunks are hashed with 64 bits of XXH3: enough against accidents, and nobody else
-//! can choose what is compared.
+//! nobody's to guess here, so they are filled where both sides are compared.) Chunks are hashed with 64 bits of XXH3:
+//! enough against accidents, and nobody else can choose what is compared.
 
 use std::fs::File;
 use std::io;

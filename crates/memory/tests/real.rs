@@ -224,8 +224,8 @@ fn holes_stay_holes_and_become_holes() {
     assert_eq!(used(&it.source), 4 * MIB, "moving must not fill holes");
 }
 
-/// A clean page of a shared file that is given back and read again leaves no mark at all: protected as before, and zero.
-/// Nothing else writes here, which would hide it.
+/// A clean page of a shared file that is given back and read again leaves no mark at all: protected as before, and
+/// zero. Nothing else writes here, which would hide it.
 #[test]
 fn pages_given_back_and_read_again_are_zero_there_too() {
     for kind in ["memfd", "anonymous"] {
@@ -262,8 +262,8 @@ fn a_private_mapping_of_a_file_is_moved_without_filling_it() {
     let (start, end) = (mapping.range.start, mapping.range.end);
     let link = source.process.path(&format!("map_files/{start:x}-{end:x}"));
     let file = std::fs::OpenOptions::new().write(true).open(link).unwrap();
-    // Data of the file, once a single page among holes; of the process in front of such data; of the process in front of a
-    // hole.
+    // Data of the file, once a single page among holes; of the process in front of such data; of the process in front
+    // of a hole.
     file.write_all_at(&[9; 4096], 10 * MIB).unwrap();
     file.write_all_at(&vec![7; 6 * MIB as usize], 20 * MIB).unwrap();
     source.order(&format!("write {} {} 5", 21 * MIB + 100, MIB));

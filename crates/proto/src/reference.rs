@@ -1,7 +1,7 @@
 //! What need not be sent, because the destination has it.
 //!
-//! A run of pages with [`Content::Reference`](crate::pages::Content) carries a record in the place of its contents: where
-//! the destination is to look, and what it has to find there.
+//! A run of pages with [`Content::Reference`](crate::pages::Content) carries a record in the place of its contents:
+//! where the destination is to look, and what it has to find there.
 //!
 //! ```text
 //! of u16 (1 template, 2 block) | which u16 | zero u32 | first page u64 | hash 16 bytes

@@ -375,9 +375,9 @@ impl<'a> Build<'a> {
 /// The options of a monitor of our own at `path`, to which whoever starts the QEMU connects at once.
 ///
 /// QEMU waits for that (`wait=on`) before it makes anything else of itself. Where it does not, it takes the connection
-/// while its main loop and the monitor's own thread both look after the socket, and on a busy host it then greets twice,
-/// or never answers the first command (seen with 7.2, once in 150 starts). A QEMU whose starter has died meanwhile waits
-/// for ever; it is found by this option ([`crate::find::with_own_monitor`]).
+/// while its main loop and the monitor's own thread both look after the socket, and on a busy host it then greets
+/// twice, or never answers the first command (seen with 7.2, once in 150 starts). A QEMU whose starter has died
+/// meanwhile waits for ever; it is found by this option ([`crate::find::with_own_monitor`]).
 pub fn monitor(path: &Path) -> [String; 4] {
     [
         "-chardev".to_owned(),

@@ -18,8 +18,8 @@ pub struct Status {
 }
 
 impl Status {
-    /// Whether the guest stands still because somebody wants that. One that was started with `-S` has not run yet; nothing
-    /// else tells it from a paused one.
+    /// Whether the guest stands still because somebody wants that. One that was started with `-S` has not run yet;
+    /// nothing else tells it from a paused one.
     pub fn is_paused(&self) -> bool {
         ["paused", "prelaunch"].contains(&self.status.as_str())
     }
@@ -84,8 +84,8 @@ pub fn open_files(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {
     Ok(nodes.into_iter().filter(is_file).map(|node| node.file).collect())
 }
 
-/// Stops the virtual CPUs; returns when they stand and block I/O is drained, how long that took until QEMU's event STOP.
-/// It comes when both is done; from it to RESUME is the downtime of which QEMU's own migration tells.
+/// Stops the virtual CPUs; returns when they stand and block I/O is drained, how long that took until QEMU's event
+/// STOP. It comes when both is done; from it to RESUME is the downtime of which QEMU's own migration tells.
 pub fn stop(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {
     let began = SystemTime::now();
     qmp.run("stop", Value::Null)?;

@@ -180,8 +180,8 @@ impl StateFile {
     /// Has QEMU save the device state of the stopped guest, and returns it as QEMU wrote it.
     ///
     /// The guest stands still meanwhile, so that the order to save follows the question whether it does without waiting
-    /// for the answer. QEMU stops a guest that runs for the time of saving, and lets it go on; one that stands still for
-    /// another reason has its disks given up until its `cont`, although saving is refused.
+    /// for the answer. QEMU stops a guest that runs for the time of saving, and lets it go on; one that stands still
+    /// for another reason has its disks given up until its `cont`, although saving is refused.
     ///
     /// Afterwards the disks are given up, whosever they were before. That an earlier save has not been
     /// followed by `cont` is nothing that QEMU itself finds out in time.

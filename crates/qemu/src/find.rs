@@ -218,8 +218,8 @@ pub fn connect(process: &QemuProcess, timeout: Duration) -> Result<Qmp, FindErro
     })
 }
 
-/// A warning when something would start the guest again after it has moved away: its QEMU is ended by SIGKILL then, which
-/// systemd takes for a failure.
+/// A warning when something would start the guest again after it has moved away: its QEMU is ended by SIGKILL then,
+/// which systemd takes for a failure.
 pub fn restart_warning(process: &QemuProcess) -> Option<String> {
     let unit = process.unit.as_ref().filter(|_| systemd_runs())?;
     let mut command = Command::new("systemctl");

@@ -173,8 +173,8 @@ pub fn cross_check(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<usize, RamError
         let (compared, tree_after) = compare(qmp, &tree, blocks)?;
         looks += 1;
         match compared {
-            // While the guest boots its firmware opens and closes windows: what the one answer says may not hold any more
-            // when the other is given.
+            // While the guest boots its firmware opens and closes windows: what the one answer says may not hold any
+            // more when the other is given.
             Err(_) if tree_after != tree && looks < MOST_LOOKS => tree = tree_after,
             compared => return compared,
         }

@@ -1,9 +1,9 @@
 //! Which blocks of a running guest's disks are written, by QEMU's own dirty bitmaps; and the disks' contents, by QEMU's
 //! own NBD server.
 //!
-//! Each disk has one bitmap that records. [`Recording::freeze`] puts an empty one in its place, in one transaction for all
-//! disks, and serves the frozen one: a write that completes after the transaction is in the new bitmap, one that completed
-//! before is in the frozen one and can be read. Nothing of ours stands in the way of the guest's writes.
+//! Each disk has one bitmap that records. [`Recording::freeze`] puts an empty one in its place, in one transaction for
+//! all disks, and serves the frozen one: a write that completes after the transaction is in the new bitmap, one that
+//! completed before is in the frozen one and can be read. Nothing of ours stands in the way of the guest's writes.
 //!
 //! ```text
 //! bitmap 0 records ── freeze ──► bitmap 1 records, 0 is served ── freeze ──► bitmap 2 records, 1 is served, 0 is gone …
@@ -28,8 +28,8 @@ pub use throttle::{WriteCap, Written};
 /// How names of exports, bitmaps and descriptors of ours begin.
 pub const PREFIX: &str = "whimbrel-";
 
-/// The unit in which writes are recorded, in bytes. Smaller ones send less of a disk that is written here and there, and
-/// cost more memory: this one is 2 MiB for a disk of 1 TiB.
+/// The unit in which writes are recorded, in bytes. Smaller ones send less of a disk that is written here and there,
+/// and cost more memory: this one is 2 MiB for a disk of 1 TiB.
 pub const GRANULARITY_BYTES: u64 = 64 << 10;
 
 /// How long QEMU may take to end an export whose client is gone.
@@ -135,8 +135,8 @@ impl Recording {
         self.throttle.keep(qmp, cap)
     }
 
-    /// Compares the disks with what devices use now. A snapshot puts another node above the one that is recorded, a change
-    /// of medium puts another in its place, and a disk that has grown has more than was proposed.
+    /// Compares the disks with what devices use now. A snapshot puts another node above the one that is recorded, a
+    /// change of medium puts another in its place, and a disk that has grown has more than was proposed.
     fn check(&self, backends: Vec<BlockBackend>) -> Result<(), RecordError> {
         let media: Vec<Inserted> = backends.into_iter().filter_map(|backend| backend.inserted).collect();
         self.disks.iter().try_for_each(|disk| {
@@ -160,8 +160,8 @@ impl Recording {
         format!("{PREFIX}disk-{disk}")
     }
 
-    /// Puts an empty bitmap in the place of each that records, and serves those: what was written between the call before
-    /// (or the beginning) and this one. Returns what was written only once: to lose it is to lose the migration.
+    /// Puts an empty bitmap in the place of each that records, and serves those: what was written between the call
+    /// before (or the beginning) and this one. Returns what was written only once: to lose it is to lose the migration.
     ///
     /// # Errors
     /// When a disk is not what it was at the beginning, or QEMU refuses.
@@ -176,8 +176,8 @@ impl Recording {
                 actions.push(bitmap_action("block-dirty-bitmap-remove", node, older));
             }
         }
-        // All at once: between them nobody has to wake up. What the disks are is asked last, so that it holds for all that
-        // was recorded.
+        // All at once: between them nobody has to wake up. What the disks are is asked last, so that it holds for all
+        // that was recorded.
         let frozen: Vec<Frozen> = (0..self.disks.len())
             .map(|disk| Frozen { export: format!("{PREFIX}written-{disk}-{old}"), bitmap: bitmap(old) })
             .collect();
@@ -197,15 +197,15 @@ impl Recording {
         Ok(&self.frozen)
     }
 
-    /// Ends the serving of frozen bitmaps, which have been read. The next [`freeze`](Self::freeze) does so too, but then it
-    /// takes longer.
+    /// Ends the serving of frozen bitmaps, which have been read. The next [`freeze`](Self::freeze) does so too, but
+    /// then it takes longer.
     pub fn thaw(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         let names: Vec<String> = self.frozen.drain(..).map(|frozen| frozen.export).collect();
         end_exports(qmp, &names)
     }
 
-    /// Ends all of it: first what the guest feels, then the server, which is known to be ours as long as the bitmaps are
-    /// there. What fails does not keep the rest from being done; the first error is returned.
+    /// Ends all of it: first what the guest feels, then the server, which is known to be ours as long as the bitmaps
+    /// are there. What fails does not keep the rest from being done; the first error is returned.
     pub fn end(mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         let lifted = self.throttle.lift(qmp);
         let stopped = qmp.run("nbd-server-stop", Value::Null);
@@ -251,8 +251,8 @@ struct Image {
     virtual_size: u64,
 }
 
-/// Lifts caps, and removes exports and bitmaps, that were made for a recording, by whomever. Returns whether there were any; whether the
-/// server itself is ours, too, is not to be seen.
+/// Lifts caps, and removes exports and bitmaps, that were made for a recording, by whomever. Returns whether there were
+/// any; whether the server itself is ours, too, is not to be seen.
 pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
     #[derive(Deserialize)]
     #[serde(rename_all = "kebab-case")]
@@ -286,8 +286,8 @@ pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
     Ok(lifted? || found)
 }
 
-/// Ends a recording that an agent before this one left, with its server, unless somebody else uses that. Returns whether
-/// there was one.
+/// Ends a recording that an agent before this one left, with its server, unless somebody else uses that. Returns
+/// whether there was one.
 pub fn end_left(qmp: &mut Qmp) -> Result<bool, QmpError> {
     let found = remove_leavings(qmp)?;
     if found && exports(qmp)?.is_empty() {

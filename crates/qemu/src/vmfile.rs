@@ -9,7 +9,8 @@
 //! LANG = "C"
 //! ```
 //!
-//! `docs/vm.example.toml` explains every key. The options are QEMU's own. A monitor of ours is added, so that the agent always has one.
+//! `docs/vm.example.toml` explains every key. The options are QEMU's own. A monitor of ours is added, so that the agent
+//! always has one.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

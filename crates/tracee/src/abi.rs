@@ -149,13 +149,13 @@ pub(crate) fn procmap_query(maps: &impl AsFd, address: u64) -> io::Result<(u64, 
     Ok((argument.vma_start, argument.vma_end, argument.vma_page_size))
 }
 
-/// Asks the kernel to swap out, or to write back, `len` bytes at `start` of the process behind a pidfd. Returns how many
-/// bytes it has looked at, which may be fewer.
+/// Asks the kernel to swap out, or to write back, `len` bytes at `start` of the process behind a pidfd. Returns how
+/// many bytes it has looked at, which may be fewer.
 pub(crate) fn page_out(pidfd: &impl AsFd, start: u64, len: u64) -> io::Result<u64> {
     let range = libc::iovec { iov_base: start as *mut libc::c_void, iov_len: len as usize };
     let (pidfd, flags) = (pidfd.as_fd().as_raw_fd(), 0);
-    // SAFETY: `range` outlives the call; the address in it is of the other process, and the kernel checks it. Paging out
-    // changes no contents.
+    // SAFETY: `range` outlives the call; the address in it is of the other process, and the kernel checks it. Paging
+    // out changes no contents.
     let advised = unsafe {
         libc::syscall(libc::SYS_process_madvise, pidfd, &raw const range, 1, libc::MADV_PAGEOUT, flags)
     };

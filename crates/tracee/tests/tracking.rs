@@ -461,8 +461,8 @@ fn what_was_written_from_outside_is_mapped_when_tracking_begins() {
     assert_eq!(dirty, []);
 }
 
-/// To map it would be to read all of it from the disk at once; and no write is missed for it. A file on a disk stands for
-/// a memfd in swap: of the latter the kernel keeps in memory what it pleases.
+/// To map it would be to read all of it from the disk at once; and no write is missed for it. A file on a disk stands
+/// for a memfd in swap: of the latter the kernel keeps in memory what it pleases.
 #[test]
 fn what_is_not_in_memory_is_not_read_when_tracking_begins() {
     let mut victim = Victim::start(&["mode-memory"]);

@@ -1,8 +1,8 @@
 //! Reads and writes of the first disk past the page cache.
 //!
-//! A read goes straight into memory that is checked later. It is DMA: the page is written when the disk answers, not when
-//! the program asks. Each slot of the buffer is therefore checked not after its read but before it is used again, long
-//! after a migration may have lost it, and all at once when asked.
+//! A read goes straight into memory that is checked later. It is DMA: the page is written when the disk answers, not
+//! when the program asks. Each slot of the buffer is therefore checked not after its read but before it is used again,
+//! long after a migration may have lost it, and all at once when asked.
 //!
 //! A writer rewrites the part of the disk that is its own and reads each place back before it writes there again: what
 //! the disk has acknowledged must be there, whichever host the guest is on by then.
@@ -109,7 +109,8 @@ impl DiskLoad {
         Ok(Self { counts, asks })
     }
 
-    /// Has every reader check all it has read, and every writer all it may have written; answers how many blocks that were.
+    /// Has every reader check all it has read, and every writer all it may have written; answers how many blocks that
+    /// were.
     pub(crate) fn check(&self) -> u64 {
         let (answer, answers) = mpsc::channel();
         let asked = self.asks.iter().filter(|ask| ask.send(answer.clone()).is_ok()).count();

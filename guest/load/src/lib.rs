@@ -1,8 +1,8 @@
 //! What pages of a test guest and blocks of its disks contain.
 //!
-//! Content is a pure function of a few numbers, so that whoever knows them can tell a wrong page without keeping a copy: the load
-//! generator in the guest (its own memory, and what it reads from its disks), and the laboratory on the host (disk images that it makes).
-//! It looks random and does not compress.
+//! Content is a pure function of a few numbers, so that whoever knows them can tell a wrong page without keeping a
+//! copy: the load generator in the guest (its own memory, and what it reads from its disks), and the laboratory on the
+//! host (disk images that it makes). It looks random and does not compress.
 
 /// Words of 64 bits in a page, or in a block of a disk, of 4096 bytes.
 pub const WORDS: usize = 512;
@@ -34,8 +34,8 @@ pub fn words(seed: u64, number: u64, version: u32) -> impl Iterator<Item = u64> 
     .take(WORDS)
 }
 
-/// Fills `block` (a multiple of [`PAGE_BYTES`]) with what a test disk holds from block `first` on, in a version of it: 0
-/// from the laboratory, the guest's writers count on.
+/// Fills `block` (a multiple of [`PAGE_BYTES`]) with what a test disk holds from block `first` on, in a version of it:
+/// 0 from the laboratory, the guest's writers count on.
 pub fn fill_disk(first: u64, version: u32, block: &mut [u8]) {
     for (number, page) in (first..).zip(block.chunks_exact_mut(PAGE_BYTES)) {
         for (bytes, word) in page.chunks_exact_mut(8).zip(words(DISK_SEED, number, version)) {

@@ -1,4 +1,5 @@
-//! Load generator inside test guests: writes memory at a given rate, knows at any time what every page must contain, and says so.
+//! Load generator inside test guests: writes memory at a given rate, knows at any time what every page must contain,
+//! and says so.
 //!
 //! It runs as the only program of the tiny guest, on the serial line. What it prints, one line each:
 //!
@@ -9,9 +10,10 @@
 //! - `CHECK ok id=ID pages=… disk_blocks=… n=…` (or `CHECK wrong …`) in answer to `check ID` on its input: everything was verified at once. It is
 //!   `wrong` when anything ever was.
 //!
-//! `set KEY=VALUE …` on its input changes settings (see [`options`]); answered by `SET …`. `trace N COUNT` tells what was done in
-//! COUNT hundredths of a second from the Nth on (see [`progress`]): `TRACE slot_ms=… first=… work=… gap=… sum=…`; `now` tells the
-//! time since the load began: `NOW uptime_us=… sum=…`. The sum is [`whimbrel_guest_load::checksum`] of what is before it.
+//! `set KEY=VALUE …` on its input changes settings (see [`options`]); answered by `SET …`. `trace N COUNT` tells what
+//! was done in COUNT hundredths of a second from the Nth on (see [`progress`]): `TRACE slot_ms=… first=… work=… gap=…
+//! sum=…`; `now` tells the time since the load began: `NOW uptime_us=… sum=…`. The sum is
+//! [`whimbrel_guest_load::checksum`] of what is before it.
 
 mod disk;
 mod memory;

@@ -1,7 +1,7 @@
 //! Memory whose every page can be checked at any time.
 //!
-//! For each page a version is kept, from which its content can be computed again; a page that a migration lost or left stale therefore
-//! shows up as wrong, whatever it contains.
+//! For each page a version is kept, from which its content can be computed again; a page that a migration lost or left
+//! stale therefore shows up as wrong, whatever it contains.
 
 use whimbrel_guest_load::{WORDS, mix, words};
 

@@ -1,5 +1,5 @@
-//! Settings of the load generator: `load.KEY=VALUE` words of the kernel's command line, `KEY=VALUE` arguments, or, while it runs, `set
-//! KEY=VALUE …` on its input.
+//! Settings of the load generator: `load.KEY=VALUE` words of the kernel's command line, `KEY=VALUE` arguments, or,
+//! while it runs, `set KEY=VALUE …` on its input.
 
 use std::str::FromStr;
 
@@ -29,7 +29,8 @@ pub(crate) struct Options {
     pub(crate) mode: Mode,
     /// Threads that read the first disk past the page cache. Fixed for the run.
     pub(crate) disk_threads: usize,
-    /// Threads that rewrite its second half and read it back; the readers keep to the first half then. Fixed for the run.
+    /// Threads that rewrite its second half and read it back; the readers keep to the first half then. Fixed for the
+    /// run.
     pub(crate) disk_writers: usize,
     /// Memory into which the readers read, MiB, all together. Fixed for the run.
     pub(crate) disk_mib: usize,

@@ -27,7 +27,8 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// Notes that at this time since the start the program ran, after a time in which it could not, and what it then did.
+    /// Notes that at this time since the start the program ran, after a time in which it could not, and what it then
+    /// did.
     pub(crate) fn note(&mut self, at: Duration, gap: Duration, work: u32) {
         let number = (at.as_micros() / SLOT.as_micros()) as u64;
         while self.first + self.slots.len() as u64 <= number {
@@ -45,7 +46,8 @@ impl Progress {
         }
     }
 
-    /// From a slot on, at most so many: `slot_ms=10 first=N work=A,B,… gap=C,D,…`, with gaps in tenths of a millisecond.
+    /// From a slot on, at most so many: `slot_ms=10 first=N work=A,B,… gap=C,D,…`, with gaps in tenths of a
+    /// millisecond.
     pub(crate) fn tell(&self, from: u64, count: usize) -> String {
         let first = from.max(self.first);
         let slots = self.slots.iter().skip((first - self.first) as usize).take(count);

@@ -204,8 +204,8 @@ impl Daemon {
                 State::Destination(state) => (record.terms, state),
                 State::Source(_) => return vec![],
             },
-            // PREPARED is synced before the source hears of it, and the source asks only what has accepted: this journal
-            // has been emptied or made anew. The VM may run here, so REFUSED could make two of it.
+            // PREPARED is synced before the source hears of it, and the source asks only what has accepted: this
+            // journal has been emptied or made anew. The VM may run here, so REFUSED could make two of it.
             Ok(None) => {
                 warn!(migration = %id, "asked about a migration that the journal does not know; is it the right one?");
                 return vec![];

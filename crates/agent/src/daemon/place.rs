@@ -11,8 +11,8 @@ use super::{Daemon, Driven};
 use crate::api::{Kind, Problem};
 
 impl Daemon {
-    /// A place in the list of drivers, and a thread that waits for its work. To be had before anything is journalled that
-    /// only a driver can end. Refused where another is at work: it must not be put out of reach.
+    /// A place in the list of drivers, and a thread that waits for its work. To be had before anything is journalled
+    /// that only a driver can end. Refused where another is at work: it must not be put out of reach.
     pub(super) fn place(self: &Arc<Self>, id: &MigrationId, driven: Driven) -> Result<Place, Problem> {
         match self.drivers().entry(id.clone()) {
             Entry::Vacant(free) => drop(free.insert(driven)),

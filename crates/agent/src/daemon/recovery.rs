@@ -193,8 +193,8 @@ enum LookError {
     Vm(#[from] VmError),
 }
 
-/// What a source finds whose QEMU is gone. Entries that may be missing after a reboot matter only if the destination had
-/// accepted, which is synced before anything is sent.
+/// What a source finds whose QEMU is gone. Entries that may be missing after a reboot matter only if the destination
+/// had accepted, which is synced before anything is sent.
 fn left_of_source(details: Option<&Details>, boot_id: &str) -> Found {
     if details.is_some_and(|details| details.accepted && details.boot_id != boot_id) {
         Found::Rebooted

@@ -82,7 +82,8 @@ impl Driver {
             journal.close(id)
         };
         let mut entered = enter();
-        // Until it is in the journal, this agent must not forget it: it would not know its VM, or take the name for taken.
+        // Until it is in the journal, this agent must not forget it: it would not know its VM, or take the name for
+        // taken.
         while let Err(error) = entered {
             error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
             thread::sleep(Duration::from_millis(self.context.config.timeouts.retry_ms));

@@ -97,8 +97,8 @@ impl Driver {
         self.state
     }
 
-    /// Until this side is ready the VM comes over the control stream or not at all: a source that only asks will not send
-    /// the rest. After that every sign of it counts.
+    /// Until this side is ready the VM comes over the control stream or not at all: a source that only asks will not
+    /// send the rest. After that every sign of it counts.
     fn hears_of_source(&mut self, on_control: bool) {
         if on_control || self.state != DestinationState::Prepared {
             self.heard = Instant::now();
@@ -228,8 +228,8 @@ impl Driver {
     }
 }
 
-/// What somebody else has said holds when it is said. Who knows what was decided elsewhere until the journal takes it: the
-/// state's repetition asks again, and an operator can see that nothing came of it.
+/// What somebody else has said holds when it is said. Who knows what was decided elsewhere until the journal takes it:
+/// the state's repetition asks again, and an operator can see that nothing came of it.
 fn is_said(event: &DestinationEvent) -> bool {
     matches!(
         event,

@@ -115,8 +115,8 @@ impl Driver {
         if let Some(receiving) = &receiving {
             receiving.shut();
         }
-        // To join its threads and to put the disks on stable storage takes time, which QEMU needs for loading anyway. It
-        // takes the disks when it is to run the guest, and not before.
+        // To join its threads and to put the disks on stable storage takes time, which QEMU needs for loading anyway.
+        // It takes the disks when it is to run the guest, and not before.
         let images = std::mem::take(&mut self.images);
         let mut disks = Ok(());
         let tidy_up = || {

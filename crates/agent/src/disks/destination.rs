@@ -69,8 +69,8 @@ impl Flushing {
 }
 
 impl Images {
-    /// Makes them, and opens each for so many streams; `directory` is for their sockets. What was made before an error is
-    /// for the caller to remove.
+    /// Makes them, and opens each for so many streams; `directory` is for their sockets. What was made before an error
+    /// is for the caller to remove.
     pub(crate) fn make(
         planned: Vec<Planned>,
         directory: &Path,

@@ -1,4 +1,5 @@
-//! A disk behind a server, as the data plane sees it: a row of pages. Several threads use it, each over a connection of its own.
+//! A disk behind a server, as the data plane sees it: a row of pages. Several threads use it, each over a connection of
+//! its own.
 
 use std::fmt;
 use std::ops::Range;

@@ -17,8 +17,8 @@ use tracee::{Process, Signal};
 use crate::context::Context;
 use crate::destination::find_by_monitor;
 
-/// What the QEMUs of this host have said of themselves. To start one only to ask it takes as long as to start it for a VM,
-/// so it is asked once, and again when its file is another.
+/// What the QEMUs of this host have said of themselves. To start one only to ask it takes as long as to start it for a
+/// VM, so it is asked once, and again when its file is another.
 #[derive(Debug, Default)]
 pub(crate) struct Emulators(Mutex<HashMap<File, Known>>);
 

@@ -179,8 +179,8 @@ pub(super) fn not_opened(images: &[PathBuf], open: &[String]) -> Option<Finding>
     Some(finding(Severity::Blocker, "disk-unclear", what, "this is an error of Whimbrel; please report it"))
 }
 
-/// Whether it can be seen that the disk is not on storage that both hosts see. Where nothing can be seen, the user has to
-/// say what he wants.
+/// Whether it can be seen that the disk is not on storage that both hosts see. Where nothing can be seen, the user has
+/// to say what he wants.
 fn is_elsewhere(disk: &Disk, sights: &[DiskSight]) -> bool {
     let Some(file) = &disk.file else { return false };
     let sight = sights.iter().find(|sight| sight.option.is_none() && sight.path == *file);
@@ -195,8 +195,8 @@ fn is_elsewhere(disk: &Disk, sights: &[DiskSight]) -> bool {
     })
 }
 
-/// A word that no other migration has, whatever became of the journals: what is removed by its name is removed by nobody
-/// else's.
+/// A word that no other migration has, whatever became of the journals: what is removed by its name is removed by
+/// nobody else's.
 fn unique() -> String {
     let mut word = [0_u8; 8];
     // Without the kernel's numbers the clock has to do.

@@ -82,8 +82,8 @@ impl Driver {
         }
     }
 
-    /// A destination that gives up says why on the control stream, and its data streams may end a moment before. One that is
-    /// not to be reached says nothing.
+    /// A destination that gives up says why on the control stream, and its data streams may end a moment before. One
+    /// that is not to be reached says nothing.
     fn last_words(&mut self, patience: Duration) -> Result<(), Failure> {
         let until = Instant::now() + patience;
         while let Some(notice) = self.inbox.wait(until) {

@@ -1,5 +1,5 @@
-//! The guest's memory and disks at the source, in the hands of a migration: readers, the logs of writes, and what the policy
-//! is shown of the rounds.
+//! The guest's memory and disks at the source, in the hands of a migration: readers, the logs of writes, and what the
+//! policy is shown of the rounds.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -72,8 +72,8 @@ pub(crate) struct Cargo {
 }
 
 impl Cargo {
-    /// Nothing is done to the guest yet; where there are disks, their writes are recorded already. Of each is said whether
-    /// its zeros have to be sent, too.
+    /// Nothing is done to the guest yet; where there are disks, their writes are recorded already. Of each is said
+    /// whether its zeros have to be sent, too.
     pub(crate) fn new(
         vm: &SourceVm,
         disks: Option<(DiskLog, Vec<(LeavingDisk, bool)>)>,

@@ -9,8 +9,8 @@
 //! load        the destination loads the device state: READY
 //! ```
 //!
-//! A phase that cannot go on returns a [`Failure`]: what the engine is to be told, and why, for people. The rounds are in
-//! [`rounds`]; what is done while the guest stands still is in [`standstill`].
+//! A phase that cannot go on returns a [`Failure`]: what the engine is to be told, and why, for people. The rounds are
+//! in [`rounds`]; what is done while the guest stands still is in [`standstill`].
 
 mod disks;
 mod rounds;
@@ -174,8 +174,8 @@ impl Driver {
         }
     }
 
-    /// A journal that was begun anew gives epochs that others have seen already: the next one is larger. Not larger by any
-    /// number that a peer may name: there must be epochs left.
+    /// A journal that was begun anew gives epochs that others have seen already: the next one is larger. Not larger by
+    /// any number that a peer may name: there must be epochs left.
     fn learn_epoch(&mut self, largest: Epoch) {
         const LEAP: u64 = 1 << 32;
         let own = self.terms.epoch();

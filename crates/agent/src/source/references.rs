@@ -1,5 +1,5 @@
-//! What the destination has already of the disks that are copied: it is asked after some of their pages, and tells what is in
-//! the templates that have such.
+//! What the destination has already of the disks that are copied: it is asked after some of their pages, and tells what
+//! is in the templates that have such.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -44,8 +44,8 @@ impl Driver {
         Ok(known)
     }
 
-    /// Asks after pages from all over the disks, and takes down what the destination tells. It is only a saving: whatever is
-    /// not told in time, or too much, is done without.
+    /// Asks after pages from all over the disks, and takes down what the destination tells. It is only a saving:
+    /// whatever is not told in time, or too much, is done without.
     fn seek(&mut self, cargo: &Cargo) -> Result<Vec<TemplateRun>, Failure> {
         let names =
             some_names(cargo).map_err(|error| Failure::local("cannot read what is to be sent", &error))?;

@@ -11,7 +11,8 @@ use qemu::recording::{WriteCap, Written};
 use crate::api::ThrottleWrites;
 use crate::disks::DiskLog;
 
-/// A part before the drain is known, and the least that tells of it: of a small one its beginning and end take the time.
+/// A part before the drain is known, and the least that tells of it: of a small one its beginning and end take the
+/// time.
 const LEAST_PAGES: u64 = 4096;
 
 /// How fast the guest may write, from look to look.
@@ -45,8 +46,8 @@ impl Throttling {
         Some(Self { policy, first: None, last: None, cap: Cap::default(), drained_bytes_per_s: None })
     }
 
-    /// A round, or a part of one, was sent. In the guest's pages, as its writes are counted; without those that were referred
-    /// to, for what the guest writes now will have to be sent.
+    /// A round, or a part of one, was sent. In the guest's pages, as its writes are counted; without those that were
+    /// referred to, for what the guest writes now will have to be sent.
     pub(crate) fn drained(&mut self, stats: &RoundStats) {
         let pages = stats.contents.pages() - stats.contents.reference;
         // Where most of it was referred to, the time tells nothing of the rest.
@@ -56,15 +57,16 @@ impl Throttling {
         }
     }
 
-    /// How many of so many pages go between two looks: what takes two seconds, but not more parts than a report can have.
+    /// How many of so many pages go between two looks: what takes two seconds, but not more parts than a report can
+    /// have.
     pub(crate) fn part_pages(&self, all: u64) -> u64 {
         const MOST_PARTS: u64 = 100;
         let two_seconds = self.drained_bytes_per_s.map_or(0, |rate| rate.saturating_mul(2) / PAGE_BYTES);
         two_seconds.max(all / MOST_PARTS).max(LEAST_PAGES)
     }
 
-    /// Looks at what was written since the last time, and has QEMU keep what follows from it. Returns the cap where it is
-    /// another one than before.
+    /// Looks at what was written since the last time, and has QEMU keep what follows from it. Returns the cap where it
+    /// is another one than before.
     pub(crate) fn look(&mut self, disks: &mut DiskLog, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
         let written = disks.written(qmp)?;
         let first = *self.first.get_or_insert(written);

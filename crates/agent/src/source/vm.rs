@@ -212,8 +212,8 @@ impl SourceVm {
         Ok(())
     }
 
-    /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads. A guest that has come
-    /// into a state in which it is not moved, since it was stopped or right before, is refused.
+    /// Saves the state of the stopped guest's devices, as a stream that a QEMU like this one loads. A guest that has
+    /// come into a state in which it is not moved, since it was stopped or right before, is refused.
     pub(crate) fn save_devices(&mut self) -> Result<Vec<u8>, VmError> {
         let disks = self.disks;
         let mut file = match self.state_file.take() {
@@ -299,8 +299,8 @@ impl SourceVm {
     }
 
     /// Ends QEMU and removes what it made for itself. Its block devices are inactive and its guest runs elsewhere:
-    /// there is nothing that it could still have to do. It is not asked to end (`quit`): for that it would have to be let
-    /// go, and somebody else's `cont` may wait at another of its monitors.
+    /// there is nothing that it could still have to do. It is not asked to end (`quit`): for that it would have to be
+    /// let go, and somebody else's `cont` may wait at another of its monitors.
     pub(crate) fn quit(self) {
         let pid = self.process.pid();
         match self.process.signal(Signal::KILL).and_then(|()| self.process.wait_exit(Some(KILL_PATIENCE))) {

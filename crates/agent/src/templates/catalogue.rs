@@ -1,4 +1,5 @@
-//! What is in a template, page by page, by name: made once, kept beside the journal, and read from there when a VM arrives.
+//! What is in a template, page by page, by name: made once, kept beside the journal, and read from there when a VM
+//! arrives.
 //!
 //! ```text
 //! WHCATAL1 | identity 40 bytes | pages u64 | run ... | run of no pages
@@ -95,7 +96,8 @@ impl Catalogue {
         (magic == MAGIC && *found == identity.bytes()).then(|| Self { file: file.to_owned(), pages })
     }
 
-    /// Reads a whole template, and keeps its catalogue in a file. After an error something may be left beside that file.
+    /// Reads a whole template, and keeps its catalogue in a file. After an error something may be left beside that
+    /// file.
     pub(super) fn make(
         template: &mut Reading,
         identity: Identity,

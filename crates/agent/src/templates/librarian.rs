@@ -17,8 +17,8 @@ use super::{Shelf, State, Template, lock};
 /// Ending of a catalogue's name, and digits before it.
 const CATALOGUE: &str = "catalogue";
 const NAME_DIGITS: usize = 32;
-/// Of an image of that name QEMU is told that it is qcow2, of all others that they are raw. What their first bytes say is not
-/// believed: a guest may have written them.
+/// Of an image of that name QEMU is told that it is qcow2, of all others that they are raw. What their first bytes say
+/// is not believed: a guest may have written them.
 const QCOW2: &str = "qcow2";
 
 /// Looks for templates, and reads them.
@@ -80,8 +80,8 @@ impl Librarian {
         *lock(&self.shelf) = now;
     }
 
-    /// Removes catalogues of templates that are gone, and what was left of making one: by the names that are given here and
-    /// nowhere else.
+    /// Removes catalogues of templates that are gone, and what was left of making one: by the names that are given here
+    /// and nowhere else.
     fn sweep(&self) {
         let wanted: HashSet<PathBuf> =
             lock(&self.shelf).iter().map(|template| self.catalogue_of(&template.path)).collect();
@@ -169,8 +169,8 @@ fn is_qcow2(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending == QCOW2)
 }
 
-/// Whether all that is in an image is in its own file: of a qcow2 image this stands in its header (QEMU's docs/interop/qcow2,
-/// bytes 8 to 15 and bit 2 of the incompatible features).
+/// Whether all that is in an image is in its own file: of a qcow2 image this stands in its header (QEMU's
+/// docs/interop/qcow2, bytes 8 to 15 and bit 2 of the incompatible features).
 pub(super) fn is_whole(path: &Path) -> bool {
     const EXTERNAL_DATA: u8 = 1 << 2;
     if !is_qcow2(path) {

@@ -41,8 +41,8 @@ enum Open {
     /// Nothing was read yet.
     Not(PathBuf),
     Reading(Reading),
-    /// It cannot be opened, or answered late: what would come next on the connection is not known. It is not tried again, for
-    /// each try takes its time.
+    /// It cannot be opened, or answered late: what would come next on the connection is not known. It is not tried
+    /// again, for each try takes its time.
     Dead,
 }
 
@@ -56,8 +56,8 @@ impl Told {
         !self.asked.swap(true, Ordering::AcqRel)
     }
 
-    /// Chooses the templates that have pages such as those that are sought, and tells what is in them. Takes a while: all
-    /// catalogues are read.
+    /// Chooses the templates that have pages such as those that are sought, and tells what is in them. Takes a while:
+    /// all catalogues are read.
     pub(crate) fn choose(&self, templates: &Templates, sought: &[String]) -> Vec<Message> {
         let sought: HashSet<PageName> = sought.iter().filter_map(|name| from_hex(name)).collect();
         let (mut messages, mut chosen) = (Vec::new(), Vec::new());
@@ -84,8 +84,8 @@ impl Told {
     }
 }
 
-/// What is in a template and not in those before it, as messages that are as full as they may be, as far as there is room for
-/// all of it.
+/// What is in a template and not in those before it, as messages that are as full as they may be, as far as there is
+/// room for all of it.
 fn known(template: u16, catalogue: &Catalogue, told: &mut HashSet<PageName>) -> io::Result<Vec<Message>> {
     let mut messages = Vec::new();
     let (mut runs, mut pages) = (Vec::new(), 0);

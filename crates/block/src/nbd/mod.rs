@@ -27,8 +27,8 @@ pub const ALLOCATION: &str = "base:allocation";
 pub const HOLE: u32 = 1;
 /// In [`ALLOCATION`]: reads as zeros.
 pub const ZERO: u32 = 2;
-/// How deep in the chain of backing files: 0 nowhere, 1 the image itself, 2 the one below it. Served where the export was
-/// added with `allocation-depth`.
+/// How deep in the chain of backing files: 0 nowhere, 1 the image itself, 2 the one below it. Served where the export
+/// was added with `allocation-depth`.
 pub const DEPTH: &str = "qemu:allocation-depth";
 /// In a [`dirty_bitmap`]: written.
 pub const DIRTY: u32 = 1;

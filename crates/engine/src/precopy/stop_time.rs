@@ -39,10 +39,9 @@ impl FixedCost {
 
 /// The fixed parts that the last migrations measured.
 ///
-/// A busy moment makes a part longer, nothing makes it shorter than it is, so the estimate is the smallest of each part,
-/// and the guess is one of them until two have been measured.
-/// And a migration that gave up measures nothing: were its estimate kept, one bad moment could keep the objective out of
-/// reach for ever. So giving up forgets it.
+/// A busy moment makes a part longer, nothing makes it shorter than it is, so the estimate is the smallest of each
+/// part, and the guess is one of them until two have been measured. And a migration that gave up measures nothing: were
+/// its estimate kept, one bad moment could keep the objective out of reach for ever. So giving up forgets it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CostHistory(VecDeque<FixedCost>);
 

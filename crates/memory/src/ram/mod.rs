@@ -14,7 +14,8 @@
 //! hole here (trap 5). Tracking puts a mark in the place of each page that is not there; what tells a mark from a page
 //! in swap is its entry in `/proc/PID/pagemap`, which only a process with `CAP_SYS_ADMIN` sees. Of huge pages that are
 //! not shared nobody can tell, so all of them are read, which makes those that were missing: of what is reserved for
-//! them, as QEMU does unless told otherwise (`reserve=off`). What is read and is zero becomes a hole there all the same.
+//! them, as QEMU does unless told otherwise (`reserve=off`). What is read and is zero becomes a hole there all the
+//! same.
 
 use std::io;
 use std::ops::Range;

@@ -39,8 +39,8 @@ pub(super) struct StreamWorker {
     pub(super) written: Vec<Range<u64>>,
     /// Pages that were referred to. Reused.
     pub(super) referred: Vec<u8>,
-    /// In rounds of disks alone and the first of memory, which are the long ones. Whether the guest stands still in a later
-    /// one is not known here.
+    /// In rounds of disks alone and the first of memory, which are the long ones. Whether the guest stands still in a
+    /// later one is not known here.
     pub(super) gives_way: Option<GivesWay>,
     /// Whether anything of memory has come on this stream.
     pub(super) brought_ram: bool,

@@ -275,7 +275,8 @@ impl Sender {
     }
 
     /// As [`send_round`](Self::send_round), for a guest that stands still meanwhile: it does so no longer than until
-    /// `deadline`, whatever the cap on the sending rate is. The other side's kernel takes bytes and keeps connections alive also for an agent that hangs.
+    /// `deadline`, whatever the cap on the sending rate is. The other side's kernel takes bytes and keeps connections
+    /// alive also for an agent that hangs.
     ///
     /// # Errors
     /// As there, and with [`SendError::Overdue`].

@@ -329,8 +329,8 @@ impl Shared {
         self.fail(cause);
     }
 
-    /// Pages that were referred to are not at the destination: they are sent in the next round. Each can be asked for only
-    /// once, and only if it was referred to.
+    /// Pages that were referred to are not at the destination: they are sent in the next round. Each can be asked for
+    /// only once, and only if it was referred to.
     fn take_missing(&self, stream: u16, payload: &[u8]) -> Result<(), SendError> {
         let (seq, pages) = decode_missing(payload).map_err(|source| SendError::BadAck { stream, source })?;
         let wrong = SendError::WrongMissing { stream, seq };

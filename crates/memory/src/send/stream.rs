@@ -77,8 +77,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Pages to which a frame refers that is not acknowledged yet are not there: they stay owed. Returns which chunk they
-    /// are of; none if there is no such frame that refers to these pages, or it was said before.
+    /// Pages to which a frame refers that is not acknowledged yet are not there: they stay owed. Returns which chunk
+    /// they are of; none if there is no such frame that refers to these pages, or it was said before.
     pub(super) fn missing(&self, seq: u64, missing: &ChunkPages) -> Option<(u16, u32)> {
         let mut flight = lock(&self.flight);
         let index = seq.checked_sub(flight.acked + 1)?;

@@ -1,7 +1,7 @@
 //! Disks that are copied: in the place of an image with all below it comes the one that was made here.
 //!
-//! The guest sees nothing of it. What QEMU was told about caching and I/O stays; what was said about the old image's format
-//! and about the files below it goes. Filters above the image (throttling) stay as they are.
+//! The guest sees nothing of it. What QEMU was told about caching and I/O stays; what was said about the old image's
+//! format and about the files below it goes. Filters above the image (throttling) stay as they are.
 
 use std::path::PathBuf;
 

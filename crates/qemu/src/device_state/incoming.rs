@@ -76,8 +76,8 @@ impl Incoming {
     /// It is given a descriptor to read from through the monitor, because one without privileges (`-runas`) or in a
     /// chroot could not make a socket for us.
     ///
-    /// The beginning of the state, which tells the machine type, is handed over at once: QEMU makes itself ready when the
-    /// first byte comes, and need not when the guest stands still.
+    /// The beginning of the state, which tells the machine type, is handed over at once: QEMU makes itself ready when
+    /// the first byte comes, and need not when the guest stands still.
     ///
     /// `log` is where QEMU's messages go; their end becomes part of errors.
     pub fn prepare(qmp: &mut Qmp, log: Option<&Path>) -> Result<Self, LoadError> {

@@ -64,8 +64,8 @@ fn is_unlocked(vm: &VmDescription, path: &str) -> bool {
     })
 }
 
-/// Files that an option names and that are neither disks nor made anew at the destination (sockets, logs, RAM): keys and
-/// certificates, firmware, tables. Without them QEMU would not start there.
+/// Files that an option names and that are neither disks nor made anew at the destination (sockets, logs, RAM): keys
+/// and certificates, firmware, tables. Without them QEMU would not start there.
 fn other_files(option: &Given) -> Vec<(String, String)> {
     let mut found = Vec::new();
     let mut take = |what: String, path: &str| {
@@ -175,8 +175,8 @@ fn is_local_name(host: &str) -> bool {
     host.starts_with("127.") || LOCAL_NAMES.iter().any(|name| host.eq_ignore_ascii_case(name))
 }
 
-/// How the destination sees what a guest needs. `shared` are directories, files and addresses as the source has them, of
-/// which somebody said that both hosts see the same there.
+/// How the destination sees what a guest needs. `shared` are directories, files and addresses as the source has them,
+/// of which somebody said that both hosts see the same there.
 pub fn see_files(files: &[NeededFile], rules: &HostRules, shared: &[String]) -> Vec<DiskSight> {
     let see = |file: &NeededFile| {
         let is_path = file.path.starts_with('/');

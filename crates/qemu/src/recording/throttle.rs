@@ -1,5 +1,5 @@
-//! Caps on what a guest may write to the disks that are recorded, kept by QEMU's own throttling: smooth, and with nothing
-//! of ours in the way of a write. All of them share one cap.
+//! Caps on what a guest may write to the disks that are recorded, kept by QEMU's own throttling: smooth, and with
+//! nothing of ours in the way of a write. All of them share one cap.
 
 use serde::Deserialize;
 use serde_json::{Value, json};

@@ -220,8 +220,8 @@ fn a_disk_that_somebody_changes_meanwhile_is_noticed() {
     }
 }
 
-/// Two caps, one after the other, for both disks together; gone with the recording, or when an agent that died is cleaned
-/// up after. What somebody else has throttled stays as it is.
+/// Two caps, one after the other, for both disks together; gone with the recording, or when an agent that died is
+/// cleaned up after. What somebody else has throttled stays as it is.
 #[test]
 fn writes_are_counted_and_capped() {
     for version in versions() {

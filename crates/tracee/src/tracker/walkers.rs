@@ -1,8 +1,8 @@
 //! Walks over one page table by several threads.
 //!
-//! The walk over the page table is what a scan of few dirty pages costs, and there are two while the guest stands still.
-//! The kernel lets several threads walk at the same time (its lock of the memory map is held for reading), so the table
-//! of a large guest is cut into parts, one for each processor.
+//! The walk over the page table is what a scan of few dirty pages costs, and there are two while the guest stands
+//! still. The kernel lets several threads walk at the same time (its lock of the memory map is held for reading), so
+//! the table of a large guest is cut into parts, one for each processor.
 
 use std::num::NonZero;
 use std::panic;

@@ -1,4 +1,5 @@
-//! What the engine wants done on the source: each effect, and what it needs of the journal, of QEMU and of the register.
+//! What the engine wants done on the source: each effect, and what it needs of the journal, of QEMU and of the
+//! register.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -149,10 +150,10 @@ impl Driver {
         }
         let durability = if durable { Durability::Synced } else { Durability::Process };
         match journal.record_source(id, state, durability) {
-            // Room for it was kept, so that it is not a full disk but a broken one. The journal has no COMMITTED, so that
-            // a restart aborts too: going on without the entry risks nothing but a host that fails before the entry can
-            // be made. A guest that stands still for ever is worse. The destination is told all the same: a copy that
-            // is thrown away is one that nobody can start.
+            // Room for it was kept, so that it is not a full disk but a broken one. The journal has no COMMITTED, so
+            // that a restart aborts too: going on without the entry risks nothing but a host that fails before the
+            // entry can be made. A guest that stands still for ever is worse. The destination is told all the same: a
+            // copy that is thrown away is one that nobody can start.
             Err(error) if matches!(state, SourceState::Aborting | SourceState::Aborted) => {
                 error!(migration = %id, error = crate::chain(&error), "ABORTED is not in the journal yet");
                 self.unjournalled = Some(state.clone());

@@ -66,8 +66,8 @@ impl Driver {
         }
     }
 
-    /// The destination does not keep to the protocol: it is not listened to any more on that connection, and what is not
-    /// committed ends.
+    /// The destination does not keep to the protocol: it is not listened to any more on that connection, and what is
+    /// not committed ends.
     fn broken_protocol(&mut self, link: Option<u64>, what: &str) {
         warn!(migration = %self.terms.migration, what, "the destination does not keep to the protocol");
         if link.is_some_and(|link| self.is_control(link)) {

@@ -1,5 +1,5 @@
-//! Disks that are copied: their writes are recorded from before the first byte is read, and rounds of disks alone go ahead
-//! of memory.
+//! Disks that are copied: their writes are recorded from before the first byte is read, and rounds of disks alone go
+//! ahead of memory.
 
 use std::collections::BTreeSet;
 use std::os::fd::AsFd as _;
@@ -125,8 +125,8 @@ impl Driver {
         }
     }
 
-    /// Sends a round, with looks at the guest's writes in between where they are throttled: in a round of hours much can
-    /// be written. What is written meanwhile goes along if it is further on, and else in the next round.
+    /// Sends a round, with looks at the guest's writes in between where they are throttled: in a round of hours much
+    /// can be written. What is written meanwhile goes along if it is further on, and else in the next round.
     fn send_in_parts(
         &mut self,
         mut sender: Sender,

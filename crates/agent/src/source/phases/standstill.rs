@@ -33,7 +33,8 @@ enum RoundFailed {
     Link(Box<Interrupted>),
 }
 
-/// Sends what is owed and what the log has; where that is nothing, nothing is sent. No drain: QEMU's `stop` has drained.
+/// Sends what is owed and what the log has; where that is nothing, nothing is sent. No drain: QEMU's `stop` has
+/// drained.
 fn stopped_round(
     sender: Sender,
     owed: Owed,
@@ -50,8 +51,8 @@ fn stopped_round(
     Ok(StoppedRound { sender, owed, sent: Some(stats), dirty_pages, scan_us })
 }
 
-/// Does both at the same time, `there` in a thread of its own. Where the system gives none, `there` comes first: a guest
-/// stands still a little longer then. An error is a panic of `there`.
+/// Does both at the same time, `there` in a thread of its own. Where the system gives none, `there` comes first: a
+/// guest stands still a little longer then. An error is a panic of `there`.
 fn beside<H, T: Send>(here: impl FnOnce() -> H, there: impl FnMut() -> T + Send) -> (H, thread::Result<T>) {
     let there = Mutex::new(there);
     let run = || (there.lock().unwrap_or_else(PoisonError::into_inner))();
@@ -97,8 +98,8 @@ impl Driver {
         let mut owed = owed;
         let vm = self.vm.as_mut().ok_or_else(gone)?;
         if cargo.has_disks() {
-            // Before the devices are saved, for then QEMU gives the disks up. What they have to do has been done: `stop`
-            // waits for it.
+            // Before the devices are saved, for then QEMU gives the disks up. What they have to do has been done:
+            // `stop` waits for it.
             let monitor = vm.monitor().map_err(|error| Failure::local("QEMU cannot be asked", &error))?;
             cargo
                 .look_at_disks(monitor, &mut owed)
@@ -211,8 +212,8 @@ impl Driver {
         Ok(())
     }
 
-    /// How many chunks the destination finds different. All of its answers have to come by then: however many there are,
-    /// the guest stands still for them.
+    /// How many chunks the destination finds different. All of its answers have to come by then: however many there
+    /// are, the guest stands still for them.
     pub(crate) fn compare(
         &mut self,
         hashes: impl IntoIterator<Item = Message>,
@@ -230,7 +231,8 @@ impl Driver {
         Ok(different)
     }
 
-    /// The sender is not needed any more; to end its threads takes time, which the destination needs for loading anyway.
+    /// The sender is not needed any more; to end its threads takes time, which the destination needs for loading
+    /// anyway.
     pub(super) fn load(&mut self, state: &[u8], sender: Sender) -> Result<Ready, Failure> {
         self.phase(Phase::DeviceState);
         let began = Instant::now();

@@ -403,8 +403,8 @@ fn crash(ran: bool) -> Moved {
     enter(In::Crashed { ran }).then([tell, Do::Report(Say::Crashed)])
 }
 
-/// The host has booted since PREPARED: the copy is gone, and later entries may be. Whether it has run is in the register,
-/// or not known at all.
+/// The host has booted since PREPARED: the copy is gone, and later entries may be. Whether it has run is in the
+/// register, or not known at all.
 fn bereave(terms: &Terms) -> Moved {
     match terms.register {
         Some(_) => enter(In::Bereft)

@@ -142,8 +142,9 @@ fn sleep(_: &[String]) {
     assert!(began.elapsed().as_secs() >= 2, "too short");
 }
 
-/// Has a thread that computes, and a socket whose `close` returns only when its other end is read, which the line `drain`
-/// asks for. Tells the socket's descriptor as if it were a thread, and `goes on` when the thread has computed since.
+/// Has a thread that computes, and a socket whose `close` returns only when its other end is read, which the line
+/// `drain` asks for. Tells the socket's descriptor as if it were a thread, and `goes on` when the thread has computed
+/// since.
 fn linger(_: &[String]) {
     use std::io::ErrorKind;
     use std::net::{TcpListener, TcpStream};

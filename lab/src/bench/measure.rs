@@ -4,17 +4,17 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::case::{Case, Contender};
-use super::mover::{End, Moved, Stage, adopt, by_qemu, by_whimbrel, forget, runs};
+use super::mover::{End, Moved, Stage, by_qemu, by_whimbrel, runs};
 use super::program::{Disturbance, Moments, UNDISTURBED, judge};
 use super::result::{CaseResult, Measured, Provenance, Run};
-use super::subject::{Subject, clear};
+use super::subject::{Subject, VM, boot, clear};
 use super::usage::{Meter, peak_bytes, processes_of, reset_peak, sent_so_far};
 use crate::agents::Agents;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::follow::DEADLINE;
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
+use crate::migrating::{adopt, forget};
 use crate::pki::{Identity, Pki};
 use crate::run::Daemon;
 use crate::serial::Serial;
@@ -45,14 +45,11 @@ impl Bench {
             agents = agents.plain();
         }
         agents.write()?;
-        let daemons = agents.all().iter().map(|host| agents.start(host)).collect::<Result<Vec<_>>>()?;
-        for (host, daemon) in agents.all().iter().zip(&daemons) {
-            daemon.follow()?.wait_for("the agent's socket", DEADLINE, |_| Agents::socket(host).exists())?;
-        }
+        let daemons = agents.start_all()?;
         let pki = Pki::new(&lab.a.directory().with_file_name("qemu-pki"))?;
         let issue = |host: &crate::Host| pki.issue(host.name(), &[host.address().into()]);
         let identities = [issue(&lab.a)?, issue(&lab.b)?];
-        let subject = Subject::save(&lab, &environment, &case)?;
+        let subject = boot(&lab, &environment, &case)?;
         let whimbrel = whimbrel.to_owned();
         Ok(Self { case, environment, whimbrel, subject, identities, agents, _daemons: daemons, lab })
     }
@@ -101,8 +98,8 @@ impl Bench {
             }
         };
         drop(guest);
-        forget(&self.lab, &self.agents);
-        clear([&self.lab.a, &self.lab.b])?;
+        forget(&self.agents, [&self.lab.a, &self.lab.b], VM);
+        clear([&self.lab.a, &self.lab.b], VM)?;
         Ok(Run { contender, turn, measured, disturbance })
     }
 
@@ -112,7 +109,7 @@ impl Bench {
         let [ours, theirs] = agents;
         let (ours, theirs) = (ours?, theirs?);
         if matches!(contender, Contender::Whimbrel(_)) {
-            adopt(&self.lab, &self.agents, guest)?;
+            adopt(&self.agents, &self.lab.a, guest)?;
         }
         for pid in ours.iter().chain(&theirs) {
             reset_peak(*pid)?;

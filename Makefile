@@ -6,6 +6,8 @@
 #   make lint    format, lints and licences alone
 #   make bench   measures migrations by Whimbrel and by QEMU itself, side by side, into docs/evaluation.md: hours, on an idle
 #                machine; SUITE=idle (or another suite, or a case) measures a part, and leaves the rest as it is
+#   make bench-disks       measures guests that move with their disks, into the same page: hours as well; CASE=static measures
+#                          one case
 #   make bench-functions   how long the functions take that matter (docs/performance.md)
 #   make callgrind         how many instructions their inner loops take, compared with docs/callgrind.txt;
 #   make callgrind-update  puts what it finds there
@@ -22,7 +24,7 @@ CARGO := cargo
 PATH := $(PATH):$(HOME)/.cargo/bin
 export PATH
 
-.PHONY: test demo soak lint bench bench-functions callgrind callgrind-update guests
+.PHONY: test demo soak lint bench bench-disks bench-functions callgrind callgrind-update guests
 
 test: lint
 	scripts/setup newer-qemu tiny-guest debian-guest database-guest
@@ -50,6 +52,12 @@ bench:
 	$(CARGO) build --locked --release -p whimbrel
 	. scripts/test-env && target/release/whimbrel lab bench --suite $(SUITE) --results docs/evaluation/results.json --page docs/evaluation.md --plots docs/evaluation
 
+CASE ?=
+bench-disks:
+	scripts/setup packages newer-qemu bench-disks services-guest
+	$(CARGO) build --locked --release -p whimbrel
+	. scripts/test-env && target/release/whimbrel lab disks $(CASE:%=--case %) --results docs/evaluation/disks.json --page docs/evaluation.md --plots docs/evaluation
+
 bench-functions:
 	scripts/setup packages
 	$(CARGO) bench --locked -p whimbrel-proto -p whimbrel-link -p whimbrel-memory -p whimbrel-tracee --bench functions
@@ -63,4 +71,4 @@ callgrind-update:
 	scripts/callgrind --update
 
 guests:
-	REBUILD=1 scripts/setup packages newer-qemu tiny-guest debian-guest database-guest
+	REBUILD=1 scripts/setup packages newer-qemu tiny-guest debian-guest database-guest services-guest

@@ -8,6 +8,7 @@ use toml::{Table, Value, toml};
 
 use crate::environment::{Environment, QemuVersion};
 use crate::error::{Context, Result};
+use crate::follow::DEADLINE;
 use crate::host::Host;
 use crate::lab::Lab;
 use crate::pki::Pki;
@@ -102,9 +103,23 @@ impl Agents {
         Daemon::start(&mut command, &host.directory().join("agent.log"))
     }
 
+    /// Starts all of them, and waits until they answer. They end when the results are dropped.
+    pub fn start_all(&self) -> Result<Vec<Daemon>> {
+        let daemons = self.all().iter().map(|host| self.start(host)).collect::<Result<Vec<_>>>()?;
+        for (host, daemon) in self.all().iter().zip(&daemons) {
+            daemon.follow()?.wait_for("the agent's socket", DEADLINE, |_| Self::socket(host).exists())?;
+        }
+        Ok(daemons)
+    }
+
     /// The socket of a host's agent for users.
     pub fn socket(host: &Host) -> PathBuf {
         host.directory().join("run/agent.sock")
+    }
+
+    /// Where a host's agent makes images for disks that arrive.
+    pub fn pool(host: &Host) -> PathBuf {
+        host.directory().join("images")
     }
 
     /// The program, told to speak to a host's agent.
@@ -142,7 +157,7 @@ impl Agents {
                 set("register", entry.into());
             }
             set("qemu", self.qemu()?.into());
-            let images = host.directory().join("images");
+            let images = Self::pool(host);
             fs::create_dir_all(&images).context(|| format!("cannot make {}", images.display()))?;
             let pool = Table::from_iter([("directory".to_owned(), text(&images))]);
             let templates = host.directory().join("templates");

@@ -5,7 +5,7 @@
 //! Both speak HTTP/1.1 with keep-alive. The sockets are made in a host of the laboratory; the threads that use them
 //! belong to this process.
 
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
@@ -17,9 +17,10 @@ use serde::Serialize;
 
 use crate::error::{Context, Error, Result};
 use crate::host::Host;
+use crate::http::Connection;
 
 /// Longest answer that is read. The service's are far smaller.
-const ANSWER_BYTES: usize = 1 << 20;
+const ANSWER_BYTES: u64 = 1 << 20;
 /// A connection that is silent for so long is given up: far beyond what any move takes.
 const SILENCE: Duration = Duration::from_mins(1);
 
@@ -75,11 +76,12 @@ impl Client {
     /// Connects from `host` to the service (twice) and begins to watch. `pause` is the time between an answer and the
     /// next request for the page; notes are handed in ten times less often.
     pub fn start(host: &Host, service: SocketAddr, pause: Duration) -> Result<Self> {
-        let connect =
-            || host.within(|| Connection::open(service))?.context(|| format!("cannot reach {service}"));
+        let connect = || {
+            host.within(|| Connection::open(service, SILENCE))?.context(|| format!("cannot reach {service}"))
+        };
         let mut page = connect()?;
-        let mut notes = connect()?;
-        let before = notes.notes().context(|| format!("{service} is no service of notes"))?;
+        let mut keeper = connect()?;
+        let before = notes(&mut keeper).context(|| format!("{service} is no service of notes"))?;
         let start = Instant::now();
         let stop = Arc::new(AtomicBool::new(false));
         let (page_stop, notes_stop) = (Arc::clone(&stop), Arc::clone(&stop));
@@ -90,7 +92,7 @@ impl Client {
             answers,
             page: thread::spawn(move || {
                 watch(&page_stop, start, pause, |_| {
-                    page.request("GET", "/", "")?;
+                    page.request("GET", "/", "", ANSWER_BYTES)?;
                     // Nobody may be waiting.
                     let _ = answered.send(());
                     Ok(())
@@ -98,9 +100,9 @@ impl Client {
             }),
             notes: thread::spawn(move || {
                 let watched = watch(&notes_stop, start, pause * 10, |n| {
-                    notes.request("POST", "/notes", &format!("note {n}")).map(drop)
+                    keeper.request("POST", "/notes", &format!("note {n}"), ANSWER_BYTES).map(drop)
                 });
-                (watched, notes.notes().ok().and_then(|after| after.checked_sub(before)))
+                (watched, notes(&mut keeper).ok().and_then(|after| after.checked_sub(before)))
             }),
         })
     }
@@ -158,67 +160,11 @@ fn watch(
     watched
 }
 
-/// A connection that carries one request after another.
-#[derive(Debug)]
-struct Connection {
-    stream: BufReader<TcpStream>,
-}
-
-impl Connection {
-    fn open(service: SocketAddr) -> io::Result<Self> {
-        let stream = TcpStream::connect_timeout(&service, SILENCE)?;
-        stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(SILENCE))?;
-        stream.set_write_timeout(Some(SILENCE))?;
-        Ok(Self { stream: BufReader::new(stream) })
-    }
-
-    /// Sends a request and reads the answer's body. Anything but success is an error.
-    fn request(&mut self, method: &str, path: &str, body: &str) -> io::Result<Vec<u8>> {
-        let request =
-            format!("{method} {path} HTTP/1.1\r\nHost: lab\r\nContent-Length: {}\r\n\r\n{body}", body.len());
-        self.stream.get_mut().write_all(request.as_bytes())?;
-        let status = self.line()?;
-        if !status.starts_with("HTTP/1.1 2") {
-            return Err(io::Error::other(format!("{method} {path}: {status}")));
-        }
-        let mut length = None;
-        loop {
-            let line = self.line()?.to_ascii_lowercase();
-            if line.is_empty() {
-                break;
-            }
-            if line == "connection: close" {
-                return Err(io::Error::other("the service wants to close the connection"));
-            }
-            if let Some(value) = line.strip_prefix("content-length:") {
-                length = value.trim().parse().ok();
-            }
-        }
-        match length {
-            Some(length) if length <= ANSWER_BYTES => {
-                let mut body = vec![0; length];
-                self.stream.read_exact(&mut body)?;
-                Ok(body)
-            }
-            _ => Err(io::Error::other("the answer tells no length, or one beyond all reason")),
-        }
-    }
-
-    fn line(&mut self) -> io::Result<String> {
-        let mut line = Vec::new();
-        (&mut self.stream).take(8192).read_until(b'\n', &mut line)?;
-        if line.pop() != Some(b'\n') {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        Ok(String::from_utf8_lossy(&line).trim_end().to_owned())
-    }
-
-    /// How many notes the service has.
-    fn notes(&mut self) -> io::Result<u64> {
-        let body: serde_json::Value = serde_json::from_slice(&self.request("GET", "/notes", "")?)?;
-        body["count"].as_u64().ok_or_else(|| io::Error::other("the answer tells no count"))
-    }
+/// How many notes the service has.
+fn notes(connection: &mut Connection) -> io::Result<u64> {
+    let body: serde_json::Value =
+        serde_json::from_slice(&connection.request("GET", "/notes", "", ANSWER_BYTES)?)?;
+    body["count"].as_u64().ok_or_else(|| io::Error::other("the answer tells no count"))
 }
 
 /// Waits until a service takes connections, as seen from a host.

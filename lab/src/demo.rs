@@ -90,10 +90,7 @@ pub fn run_demo(whimbrel: &Path, directory: &Path, mut say: impl FnMut(&str)) ->
     say("An agent on each host and on the witness, with certificates of their own.");
     let agents = Agents::new(&lab, &environment, whimbrel).with_register();
     agents.write()?;
-    let daemons = agents.all().iter().map(|host| agents.start(host)).collect::<Result<Vec<_>>>()?;
-    for (host, daemon) in agents.all().iter().zip(&daemons) {
-        daemon.follow()?.wait_for("the agent's socket", DEADLINE, |_| Agents::socket(host).exists())?;
-    }
+    let _daemons = agents.start_all()?;
 
     say("On host a, a Debian guest with nginx and SQLite boots, under a stock QEMU.");
     let start = Instant::now();

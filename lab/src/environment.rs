@@ -121,6 +121,12 @@ impl Environment {
         existing(self.cache.join("database/root.qcow2"))
     }
 
+    /// The root disk of the Debian guest with services, whose disk is moved for measurements (qcow2). Never to be
+    /// written: make a copy.
+    pub fn services_disk(&self) -> Result<PathBuf> {
+        existing(self.cache.join("services/root.qcow2"))
+    }
+
     /// Whether a guest can run under the real KVM of this machine: `/dev/kvm` alone proves nothing, so the bare-metal
     /// guest is tried by those who need it; this says only whether it is worth trying.
     pub fn has_kvm(&self) -> bool {

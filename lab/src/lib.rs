@@ -8,6 +8,7 @@
 //! - [`Serial`]: what a guest prints, and what one types to it.
 //! - [`Pki`]: certificates for agents; [`Agents`]: their configurations and daemons.
 //! - [`Client`]: watches a service from outside; [`demo`]: all of it together.
+//! - [`bench`] and [`storage`]: what a move costs, without disks and with them.
 //! - [`Environment`]: what `scripts/setup` has made.
 //!
 //! Needs root, and Linux with network namespaces, veth, bridge, tun, tbf and nftables. It touches nothing but
@@ -39,12 +40,15 @@ mod error;
 mod follow;
 mod guest;
 mod host;
+mod http;
 pub mod lab;
+mod migrating;
 mod monitor;
 mod pki;
 mod run;
 mod serial;
 mod spec;
+pub mod storage;
 
 pub use agents::Agents;
 pub use client::{Client, ClientReport, Watched};

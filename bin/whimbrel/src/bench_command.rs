@@ -1,8 +1,5 @@
 //! `whimbrel lab bench`: Whimbrel beside QEMU's own migration.
 
-use std::fs;
-use std::path::Path;
-
 use lab::QemuVersion;
 use lab::bench::{Bench, Case, CaseResult, Contender, Program, Quantity, Results, Run, SCHEMA, suites};
 
@@ -10,6 +7,7 @@ use crate::Code;
 use crate::cli::{BenchCommand, CaseOptions};
 use crate::failure::Failure;
 use crate::output::{Output, Text};
+use crate::results_file;
 
 pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failure> {
     if command.list {
@@ -18,7 +16,9 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
     }
     let program = std::env::current_exe()
         .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
-    let mut results = read(command.results.as_deref())?;
+    let none = Results { schema: SCHEMA.to_owned(), machine: lab::bench::machine(), cases: Vec::new() };
+    let results = command.results.as_deref();
+    let mut results = results_file::read(results, none, |results: &Results| &results.schema)?;
     let cases = if command.redraw { Vec::new() } else { chosen(command)? };
     if command.redraw {
         write(&results, command)?;
@@ -102,35 +102,11 @@ fn case(options: &CaseOptions) -> Case {
     }
 }
 
-/// What was measured before.
-fn read(path: Option<&Path>) -> Result<Results, Failure> {
-    let none = Results { schema: SCHEMA.to_owned(), machine: lab::bench::machine(), cases: Vec::new() };
-    let Some(path) = path.filter(|path| path.exists()) else { return Ok(none) };
-    let file = |source| Failure::File { path: path.to_owned(), source };
-    let known: Results = serde_json::from_str(&fs::read_to_string(path).map_err(file)?)
-        .map_err(std::io::Error::from)
-        .map_err(file)?;
-    if known.schema == SCHEMA {
-        return Ok(known);
-    }
-    let found = known.schema;
-    Err(lab::Error::Config(format!("{} holds {found}, this is {SCHEMA}: name another file", path.display()))
-        .into())
-}
-
 fn write(results: &Results, command: &BenchCommand) -> Result<(), Failure> {
     let Some(path) = &command.results else { return Ok(()) };
-    let failed = |path: &Path| {
-        let path = path.to_owned();
-        move |source| Failure::File { path, source }
-    };
-    if let Some(directory) = path.parent() {
-        fs::create_dir_all(directory).map_err(failed(directory))?;
-    }
-    let text = serde_json::to_string_pretty(results).map_err(std::io::Error::from).map_err(failed(path))?;
-    fs::write(path, text + "\n").map_err(failed(path))?;
+    results_file::write(path, results)?;
     if let Some(page) = &command.page {
-        lab::bench::put(page, &lab::bench::tables(results))?;
+        lab::bench::put(page, "results", &lab::bench::tables(results))?;
     }
     if let Some(directory) = &command.plots {
         lab::bench::plots(results, directory)?;

@@ -329,6 +329,42 @@ pub(crate) enum LabCommand {
     /// case is measured, which the options describe; `make bench` measures all suites. Nothing else should run on the
     /// machine meanwhile.
     Bench(BenchCommand),
+    /// Measure migrations of guests with their disks, by Whimbrel, by QEMU's mirror, and by copying frozen guests (as root)
+    ///
+    /// A Debian guest that serves, or writes, is moved in turn by each mover over the same link, while clients watch it.
+    /// `make bench-disks` measures all cases. Nothing else should run on the machine meanwhile.
+    Disks(DisksCommand),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DisksCommand {
+    /// Measure this case; may be given again. Default: all
+    #[arg(long, value_name = "NAME")]
+    pub case: Vec<String>,
+    /// List cases with who takes part
+    #[arg(long)]
+    pub list: bool,
+    /// Measurements of each mover, after one that is not kept
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub turns: u32,
+    /// Who moves the guest; may be given again. Default: those that the case names
+    #[arg(long, value_name = "NAME")]
+    pub mover: Vec<lab::storage::Mover>,
+    /// Write what was measured into this file, as JSON; cases that it has and that are not measured now stay
+    #[arg(long, value_name = "FILE")]
+    pub results: Option<PathBuf>,
+    /// Put tables of the results between the marks in this page
+    #[arg(long, value_name = "FILE", requires = "results")]
+    pub page: Option<PathBuf>,
+    /// Draw the results into this directory
+    #[arg(long, value_name = "DIR", requires = "results")]
+    pub plots: Option<PathBuf>,
+    /// Measure nothing; make page and plots from the results that there are
+    #[arg(long, requires = "results", conflicts_with = "case")]
+    pub redraw: bool,
+    /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
+    #[arg(long, default_value = "disks")]
+    pub prefix: String,
 }
 
 #[derive(Debug, Args)]

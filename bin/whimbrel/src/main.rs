@@ -14,6 +14,7 @@
 mod agent_command;
 mod bench_command;
 mod cli;
+mod disks_command;
 mod failure;
 mod inventory;
 mod lab_command;
@@ -21,6 +22,7 @@ mod migration;
 mod output;
 mod rate;
 mod recovery;
+mod results_file;
 mod watching;
 
 use std::process::ExitCode;
@@ -103,6 +105,7 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
             LabCommand::Up { prefix } => lab_command::up(&prefix, output),
             LabCommand::Down { prefix } => lab_command::down(&prefix, output),
             LabCommand::Bench(command) => bench_command::run(&command, output),
+            LabCommand::Disks(command) => disks_command::run(&command, output),
         },
     }
 }

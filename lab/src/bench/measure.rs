@@ -4,17 +4,17 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::case::{Case, Contender};
-use super::mover::{End, Moved, Stage, adopt, by_qemu, by_whimbrel, credentials, forget, runs};
+use super::mover::{End, Moved, Stage, by_qemu, by_whimbrel, credentials, runs};
 use super::program::{Disturbance, Moments, UNDISTURBED, judge};
 use super::result::{CaseResult, Measured, Provenance, Run, Spread};
-use super::subject::{Subject, clear};
+use super::subject::{Subject, VM, boot, clear};
 use super::usage::{Meter, peak_bytes, processes_of, reset_peak, sent_so_far};
 use crate::agents::Agents;
 use crate::environment::Environment;
 use crate::error::{Error, Result};
-use crate::follow::DEADLINE;
 use crate::guest::Guest;
 use crate::lab::{Lab, LabConfig};
+use crate::migrating::{adopt, forget};
 use crate::pki::Pki;
 use crate::run::Daemon;
 use crate::serial::Serial;
@@ -44,17 +44,14 @@ impl Bench {
             agents = agents.plain();
         }
         agents.write()?;
-        let daemons = agents.all().iter().map(|host| agents.start(host)).collect::<Result<Vec<_>>>()?;
-        for (host, daemon) in agents.all().iter().zip(&daemons) {
-            daemon.follow()?.wait_for("the agent's socket", DEADLINE, |_| Agents::socket(host).exists())?;
-        }
+        let daemons = agents.start_all()?;
         if case.tls {
             let pki = Pki::new(&lab.a.directory().with_file_name("qemu-pki"))?;
             for host in [&lab.a, &lab.b] {
                 credentials(host, &pki.issue(host.name(), &[host.address().into()])?)?;
             }
         }
-        let subject = Subject::save(&lab, &environment, &case)?;
+        let subject = boot(&lab, &environment, &case)?;
         let whimbrel = whimbrel.to_owned();
         Ok(Self { case, environment, whimbrel, subject, agents, _daemons: daemons, lab })
     }
@@ -92,7 +89,7 @@ impl Bench {
         let guest = self.subject.start(&self.lab.a, &self.environment)?;
         // Adopting it is done once, whenever that is, and no part of moving it.
         if matches!(contender, Contender::Whimbrel(_)) {
-            adopt(&self.lab, &self.agents, &guest)?;
+            adopt(&self.agents, &self.lab.a, &guest)?;
         }
         let clock = Clock { serial: guest.serial(), tells: self.case.has_load() };
         let settled = clock.now()?;
@@ -119,8 +116,8 @@ impl Bench {
             }
         };
         drop(guest);
-        forget(&self.lab, &self.agents);
-        clear([&self.lab.a, &self.lab.b])?;
+        forget(&self.agents, [&self.lab.a, &self.lab.b], VM);
+        clear([&self.lab.a, &self.lab.b], VM)?;
         Ok(Run { contender, turn, measured, disturbance })
     }
 

@@ -14,14 +14,14 @@
 mod bars;
 mod case;
 mod measure;
-mod mover;
-mod page;
-mod plot;
+pub(crate) mod mover;
+pub(crate) mod page;
+pub(crate) mod plot;
 mod program;
-mod result;
-mod subject;
+pub(crate) mod result;
+pub(crate) mod subject;
 mod suite;
-mod usage;
+pub(crate) mod usage;
 
 pub use bars::{Bar, bars};
 pub use case::{Case, Contender, Mode, Program};

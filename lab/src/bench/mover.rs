@@ -3,9 +3,6 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
-use std::sync::mpsc;
-use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
@@ -20,9 +17,10 @@ use crate::error::{Context, Error, Result};
 use crate::guest::Guest;
 use crate::host::Host;
 use crate::lab::Lab;
+use crate::migrating::{is_qemu, migrate, number};
 use crate::monitor::Monitor;
 use crate::pki::Identity;
-use crate::run::{kill_pid, run};
+use crate::run::kill_pid;
 use crate::serial::Serial;
 
 /// Where QEMU waits for its own migration.
@@ -252,67 +250,35 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
 // ---- Whimbrel
 
 /// Whether it is patience that has run out.
-fn is_late(error: &Error) -> bool {
+pub(crate) fn is_late(error: &Error) -> bool {
     matches!(error, Error::Io { source, .. } if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&source.kind()))
-}
-
-/// Has the agent know the guest, which is no part of moving it.
-pub(super) fn adopt(lab: &Lab, agents: &Agents, source: &Guest) -> Result<()> {
-    let socket = source.qmp_socket();
-    run(&mut agents.command(&lab.a, &["vm", "adopt", "--qmp", &socket.display().to_string()])).map(drop)
 }
 
 /// Moves the guest by Whimbrel, as a user would.
 pub(super) fn by_whimbrel(stage: &Stage<'_>, streams: Option<u16>) -> Result<End> {
     let Stage { lab, agents, meter, .. } = *stage;
-    let patience = Duration::from_secs(stage.case.patience_s);
-    let mut command = agents.command(&lab.a, &["migrate", VM, "--to", lab.b.name(), "--json"]);
-    if let Some(streams) = streams {
-        command.args(["--streams", &streams.to_string()]);
-    }
-    // It ends with an error where the guest was not moved, and tells why in the same document.
-    let said = thread::scope(|scope| {
-        let (ended, waiting) = mpsc::channel::<()>();
-        scope.spawn(move || {
-            if waiting.recv_timeout(patience) == Err(mpsc::RecvTimeoutError::Timeout) {
-                // It may end at this very moment.
-                let _ = run(&mut agents.command(&lab.a, &["cancel", VM]));
-            }
-        });
-        let said = command.stderr(Stdio::null()).output();
-        drop(ended);
-        said
-    });
-    let arrived = processes_of(&lab.b, |program| program.to_string_lossy().contains("qemu-system"))?;
+    let streams = streams.map(|streams| format!("--streams={streams}"));
+    let more: Vec<&str> = streams.iter().map(String::as_str).collect();
+    let told = migrate(agents, &lab.a, &lab.b, VM, &more, Duration::from_secs(stage.case.patience_s))?;
+    let arrived = processes_of(&lab.b, is_qemu)?;
     let used = arrived.first().map(|pid| meter.read(*pid)).transpose()?;
-    let said = said.context(|| "cannot run Whimbrel")?;
-    let report: Value = serde_json::from_slice(&said.stdout)
-        .map_err(|error| Error::Config(format!("Whimbrel's report cannot be read: {error}")))?;
-    match report["outcome"].as_str() {
-        Some("moved") => {}
-        Some("aborted" | "cancelled") => return Ok(End::GivenUp),
-        _ => return Err(Error::Config(format!("Whimbrel did not move the guest: {report}"))),
+    if !told.has_moved()? {
+        return Ok(End::GivenUp);
     }
-    let event = |what: &str| {
-        let events = report["events"].as_array().into_iter().flatten();
-        let at_us = events.filter(|event| event["what"] == what).find_map(|event| event["at_us"].as_u64());
-        at_us.map(Duration::from_micros).ok_or_else(|| Error::Config(format!("no event {what} in {report}")))
-    };
-    let micros = |value: &Value, name: &str| number(value, name).map(Duration::from_micros);
-    let part = |name: &str| Ok::<_, Error>(micros(&report["downtime"], name)?.as_secs_f64() * 1e3);
-    let started = Duration::from_millis(number(&report, "started_unix_ms")?);
+    let report = told.report();
+    let part = |name: &str| Ok::<_, Error>(told.downtime(name)?.as_secs_f64() * 1e3);
     let first = &report["rounds"][0];
-    let share = number(first, "sent_bytes")? as f64 / number(&report, "sent_bytes")? as f64;
+    let share = number(first, "sent_bytes")? as f64 / number(report, "sent_bytes")? as f64;
     let (Some(pid), Some(used)) = (arrived.first().copied(), used) else {
         return Err(Error::Config(format!("the guest that Whimbrel moved has no QEMU: {report}")));
     };
     // Nobody asks a guest's QEMU about it while the guest is watched, so its agent is not asked either.
     let socket = serial_socket(pid)?;
     Ok(End::Moved(Box::new(Moved {
-        total: micros(&report, "total_us")?,
-        start: event("accepted")?,
-        downtime: micros(&report["downtime"], "total_us")?,
-        events: Some(micros(&report["downtime"], "events_us")?),
+        total: told.total()?,
+        start: told.since_request("accepted")?,
+        downtime: told.downtime("total_us")?,
+        events: Some(told.downtime("events_us")?),
         parts: Some(DowntimeParts {
             stop_ms: part("stop_us")?,
             last_pages_ms: part("last_pages_us")?,
@@ -321,20 +287,15 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, streams: Option<u16>) -> Result<End
             handover_ms: part("handover_us")?,
             continue_ms: part("continue_us")?,
         }),
-        last_scans: Some(micros(&report["downtime"], "last_scans_us")?),
+        last_scans: Some(told.downtime("last_scans_us")?),
         used,
-        resumed: SystemTime::UNIX_EPOCH + started + event("running")?,
-        first_round: Some((share, micros(first, "duration_us")?)),
+        resumed: told.at("running")?,
+        first_round: Some((share, Duration::from_micros(number(first, "duration_us")?))),
         rounds: report["rounds"].as_array().map_or(0, Vec::len) as u64,
         has_switched: None,
         serial: Serial::new(&socket, &socket.with_extension("log"), Some(pid)),
         _destination: Destination::Process(pid),
     })))
-}
-
-/// A number that has to be there: of what is missing nothing is made up.
-fn number(value: &Value, name: &str) -> Result<u64> {
-    value[name].as_u64().ok_or_else(|| Error::Config(format!("no number {name} in {value}")))
 }
 
 /// The socket of a guest's serial line, from its QEMU's command line.
@@ -344,14 +305,6 @@ fn serial_socket(pid: u32) -> Result<PathBuf> {
     let ends_word = |character: char| "\0,=\"".contains(character);
     let socket = line.split(ends_word).find(|word| word.ends_with("/serial.sock")).map(PathBuf::from);
     socket.ok_or_else(|| Error::Config(format!("no serial line in {path}")))
-}
-
-/// Has both agents forget the guest, which is gone.
-pub(super) fn forget(lab: &Lab, agents: &Agents) {
-    for host in [&lab.a, &lab.b] {
-        // It may not know it.
-        let _ = run(&mut agents.command(host, &["vm", "forget", VM]));
-    }
 }
 
 /// Whether a process runs this program.

@@ -4,14 +4,11 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
 
-use super::bars::bars;
+use super::bars::{Bar, bars};
 use super::case::{Case, Contender, Mode};
 use super::result::{CaseResult, Quantity, Results, Run, Spread};
 use super::suite::{Suite, suites};
 use crate::error::{Context, Error, Result};
-
-/// What is between these marks in a page is made from the results.
-const MARKS: [&str; 2] = ["<!-- made from the results: begin -->", "<!-- made from the results: end -->"];
 
 /// A column of the tables: its heading, what it shows, and how many of it are one.
 const COLUMNS: [(&str, Quantity, f64); 10] = [
@@ -30,12 +27,7 @@ const COLUMNS: [(&str, Quantity, f64); 10] = [
 /// All results as tables, in Markdown: first what was to be reached, then suite by suite.
 pub fn tables(results: &Results) -> String {
     let mut text = format!("Measured on {}.\n\n### What was to be reached\n\n", results.machine);
-    text.push_str("| | wanted | found | |\n|---|---|---|---|\n");
-    for bar in bars(results) {
-        let held = if bar.held { "held" } else { "**missed**" };
-        // A string takes all.
-        let _ = writeln!(text, "| {} | {} | {} | {held} |", bar.what, bar.wanted, bar.found);
-    }
+    text.push_str(&bars_table(&bars(results)));
     let suites = suites();
     let is_of = |result: &CaseResult, suite: &Suite| {
         suite.cases.iter().any(|(case, _)| case.name == result.case.name)
@@ -50,6 +42,17 @@ pub fn tables(results: &Results) -> String {
     let missing: Vec<_> = cases.filter(is_missing).map(|case| case.name.as_str()).collect();
     if !missing.is_empty() {
         let _ = write!(text, "\n### Not measured yet\n\n{}.\n", missing.join(", "));
+    }
+    text
+}
+
+/// What was to be reached, as a table.
+pub(crate) fn bars_table(bars: &[Bar]) -> String {
+    let mut text = "| | wanted | found | |\n|---|---|---|---|\n".to_owned();
+    for bar in bars {
+        let held = if bar.held { "held" } else { "**missed**" };
+        // A string takes all.
+        let _ = writeln!(text, "| {} | {} | {} | {held} |", bar.what, bar.wanted, bar.found);
     }
     text
 }
@@ -114,26 +117,25 @@ fn made(result: &CaseResult) -> String {
 /// Median, least and most; of what happens to the guest's program also by how much it is more than where nobody moves it.
 fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64) -> String {
     let Some(spread) = result.spread(contender, quantity) else { return " |".to_owned() };
-    let number = |value: f64| {
-        let value = value / one;
-        if value.abs() < 100.0 { format!("{value:.1}") } else { format!("{value:.0}") }
-    };
     // Measured when the events were not told yet: with `stop` and `cont`, which take longer.
     let is_longer = |run: &Run| run.measured.as_ref().is_some_and(|measured| measured.events_ms.is_none());
-    let at_most = quantity == Quantity::Downtime
+    let is_most = quantity == Quantity::Downtime
         && matches!(contender, Contender::Whimbrel(_))
         && result.runs_of(contender).any(is_longer);
     let beyond = result
         .beyond(contender, Contender::Nobody, quantity)
         .filter(|_| contender != Contender::Nobody && quantity != Quantity::Brownout)
         .map_or(String::new(), |beyond| format!(", {:+.1}", beyond.median));
-    format!(
-        " {}**{}** ({}–{}){beyond} |",
-        if at_most { "≤ " } else { "" },
-        number(spread.median),
-        number(spread.least),
-        number(spread.most)
-    )
+    format!(" {}{}{beyond} |", if is_most { "≤ " } else { "" }, spread_of(spread, one))
+}
+
+/// Median, least and most, of which `one` is one.
+pub(crate) fn spread_of(spread: Spread, one: f64) -> String {
+    let number = |value: f64| {
+        let value = value / one;
+        if value.abs() < 100.0 { format!("{value:.1}") } else { format!("{value:.0}") }
+    };
+    format!("**{}** ({}–{})", number(spread.median), number(spread.least), number(spread.most))
 }
 
 /// The ratio of medians, with the range of the ratios within turns; or the median of the differences within turns.
@@ -154,22 +156,28 @@ fn difference(beyond: Spread) -> String {
     format!("{:+.1} ({:+.1}–{:+.1})", beyond.median, beyond.least, beyond.most)
 }
 
-/// Puts text between the marks of a page.
+/// The lines of a page between which everything is made from results: those of `make bench`, or those of a part of it.
+fn marks(part: &str) -> [String; 2] {
+    ["begin", "end"].map(|end| format!("<!-- made from the {part}: {end} -->"))
+}
+
+/// Puts text between the marks of a part of a page: `results`, or `disks`.
 ///
 /// # Errors
 /// When the page cannot be read or written, or has no marks.
-pub fn put(page: &Path, text: &str) -> Result<()> {
+pub fn put(page: &Path, part: &str, text: &str) -> Result<()> {
+    let marks = marks(part);
     let old = fs::read_to_string(page).context(|| format!("cannot read {}", page.display()))?;
-    let new = between_marks(&old, text).ok_or_else(|| {
-        Error::Config(format!("{} lacks the lines {}", page.display(), MARKS.join(" and ")))
+    let new = between(&marks, &old, text).ok_or_else(|| {
+        Error::Config(format!("{} lacks the lines {}", page.display(), marks.join(" and ")))
     })?;
     fs::write(page, new).context(|| format!("cannot write {}", page.display()))
 }
 
-fn between_marks(page: &str, text: &str) -> Option<String> {
-    let (before, rest) = page.split_once(MARKS[0])?;
-    let (_, after) = rest.split_once(MARKS[1])?;
-    Some(format!("{before}{}\n\n{}\n\n{}{after}", MARKS[0], text.trim(), MARKS[1]))
+fn between([begin, end]: &[String; 2], page: &str, text: &str) -> Option<String> {
+    let (before, rest) = page.split_once(begin)?;
+    let (_, after) = rest.split_once(end)?;
+    Some(format!("{before}{begin}\n\n{}\n\n{end}{after}", text.trim()))
 }
 
 /// What machine this is, in a few words.
@@ -193,10 +201,12 @@ mod tests {
 
     #[test]
     fn only_what_is_between_the_marks_changes() {
-        let page = format!("a\n{}\nold\n{}\nb\n", MARKS[0], MARKS[1]);
-        let new = between_marks(&page, "new\n").unwrap();
-        assert_eq!(new, format!("a\n{}\n\nnew\n\n{}\nb\n", MARKS[0], MARKS[1]));
-        assert_eq!(between_marks(&new, "new\n").unwrap(), new);
-        assert_eq!(between_marks("no marks", "new"), None);
+        let marks = marks("results");
+        assert_eq!(marks[0], "<!-- made from the results: begin -->");
+        let [begin, end] = &marks;
+        let new = between(&marks, &format!("a\n{begin}\nold\n{end}\nb\n"), "new\n").unwrap();
+        assert_eq!(new, format!("a\n{begin}\n\nnew\n\n{end}\nb\n"));
+        assert_eq!(between(&marks, &new, "new\n").unwrap(), new);
+        assert_eq!(between(&marks, "no marks", "new"), None);
     }
 }

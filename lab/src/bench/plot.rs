@@ -24,21 +24,15 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(120, 120, 120),
 ];
 
-type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+pub(crate) type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// Draws the results into a directory: a file for each picture for which there is something to draw. Returns their
 /// names.
 pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
-    std::fs::create_dir_all(directory).context(|| format!("cannot make {}", directory.display()))?;
     let case = |name: &str| results.cases.iter().find(|result| result.case.name == name);
     let mut drawn = Vec::new();
     let mut draw = |name: &str, picture: &dyn Fn(&Canvas<'_>) -> Drawn| -> Result<()> {
-        let path = directory.join(format!("{name}.svg"));
-        let canvas = SVGBackend::new(&path, SIZE).into_drawing_area();
-        let done = canvas.fill(&WHITE).map_err(Into::into).and_then(|()| picture(&canvas));
-        done.and_then(|()| Ok(canvas.present()?))
-            .map_err(|error| Error::Config(format!("cannot draw {}: {error}", path.display())))?;
-        drawn.push(path.display().to_string());
+        drawn.push(draw(directory, name, picture)?);
         Ok(())
     };
     for name in ["idle", "idle-tls"] {
@@ -76,7 +70,18 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     Ok(drawn)
 }
 
-type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
+pub(crate) type Drawn = std::result::Result<(), Box<dyn std::error::Error>>;
+
+/// Draws a picture into a directory; returns the name of its file.
+pub(crate) fn draw(directory: &Path, name: &str, picture: &dyn Fn(&Canvas<'_>) -> Drawn) -> Result<String> {
+    std::fs::create_dir_all(directory).context(|| format!("cannot make {}", directory.display()))?;
+    let path = directory.join(format!("{name}.svg"));
+    let canvas = SVGBackend::new(&path, SIZE).into_drawing_area();
+    let done = canvas.fill(&WHITE).map_err(Into::into).and_then(|()| picture(&canvas));
+    done.and_then(|()| Ok(canvas.present()?))
+        .map_err(|error| Error::Config(format!("cannot draw {}: {error}", path.display())))?;
+    Ok(path.display().to_string())
+}
 
 /// A bar of several parts, one after the other.
 struct Bar {
@@ -194,10 +199,12 @@ fn bars(canvas: &Canvas<'_>, title: &str, bars: &[Bar]) -> Drawn {
     Ok(())
 }
 
-/// A line of a contender: medians over what grows.
-struct Line {
-    label: String,
-    points: Vec<(f64, f64)>,
+/// A line, such as that of a contender: medians over what grows.
+pub(crate) struct Line {
+    pub(crate) label: String,
+    pub(crate) points: Vec<(f64, f64)>,
+    /// Whether its points are seen one by one.
+    pub(crate) dotted: bool,
 }
 
 /// For each contender the medians of a quantity in the cases whose names begin so, over what grows.
@@ -215,18 +222,19 @@ fn lines_by(results: &Results, prefix: &str, x: impl Fn(&Case) -> f64, quantity:
             |result: &&CaseResult| Some((x(&result.case), result.spread(contender, quantity)?.median));
         let mut points: Vec<_> = cases.iter().filter_map(point).collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Line { label: contender.to_string(), points }
+        Line { label: contender.to_string(), points, dotted: true }
     };
     contenders.into_iter().map(line).filter(|line| line.points.len() > 1).collect()
 }
 
-struct Axes {
-    title: &'static str,
-    x: &'static str,
-    y: &'static str,
+/// What a picture of lines is about.
+pub(crate) struct Axes<'a> {
+    pub(crate) title: &'a str,
+    pub(crate) x: &'a str,
+    pub(crate) y: &'a str,
 }
 
-fn lines(canvas: &Canvas<'_>, axes: &Axes, lines: &[Line]) -> Drawn {
+pub(crate) fn lines(canvas: &Canvas<'_>, axes: &Axes<'_>, lines: &[Line]) -> Drawn {
     let all = || lines.iter().flat_map(|line| &line.points);
     let most_x = all().map(|point| point.0).fold(1.0, f64::max) * 1.05;
     let most_y = all().map(|point| point.1).fold(1.0, f64::max) * 1.1;
@@ -240,7 +248,10 @@ fn lines(canvas: &Canvas<'_>, axes: &Axes, lines: &[Line]) -> Drawn {
     for (number, line) in lines.iter().enumerate() {
         let colour = COLOURS[number % COLOURS.len()];
         chart
-            .draw_series(LineSeries::new(line.points.iter().copied(), colour.stroke_width(2)).point_size(3))?
+            .draw_series(
+                LineSeries::new(line.points.iter().copied(), colour.stroke_width(2))
+                    .point_size(if line.dotted { 3 } else { 0 }),
+            )?
             .label(&line.label)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 14, y)], colour.stroke_width(2)));
     }

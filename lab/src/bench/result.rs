@@ -55,7 +55,7 @@ pub struct Provenance {
 
 impl Provenance {
     /// What is here now.
-    pub(super) fn now(environment: &Environment, qemu: QemuVersion) -> Result<Self> {
+    pub(crate) fn now(environment: &Environment, qemu: QemuVersion) -> Result<Self> {
         let qemu = run(Command::new(environment.qemu(qemu)?.program).arg("--version"))?;
         let git = |arguments: &[&str]| run(Command::new("git").args(arguments)).ok();
         let commit = git(&["rev-parse", "--short", "HEAD"]).map(|commit| {
@@ -235,7 +235,7 @@ impl CaseResult {
 
     /// A quantity over all runs of a contender that ended.
     pub fn spread(&self, contender: Contender, quantity: Quantity) -> Option<Spread> {
-        Spread::of(self.runs_of(contender).filter_map(|run| quantity.of(run)))
+        spread(&self.runs, contender, |run| quantity.of(run))
     }
 
     /// QEMU's way with the least median, among those that always ended.
@@ -255,26 +255,56 @@ impl CaseResult {
 
     /// Ratios of a quantity turn by turn: a contender's to another's in the same turn.
     pub fn paired(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<Spread> {
-        let pairs = self.pairs(contender, other, quantity);
-        Spread::of(pairs.filter(|(_, others)| *others > 0.0).map(|(own, others)| own / others))
+        let pairs = pairs(&self.runs, contender, other, |run| quantity.of(run));
+        Spread::of(pairs.into_iter().filter(|(_, others)| *others > 0.0).map(|(own, others)| own / others))
     }
 
     /// Differences of a quantity turn by turn: by how much a contender's is more than another's in the same turn.
     pub fn beyond(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<Spread> {
-        Spread::of(self.pairs(contender, other, quantity).map(|(own, others)| own - others))
+        let pairs = pairs(&self.runs, contender, other, |run| quantity.of(run));
+        Spread::of(pairs.into_iter().map(|(own, others)| own - others))
+    }
+}
+
+/// A measurement that is compared with others of the same turn.
+pub(crate) trait Turn {
+    /// Who was measured.
+    type Who: PartialEq + Copy;
+    /// Who was measured.
+    fn who(&self) -> Self::Who;
+    /// In which turn.
+    fn turn(&self) -> u32;
+}
+
+impl Turn for Run {
+    type Who = Contender;
+
+    fn who(&self) -> Contender {
+        self.contender
     }
 
-    fn pairs(
-        &self,
-        contender: Contender,
-        other: Contender,
-        quantity: Quantity,
-    ) -> impl Iterator<Item = (f64, f64)> {
-        self.runs_of(contender).filter_map(move |run| {
-            let pair = self.runs_of(other).find(|pair| pair.turn == run.turn)?;
-            Some((quantity.of(run)?, quantity.of(pair)?))
-        })
+    fn turn(&self) -> u32 {
+        self.turn
     }
+}
+
+/// Something over all measurements of somebody for which it is known.
+pub(crate) fn spread<R: Turn>(runs: &[R], who: R::Who, of: impl Fn(&R) -> Option<f64>) -> Option<Spread> {
+    Spread::of(runs.iter().filter(|run| run.who() == who).filter_map(of))
+}
+
+/// Something of somebody, with the same of somebody else in the same turn.
+pub(crate) fn pairs<R: Turn>(
+    runs: &[R],
+    who: R::Who,
+    other: R::Who,
+    of: impl Fn(&R) -> Option<f64>,
+) -> Vec<(f64, f64)> {
+    let pair = |run: &R| {
+        let pair = runs.iter().find(|pair| pair.who() == other && pair.turn() == run.turn())?;
+        Some((of(run)?, of(pair)?))
+    };
+    runs.iter().filter(|run| run.who() == who).filter_map(pair).collect()
 }
 
 #[cfg(test)]

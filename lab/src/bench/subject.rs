@@ -19,11 +19,11 @@ use crate::monitor::Monitor;
 use crate::spec::{Device, Disk, GuestSpec, Load, LoadMode, Net, Ram};
 
 /// Its name.
-pub(super) const VM: &str = "bench";
+pub(crate) const VM: &str = "bench";
 
 /// A guest as it was saved.
 #[derive(Debug)]
-pub(super) struct Subject {
+pub(crate) struct Subject {
     spec: GuestSpec,
     /// What QEMU saved.
     state: PathBuf,
@@ -32,11 +32,15 @@ pub(super) struct Subject {
 }
 
 impl Subject {
-    /// Boots the guest of a case, waits until its program runs, and saves it.
-    pub(super) fn save(lab: &Lab, environment: &Environment, case: &Case) -> Result<Self> {
-        let directory = lab.shared_directory()?;
-        let mut subject =
-            Self { spec: spec(lab, environment, case)?, state: directory.join("bench.state"), disk: None };
+    /// Boots a guest, waits until it is ready, and saves it.
+    pub(crate) fn save(
+        lab: &Lab,
+        environment: &Environment,
+        spec: GuestSpec,
+        is_ready: impl FnOnce(&Guest) -> Result<()>,
+    ) -> Result<Self> {
+        let state = lab.shared_directory()?.join(format!("{}.state", spec.name));
+        let mut subject = Self { spec, state, disk: None };
         let disk = subject.spec.devices.iter().find_map(|device| match device {
             Device::Disk(disk) => Some(disk.path.clone()),
             _ => None,
@@ -47,10 +51,7 @@ impl Subject {
             }
         }
         let mut guest = Guest::start(&lab.a, environment, &subject.spec)?;
-        match case.program {
-            Program::Load { fill_mib, .. } => guest.wait_for_load(fill_mib).map(|_| ())?,
-            Program::Debian => guest.serial().follow()?.wait_for_text("SERVING").map(|_| ())?,
-        }
+        is_ready(&guest)?;
         let mut monitor = guest.monitor()?;
         monitor.set_patience(Duration::from_mins(5))?;
         monitor.command("stop", &json!({}))?;
@@ -70,7 +71,7 @@ impl Subject {
     }
 
     /// Starts the guest from what was saved; it runs when this returns.
-    pub(super) fn start(&self, host: &Host, environment: &Environment) -> Result<Guest> {
+    pub(crate) fn start(&self, host: &Host, environment: &Environment) -> Result<Guest> {
         if let Some((disk, saved)) = &self.disk {
             copy(saved, disk)?;
         }
@@ -88,16 +89,24 @@ impl Subject {
     }
 
     /// Starts a QEMU that waits for a guest to come.
-    pub(super) fn start_waiting(&self, host: &Host, environment: &Environment) -> Result<Guest> {
-        let mut spec = self.spec.clone();
-        spec.extra.extend(["-incoming".to_owned(), "defer".to_owned()]);
-        Guest::start(host, environment, &spec)
+    pub(crate) fn start_waiting(&self, host: &Host, environment: &Environment) -> Result<Guest> {
+        Guest::start(host, environment, &waiting(self.spec.clone()))
+    }
+
+    /// The guest's description.
+    pub(crate) fn spec(&self) -> &GuestSpec {
+        &self.spec
+    }
+
+    /// Its disk as it was when it was saved.
+    pub(crate) fn saved_disk(&self) -> Option<&Path> {
+        self.disk.as_ref().map(|(_, saved)| saved.as_path())
     }
 
     /// Has a QEMU take as much memory as the guest has, and more, write to it, and give it back. A machine that is
     /// itself virtual may have to get memory from its host at the first touch, which takes several times as long as a
     /// migration, and hits whoever comes first.
-    pub(super) fn warm_memory(&self, host: &Host, environment: &Environment) -> Result<()> {
+    pub(crate) fn warm_memory(&self, host: &Host, environment: &Environment) -> Result<()> {
         let mut spec = GuestSpec::tiny("warm", Load::default());
         spec.memory_mib = self.spec.memory_mib + 128;
         spec.ram = self.spec.ram.clone();
@@ -106,11 +115,25 @@ impl Subject {
     }
 }
 
+/// The same guest, but its QEMU waits for it to come.
+pub(crate) fn waiting(mut spec: GuestSpec) -> GuestSpec {
+    spec.extra.extend(["-incoming".to_owned(), "defer".to_owned()]);
+    spec
+}
+
+/// Boots the guest of a case, and saves it when its program runs.
+pub(super) fn boot(lab: &Lab, environment: &Environment, case: &Case) -> Result<Subject> {
+    Subject::save(lab, environment, spec(lab, environment, case)?, |guest| match case.program {
+        Program::Load { fill_mib, .. } => guest.wait_for_load(fill_mib).map(drop),
+        Program::Debian => guest.serial().follow()?.wait_for_text("SERVING").map(drop),
+    })
+}
+
 /// More than any link carries, in bytes per second.
-pub(super) const UNLIMITED: u64 = 100_000_000_000;
+pub(crate) const UNLIMITED: u64 = 100_000_000_000;
 
 /// Waits until QEMU says that its migration has come to a state, or has failed.
-pub(super) fn wait_for_status(monitor: &mut Monitor, wanted: &str) -> Result<()> {
+pub(crate) fn wait_for_status(monitor: &mut Monitor, wanted: &str) -> Result<()> {
     let event = monitor.wait_for_event(|event| {
         event.name == "MIGRATION" && [wanted, "failed"].map(Some).contains(&event.data["status"].as_str())
     })?;
@@ -118,17 +141,17 @@ pub(super) fn wait_for_status(monitor: &mut Monitor, wanted: &str) -> Result<()>
 }
 
 /// Why QEMU's migration has failed.
-pub(super) fn failed(monitor: &mut Monitor) -> crate::Error {
+pub(crate) fn failed(monitor: &mut Monitor) -> crate::Error {
     match monitor.command("query-migrate", &json!({})) {
         Ok(told) => crate::Error::Config(format!("QEMU's own migration has failed: {told}")),
         Err(error) => error,
     }
 }
 
-/// Removes what a measurement has left.
-pub(super) fn clear(hosts: [&Host; 2]) -> Result<()> {
+/// Removes what a measurement of a guest has left.
+pub(crate) fn clear(hosts: [&Host; 2], vm: &str) -> Result<()> {
     for host in hosts {
-        let directory = host.directory().join(VM);
+        let directory = host.directory().join(vm);
         if directory.exists() {
             fs::remove_dir_all(&directory).context(|| format!("cannot remove {}", directory.display()))?;
         }
@@ -137,7 +160,9 @@ pub(super) fn clear(hosts: [&Host; 2]) -> Result<()> {
 }
 
 fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::copy(from, to).context(|| format!("cannot copy {} to {}", from.display(), to.display())).map(drop)
+    // What was left to be written would be written while something is measured.
+    let copy = || fs::copy(from, to).and_then(|_| fs::File::open(to)?.sync_all());
+    copy().context(|| format!("cannot copy {} to {}", from.display(), to.display()))
 }
 
 /// What to start for a case.

@@ -30,7 +30,7 @@ fn parse_cpu(stat: &str) -> Option<Duration> {
 }
 
 /// The processes of a host that run this program.
-pub(super) fn processes_of(host: &Host, is_wanted: impl Fn(&Path) -> bool) -> Result<Vec<u32>> {
+pub(crate) fn processes_of(host: &Host, is_wanted: impl Fn(&Path) -> bool) -> Result<Vec<u32>> {
     let program = |pid: &u32| fs::read_link(format!("/proc/{pid}/exe"));
     Ok(host.processes()?.into_iter().filter(|pid| program(pid).is_ok_and(|path| is_wanted(&path))).collect())
 }
@@ -50,10 +50,32 @@ pub(super) fn peak_bytes(pid: u32) -> Result<u64> {
     kib.map(|kib| kib << 10).ok_or_else(|| Error::Config(format!("{path} tells no peak of memory")))
 }
 
-/// Bytes that a host has sent over the migration link so far, with all headers. Where the link has a limit, these are
-/// those that the limit counts: the device itself counts one header for a large segment, which the limit cuts into
-/// many.
+/// What a host has sent over the migration link so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Traffic {
+    /// With all headers.
+    pub(crate) bytes: u64,
+    pub(crate) packets: u64,
+}
+
+impl Traffic {
+    /// What was sent since then.
+    pub(crate) fn since(self, before: Self) -> Self {
+        Self {
+            bytes: self.bytes.saturating_sub(before.bytes),
+            packets: self.packets.saturating_sub(before.packets),
+        }
+    }
+}
+
+/// Bytes that a host has sent over the migration link so far, with all headers.
 pub(super) fn sent_so_far(host: &Host) -> Result<u64> {
+    traffic(host).map(|traffic| traffic.bytes)
+}
+
+/// What a host has sent over the migration link so far. Where the link has a limit, it is what the limit counts: the
+/// device itself counts one header for a large segment, which the limit cuts into many.
+pub(crate) fn traffic(host: &Host) -> Result<Traffic> {
     let told = |command: &[&str]| -> Result<Value> {
         let text = host.run(command)?;
         serde_json::from_str(&text)
@@ -61,14 +83,14 @@ pub(super) fn sent_so_far(host: &Host) -> Result<u64> {
             .context(|| format!("cannot read `{}`", command[0]))
     };
     let queues = told(&["tc", "-json", "-stats", "qdisc", "show", "dev", MIGRATION_LINK])?;
-    let limited = queues.as_array().into_iter().flatten().find(|queue| queue["kind"] == "tbf");
-    let bytes = match limited {
-        Some(queue) => queue["bytes"].as_u64(),
+    let limited = queues.as_array().into_iter().flatten().find(|queue| queue["kind"] == "tbf").cloned();
+    let counts = match limited {
+        Some(queue) => queue,
         None => told(&["ip", "-json", "-stats", "link", "show", "dev", MIGRATION_LINK])?[0]["stats64"]["tx"]
-            ["bytes"]
-            .as_u64(),
+            .clone(),
     };
-    bytes.ok_or_else(|| Error::Config("neither `tc` nor `ip` tells how much was sent".to_owned()))
+    let traffic = || Some(Traffic { bytes: counts["bytes"].as_u64()?, packets: counts["packets"].as_u64()? });
+    traffic().ok_or_else(|| Error::Config("neither `tc` nor `ip` tells how much was sent".to_owned()))
 }
 
 /// Processor time of a migration: that of both QEMUs and both agents, from when this is made.

@@ -1,0 +1,42 @@
+//! What was measured, in a file that grows case by case.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::failure::Failure;
+
+/// What was measured before; `none` where there is no file. It has to be of the same schema.
+pub(crate) fn read<R: DeserializeOwned>(
+    path: Option<&Path>,
+    none: R,
+    schema_of: impl Fn(&R) -> &str,
+) -> Result<R, Failure> {
+    let Some(path) = path.filter(|path| path.exists()) else { return Ok(none) };
+    let file = |source| Failure::File { path: path.to_owned(), source };
+    let known: R = serde_json::from_str(&fs::read_to_string(path).map_err(file)?)
+        .map_err(io::Error::from)
+        .map_err(file)?;
+    let (found, wanted) = (schema_of(&known), schema_of(&none));
+    if found == wanted {
+        return Ok(known);
+    }
+    let path = path.display();
+    Err(lab::Error::Config(format!("{path} holds {found}, this is {wanted}: name another file")).into())
+}
+
+/// Writes what was measured, in place of what was there.
+pub(crate) fn write(path: &Path, results: &impl Serialize) -> Result<(), Failure> {
+    let failed = |path: &Path| {
+        let path = path.to_owned();
+        move |source| Failure::File { path, source }
+    };
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory).map_err(failed(directory))?;
+    }
+    let text = serde_json::to_string_pretty(results).map_err(io::Error::from).map_err(failed(path))?;
+    fs::write(path, text + "\n").map_err(failed(path))
+}

@@ -1,0 +1,139 @@
+//! Having Whimbrel move a guest, as a user would, and reading what it tells of it.
+
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+use serde_json::Value;
+
+use crate::agents::Agents;
+use crate::error::{Context, Error, Result};
+use crate::guest::Guest;
+use crate::host::Host;
+use crate::run::run;
+
+/// Has a host's agent know a guest, which is no part of moving it.
+pub(crate) fn adopt(agents: &Agents, host: &Host, guest: &Guest) -> Result<()> {
+    let socket = guest.qmp_socket();
+    run(&mut agents.command(host, &["vm", "adopt", "--qmp", &socket.display().to_string()])).map(drop)
+}
+
+/// Has agents forget a guest, which is gone.
+pub(crate) fn forget(agents: &Agents, hosts: [&Host; 2], vm: &str) {
+    for host in hosts {
+        // It may not know it.
+        let _ = run(&mut agents.command(host, &["vm", "forget", vm]));
+    }
+}
+
+/// Has a guest moved, with `more` words on the command line; it is cancelled when it takes longer than `patience`.
+pub(crate) fn migrate(
+    agents: &Agents,
+    from: &Host,
+    to: &Host,
+    vm: &str,
+    more: &[&str],
+    patience: Duration,
+) -> Result<Told> {
+    let mut command = agents.command(from, &["migrate", vm, "--to", to.name(), "--json"]);
+    command.args(more);
+    // It ends with an error where the guest was not moved, and tells why in the same document.
+    let said = thread::scope(|scope| {
+        let (ended, waiting) = mpsc::channel::<()>();
+        scope.spawn(move || {
+            if waiting.recv_timeout(patience) == Err(mpsc::RecvTimeoutError::Timeout) {
+                // It may end at this very moment.
+                let _ = run(&mut agents.command(from, &["cancel", vm]));
+            }
+        });
+        let said = command.stderr(Stdio::null()).output();
+        drop(ended);
+        said
+    });
+    let said = said.context(|| "cannot run Whimbrel")?;
+    serde_json::from_slice(&said.stdout)
+        .map(Told)
+        .map_err(|error| Error::Config(format!("Whimbrel's report cannot be read: {error}")))
+}
+
+/// What Whimbrel tells of a migration: its report.
+#[derive(Debug, Clone)]
+pub(crate) struct Told(Value);
+
+impl Told {
+    /// All of it.
+    pub(crate) fn report(&self) -> &Value {
+        &self.0
+    }
+
+    /// Whether the guest was moved, rather than left where it was. Anything else is an error.
+    pub(crate) fn has_moved(&self) -> Result<bool> {
+        match self.0["outcome"].as_str() {
+            Some("moved") => Ok(true),
+            Some("aborted" | "cancelled") => Ok(false),
+            _ => Err(Error::Config(format!("Whimbrel did not move the guest: {}", self.0))),
+        }
+    }
+
+    /// From the request to the end of the source's QEMU.
+    pub(crate) fn total(&self) -> Result<Duration> {
+        number(&self.0, "total_us").map(Duration::from_micros)
+    }
+
+    /// The downtime, or a part of it.
+    pub(crate) fn downtime(&self, part: &str) -> Result<Duration> {
+        number(&self.0["downtime"], part).map(Duration::from_micros)
+    }
+
+    /// When something happened, counted from the request.
+    pub(crate) fn since_request(&self, what: &str) -> Result<Duration> {
+        let events = self.0["events"].as_array().into_iter().flatten();
+        let at_us = events.filter(|event| event["what"] == what).find_map(|event| event["at_us"].as_u64());
+        at_us
+            .map(Duration::from_micros)
+            .ok_or_else(|| Error::Config(format!("no event {what} in {}", self.0)))
+    }
+
+    /// When something happened, by the host's calendar.
+    pub(crate) fn at(&self, what: &str) -> Result<SystemTime> {
+        let started = Duration::from_millis(number(&self.0, "started_unix_ms")?);
+        Ok(SystemTime::UNIX_EPOCH + started + self.since_request(what)?)
+    }
+}
+
+/// A number that has to be there: of what is missing nothing is made up.
+pub(crate) fn number(value: &Value, name: &str) -> Result<u64> {
+    value[name].as_u64().ok_or_else(|| Error::Config(format!("no number {name} in {value}")))
+}
+
+/// Whether a program is a QEMU.
+pub(crate) fn is_qemu(program: &Path) -> bool {
+    program.to_string_lossy().contains("qemu-system")
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn a_report_is_read() {
+        let told = Told(json!({
+            "outcome": "moved", "total_us": 7, "started_unix_ms": 1000, "downtime": {"stop_us": 3},
+            "events": [{"what": "running", "at_us": 500_000}],
+        }));
+        assert!(told.has_moved().unwrap());
+        assert_eq!(
+            (told.total().unwrap(), told.downtime("stop_us").unwrap()),
+            (Duration::from_micros(7), Duration::from_micros(3))
+        );
+        assert!(told.downtime("load_us").unwrap_err().to_string().contains("no number load_us"));
+        assert_eq!(told.at("running").unwrap(), SystemTime::UNIX_EPOCH + Duration::from_millis(1500));
+        assert!(told.at("stopped").is_err());
+        assert!(!Told(json!({"outcome": "cancelled"})).has_moved().unwrap());
+        assert!(Told(json!({"outcome": "in-doubt"})).has_moved().is_err());
+    }
+}

@@ -1,0 +1,173 @@
+//! What is measured: what the guest does, over which link, and who moves it.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// A guest that does something, on a link.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Case {
+    /// Its name, unlike all others of a run.
+    pub name: String,
+    /// What the guest does.
+    pub workload: Workload,
+    /// The guest's memory, MiB.
+    pub memory_mib: u64,
+    /// Bytes per second that the link lets through.
+    pub link_bytes_per_s: u64,
+    /// A migration that has not ended by then is given up, seconds.
+    pub patience_s: u64,
+}
+
+/// What a guest does, and who asks it to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Workload {
+    /// nginx hands out a file of 512 KiB to 25 clients, again and again.
+    Static,
+    /// A bulletin board (Fossil's forum, kept in SQLite) behind nginx; 250 readers, of whose visits 5% are posts.
+    Board,
+    /// nginx hands out a film, which one client shows at a constant rate.
+    Video,
+    /// fio writes all over a file, faster than the link carries, beside one that reads back and compares what it writes.
+    Writer,
+    /// fio writes small blocks for as long as it is asked to, while nothing of Whimbrel is there, and while it works.
+    Io,
+}
+
+/// Who moves a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mover {
+    /// Whimbrel, with its disk.
+    Whimbrel,
+    /// The same; the more the guest has written, the slower it may write.
+    WhimbrelThreshold,
+    /// The same; the guest may write so fast that copying comes to an end.
+    WhimbrelDrain,
+    /// Whimbrel, the disk on storage that both sides see: what the memory alone costs.
+    MemoryOnly,
+    /// QEMU's `blockdev-mirror` to an NBD server at the destination, and its own migration.
+    Mirror,
+    /// The guest is stopped, and its memory and disk are copied by `scp`.
+    Scp,
+    /// The disk is copied by `rsync` three times while the guest runs, and once more, with its memory, when it is stopped.
+    Rsync,
+}
+
+const NAMES: [(Mover, &str); 7] = [
+    (Mover::Whimbrel, "whimbrel"),
+    (Mover::WhimbrelThreshold, "whimbrel-threshold"),
+    (Mover::WhimbrelDrain, "whimbrel-drain"),
+    (Mover::MemoryOnly, "memory-only"),
+    (Mover::Mirror, "mirror"),
+    (Mover::Scp, "scp"),
+    (Mover::Rsync, "rsync"),
+];
+
+impl Mover {
+    /// Whether Whimbrel's agents move the guest.
+    pub(super) fn is_ours(self) -> bool {
+        matches!(self, Self::Whimbrel | Self::WhimbrelThreshold | Self::WhimbrelDrain | Self::MemoryOnly)
+    }
+
+    /// Whether the guest's writes are slowed down.
+    pub(super) fn throttles(self) -> bool {
+        matches!(self, Self::WhimbrelThreshold | Self::WhimbrelDrain)
+    }
+}
+
+impl fmt::Display for Mover {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = NAMES.iter().find(|(mover, _)| mover == self).map_or("", |(_, name)| name);
+        f.pad(name)
+    }
+}
+
+impl FromStr for Mover {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let found = NAMES.iter().find(|(_, known)| *known == name).map(|(mover, _)| *mover);
+        found.ok_or_else(|| {
+            let known = NAMES.map(|(_, name)| name).join(", ");
+            format!("nobody is called {name}; there are {known}")
+        })
+    }
+}
+
+impl Workload {
+    /// The word for it on the guest's kernel command line; see `guest/services/start`.
+    pub(super) fn load(self) -> &'static str {
+        match self {
+            Self::Static | Self::Video => "files",
+            Self::Board => "board",
+            Self::Writer => "writer",
+            Self::Io => "io",
+        }
+    }
+}
+
+impl Case {
+    /// What it is, in a few words.
+    pub fn describe(&self) -> String {
+        let what = match self.workload {
+            Workload::Static => "nginx, a file of 512 KiB, 25 clients",
+            Workload::Board => {
+                "a bulletin board (Fossil, SQLite) behind nginx, 250 readers, 5% of visits are posts"
+            }
+            Workload::Video => "a film of 245 MB over HTTP, one client, 1 MB/s",
+            Workload::Writer => "fio rewrites 256 MiB at random in blocks of 64 KiB, 40 MiB/s",
+            Workload::Io => "fio rewrites 256 MiB at random in blocks of 4 KiB, one after the other",
+        };
+        format!("{what}; {} MiB of memory, {} Mb/s", self.memory_mib, self.link_bytes_per_s * 8 / 1_000_000)
+    }
+}
+
+/// All cases, in the order in which they are measured, each with who takes part.
+pub fn cases() -> Vec<(Case, Vec<Mover>)> {
+    use Mover::{MemoryOnly, Mirror, Rsync, Scp, Whimbrel, WhimbrelDrain, WhimbrelThreshold};
+    let case = |name: &str, workload, megabits: u64| Case {
+        name: name.to_owned(),
+        workload,
+        memory_mib: 512,
+        link_bytes_per_s: megabits * 1_000_000 / 8,
+        patience_s: 600,
+    };
+    // The first pass of the disk takes a minute; whoever is not done after several times that will not be.
+    let diabolical = Case { patience_s: 400, ..case("diabolical", Workload::Writer, 100) };
+    let live = vec![MemoryOnly, Whimbrel, Mirror];
+    let frozen = [live.clone(), vec![Scp, Rsync]].concat();
+    vec![
+        (case("static", Workload::Static, 100), live.clone()),
+        (case("dynamic", Workload::Board, 100), frozen),
+        (case("video", Workload::Video, 100), live.clone()),
+        (diabolical, vec![Whimbrel, WhimbrelThreshold, WhimbrelDrain, Mirror]),
+        (case("io", Workload::Io, 100), Vec::new()),
+        (case("static-1g", Workload::Static, 1000), live.clone()),
+        (case("dynamic-1g", Workload::Board, 1000), live),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn movers_are_named_and_found_by_their_names() {
+        for (mover, name) in NAMES {
+            assert_eq!((mover.to_string().as_str(), name.parse()), (name, Ok(mover)));
+            assert_eq!(serde_json::to_value(mover).unwrap(), name);
+        }
+        assert!("whimbrel-2".parse::<Mover>().unwrap_err().contains("there are whimbrel, "));
+    }
+
+    #[test]
+    fn no_two_cases_have_the_same_name() {
+        let names: BTreeSet<String> = cases().into_iter().map(|(case, _)| case.name).collect();
+        assert_eq!(names.len(), cases().len());
+    }
+}

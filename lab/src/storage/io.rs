@@ -1,0 +1,206 @@
+//! What a guest's writes cost in the four states of the driver (Bradford et al. 2007, section 4.7, table 3): a small write
+//! after the other, measured by the guest's own fio.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::guest::{VM, ask, word};
+use crate::agents::Agents;
+use crate::bench::usage::traffic;
+use crate::error::{Error, Result};
+use crate::guest::Guest;
+use crate::lab::Lab;
+use crate::migrating::adopt;
+use crate::run::run;
+
+/// How often, and for how long, the guest writes in each state.
+const SAMPLES: usize = 3;
+const SAMPLE_S: u64 = 10;
+/// How fast the rest is sent while only the recording is to be seen.
+const NEARLY_IDLE: &str = "256k";
+/// Far beyond what copying a disk takes.
+const PATIENCE: Duration = Duration::from_mins(15);
+
+/// What Whimbrel does with the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DriverState {
+    /// No agent knows it.
+    Alone,
+    /// Its agent takes care of it; nothing is migrated.
+    Adopted,
+    /// Its writes are recorded: its disk has been copied, and what is left goes so slowly that the link is nearly idle.
+    Recording,
+    /// Its disk is copied as fast as the link goes.
+    Transferring,
+}
+
+/// How fast the guest wrote, as its own fio tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct IoRate {
+    /// Writes in a second.
+    pub writes_per_s: f64,
+    /// Bytes in a second.
+    pub bytes_per_s: f64,
+    /// What a write took on average, µs.
+    pub latency_us: f64,
+    /// What 99 of 100 writes took at most, µs.
+    pub p99_us: f64,
+}
+
+/// A state, and how fast the guest wrote in it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StateRates {
+    /// The state.
+    pub state: DriverState,
+    /// What the link carried meanwhile, bytes per second.
+    pub link_bytes_per_s: f64,
+    /// Measurements in the order in which they were made.
+    pub samples: Vec<IoRate>,
+}
+
+/// All states of one guest, one after the other.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct IoTurn {
+    /// Which turn, from 1 on.
+    pub turn: u32,
+    /// The states.
+    pub states: Vec<StateRates>,
+}
+
+impl IoTurn {
+    /// Writes in a second in a state: the median of its samples.
+    pub fn writes_per_s(&self, state: DriverState) -> Option<f64> {
+        self.median(state, |rate| rate.writes_per_s)
+    }
+
+    /// A figure of a state: the median of its samples.
+    pub(super) fn median(&self, state: DriverState, of: impl Fn(&IoRate) -> f64) -> Option<f64> {
+        let rates = self.states.iter().find(|rates| rates.state == state)?;
+        crate::bench::Spread::of(rates.samples.iter().map(of)).map(|spread| spread.median)
+    }
+
+    /// How much longer a write takes in a state than with no agent there, as a share: from one write to the next.
+    pub fn excess(&self, state: DriverState) -> Option<f64> {
+        let (alone, there) = (self.writes_per_s(DriverState::Alone)?, self.writes_per_s(state)?);
+        (there > 0.0).then(|| alone / there - 1.0)
+    }
+}
+
+/// Measures all states with a guest of which no agent knows yet; its disk holds so many bytes.
+pub(super) fn measure(
+    lab: &Lab,
+    agents: &Agents,
+    guest: &Guest,
+    turn: u32,
+    held_bytes: u64,
+) -> Result<IoTurn> {
+    let sample = |state| samples(lab, guest, state);
+    // The first one is the first after a start.
+    written(guest)?;
+    let alone = sample(DriverState::Alone)?;
+    adopt(agents, &lab.a, guest)?;
+    let adopted = sample(DriverState::Adopted)?;
+
+    let migrate = ["migrate", VM, "--to", lab.b.name(), "--disks", "copy", "--detach"];
+    let agent = |words: &[&str]| run(&mut agents.command(&lab.a, words)).map(drop);
+    let before = traffic(&lab.a)?;
+    agent(&migrate)?;
+    let began = Instant::now();
+    // With all headers, what was sent is a little more than what was copied: then memory has begun.
+    while traffic(&lab.a)?.since(before).bytes < held_bytes + held_bytes / 15 {
+        if began.elapsed() > PATIENCE {
+            return Err(Error::Config("the disk is not copied".to_owned()));
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+    agent(&["limit", VM, "--bandwidth", NEARLY_IDLE])?;
+    let recording = sample(DriverState::Recording)?;
+    end_migration(lab, agents)?;
+
+    agent(&migrate)?;
+    // It looks at the guest first.
+    thread::sleep(Duration::from_secs(2));
+    let transferring = sample(DriverState::Transferring)?;
+    end_migration(lab, agents)?;
+    Ok(IoTurn { turn, states: vec![alone, adopted, recording, transferring] })
+}
+
+/// Cancels the migration, which has to be under way still, and waits until nothing is left of it.
+fn end_migration(lab: &Lab, agents: &Agents) -> Result<()> {
+    run(&mut agents.command(&lab.a, &["cancel", VM]))?;
+    let began = Instant::now();
+    loop {
+        let said = run(&mut agents.command(&lab.a, &["vm", "list", "--json"]))?;
+        let vms: Value =
+            serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
+        let vm = vms.as_array().into_iter().flatten().find(|vm| vm["vm"] == VM);
+        if vm.is_some_and(|vm| vm["migration"].is_null()) {
+            return Ok(());
+        }
+        if began.elapsed() > PATIENCE {
+            return Err(Error::Config(format!("the migration does not end: {said}")));
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn samples(lab: &Lab, guest: &Guest, state: DriverState) -> Result<StateRates> {
+    let (before, began) = (traffic(&lab.a)?, Instant::now());
+    let samples = (0..SAMPLES).map(|_| written(guest)).collect::<Result<_>>()?;
+    let sent_bytes = traffic(&lab.a)?.since(before).bytes;
+    let link_bytes_per_s = sent_bytes as f64 / began.elapsed().as_secs_f64();
+    Ok(StateRates { state, link_bytes_per_s, samples })
+}
+
+/// Has the guest write for a while.
+fn written(guest: &Guest) -> Result<IoRate> {
+    let command = |id| format!("/etc/whimbrel/io {id} {SAMPLE_S}");
+    let line = ask(guest.serial(), &command, "WRITTEN", Duration::from_mins(1))?;
+    parse(&line).ok_or_else(|| Error::Config(format!("the guest's answer cannot be understood: {line}")))
+}
+
+fn parse(line: &str) -> Option<IoRate> {
+    let number = |key| word(line, key)?.parse().ok();
+    Some(IoRate {
+        writes_per_s: number("writes_per_s")?,
+        bytes_per_s: number("bytes_per_s")?,
+        latency_us: number("latency_us")?,
+        p99_us: number("p99_us")?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_guest_s_line_is_read() {
+        let line = "# WRITTEN id=3 writes_per_s=1881 bytes_per_s=7705600 latency_us=521.703165 p99_us=4014";
+        let rate = parse(line).unwrap();
+        assert!((rate.latency_us - 521.703_165).abs() < 1e-9, "{rate:?}");
+        assert!((rate.writes_per_s - 1881.0).abs() < 1e-9 && (rate.p99_us - 4014.0).abs() < 1e-9);
+        assert_eq!(parse("WRITTEN id=3 writes_per_s=x"), None);
+    }
+
+    #[test]
+    fn excess_is_by_medians_within_a_turn() {
+        let rates = |state, rates: [f64; 3]| StateRates {
+            state,
+            link_bytes_per_s: 0.0,
+            samples: rates.map(|writes_per_s| IoRate { writes_per_s, ..IoRate::default() }).to_vec(),
+        };
+        let turn = IoTurn {
+            turn: 1,
+            states: vec![
+                rates(DriverState::Alone, [1050.0, 900.0, 2000.0]),
+                rates(DriverState::Recording, [10.0, 1000.0, 1100.0]),
+            ],
+        };
+        assert!((turn.excess(DriverState::Recording).unwrap() - 0.05).abs() < 1e-9);
+        assert_eq!(turn.excess(DriverState::Adopted), None);
+    }
+}

@@ -1,0 +1,48 @@
+//! What it costs to move a guest with its disk: the experiments of Bradford et al. 2007, section 4, with Whimbrel beside QEMU's
+//! `blockdev-mirror` and beside copying a frozen guest.
+//!
+//! ```text
+//! boot the guest once, save it with its disk
+//! for each turn (the first is a warm-up and is not kept):
+//!     for each mover:
+//!         start the guest from what was saved ─► clients ─► undisturbed ─► move it ─► watch it go on
+//!         ─► does it hold what it has to? ─► count what it holds ─► end it
+//! ```
+//!
+//! - *clients* are real ones over connections that are never opened again ([`Workload`]); beside them one that asks for a
+//!   few bytes every 5 ms, so that a silence is seen wherever it falls;
+//! - the **disruption** is the longest silence that all of them hear from the request until the guest has arrived;
+//! - in the warm-up the images of both sides are compared, by Whimbrel's own `--verify` or by `qemu-img compare` while the
+//!   guest stands still, and the guest compares the sums of its files; in every turn its database is checked, posts that were
+//!   confirmed are counted, and what fio has written is read back;
+//! - **overhead** is what was sent beyond what disk and memory hold when the guest has arrived.
+
+mod bars;
+mod case;
+mod clients;
+mod freeze;
+mod guest;
+mod io;
+mod mirror;
+mod mover;
+mod ours;
+mod overhead;
+mod page;
+mod player;
+mod plot;
+mod result;
+mod robot;
+mod sampler;
+mod ssh;
+mod stand;
+mod tally;
+
+pub use bars::bars;
+pub use case::{Case, Mover, Workload, cases};
+pub use io::{DriverState, IoRate, IoTurn, StateRates};
+pub use page::tables;
+pub use player::Viewed;
+pub use plot::plots;
+pub use result::{CaseResult, Measured, Quantity, Results, Run, SCHEMA, Seen};
+pub use sampler::Timeline;
+pub use stand::{Note, Stand};

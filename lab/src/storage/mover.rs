@@ -1,0 +1,153 @@
+//! Who moves the guest: what all of them get, and what all of them tell.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use super::case::{Case, Mover};
+use super::freeze::{Copier, by_copying};
+use super::guest::VM;
+use super::mirror::by_mirror;
+use super::ours::by_whimbrel;
+use crate::agents::Agents;
+use crate::bench::subject::{Subject, waiting};
+use crate::environment::{Environment, Qemu};
+use crate::error::{Error, Result};
+use crate::guest::Guest;
+use crate::lab::Lab;
+use crate::monitor::Monitor;
+use crate::run::{kill_pid, run};
+use crate::serial::Serial;
+use crate::spec::Device;
+
+/// What a move needs.
+pub(super) struct Stage<'a> {
+    pub(super) lab: &'a Lab,
+    pub(super) environment: &'a Environment,
+    pub(super) qemu: &'a Qemu,
+    pub(super) agents: &'a Agents,
+    pub(super) subject: &'a Subject,
+    pub(super) case: &'a Case,
+    /// The guest that is moved.
+    pub(super) source: &'a Guest,
+    /// Both sides are to be compared, at whatever cost.
+    pub(super) compare: bool,
+}
+
+/// A guest that has been moved.
+#[derive(Debug)]
+pub(super) struct Moved {
+    /// From the request to the end of the source's QEMU.
+    pub(super) total: Duration,
+    /// The part of it in which the disk alone was copied.
+    pub(super) disk: Duration,
+    /// The part of it in which memory was copied, and the disk along with it.
+    pub(super) memory: Duration,
+    /// From QEMU's event STOP to its event RESUME.
+    pub(super) downtime: Duration,
+    pub(super) stopped: SystemTime,
+    pub(super) resumed: SystemTime,
+    /// Bytes of the disk that were sent again because they were written meanwhile, where that is told.
+    pub(super) resent_bytes: Option<u64>,
+    pub(super) arrived: Arrived,
+}
+
+/// How it ended.
+#[derive(Debug)]
+pub(super) enum End {
+    Moved(Box<Moved>),
+    /// Given up, by us or by itself, and why. The guest runs where it ran.
+    GivenUp(String),
+}
+
+/// Moves the guest.
+pub(super) fn move_guest(stage: &Stage<'_>, mover: Mover) -> Result<End> {
+    match mover {
+        Mover::Mirror => by_mirror(stage),
+        Mover::Scp => by_copying(stage, Copier::Scp),
+        Mover::Rsync => by_copying(stage, Copier::Rsync),
+        _ => by_whimbrel(stage, mover),
+    }
+}
+
+impl Stage<'_> {
+    /// The guest's disk at its source.
+    pub(super) fn image(&self) -> Result<PathBuf> {
+        let mut devices = self.subject.spec().devices.iter();
+        devices
+            .find_map(|device| if let Device::Disk(disk) = device { Some(disk.path.clone()) } else { None })
+            .ok_or_else(|| Error::Config("the guest has no disk".to_owned()))
+    }
+
+    /// Where an image goes at the destination that nobody but us makes.
+    pub(super) fn new_image(&self) -> PathBuf {
+        Agents::pool(&self.lab.b).join(format!("{VM}.qcow2"))
+    }
+
+    /// Starts a QEMU at the destination that waits for the guest with this image, and for a word before it lets it run.
+    pub(super) fn start_destination(&self, image: &Path) -> Result<Guest> {
+        let mut spec = waiting(self.subject.spec().clone());
+        spec.extra.push("-S".to_owned());
+        for device in &mut spec.devices {
+            if let Device::Disk(disk) = device {
+                image.clone_into(&mut disk.path);
+            }
+        }
+        Guest::start(&self.lab.b, self.environment, &spec)
+    }
+
+    /// In the warm-up: whether an image holds what the source's does, while nobody writes to either.
+    pub(super) fn compare_images(&self, image: &Path) -> Result<()> {
+        if !self.compare {
+            return Ok(());
+        }
+        let mut command = Command::new(&self.qemu.img);
+        run(command.args(["compare", "-q", "-U"]).arg(self.image()?).arg(image)).map(drop)
+    }
+}
+
+/// The guest where it is now. Its QEMU ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Arrived {
+    pid: u32,
+    /// The directory with its sockets.
+    directory: PathBuf,
+    image: PathBuf,
+    /// Where it was started here, and not by an agent.
+    guest: Option<Guest>,
+}
+
+impl Arrived {
+    pub(super) fn of_guest(guest: Guest, image: &Path) -> Self {
+        let (pid, directory) = (guest.pid(), guest.directory().to_owned());
+        Self { pid, directory, image: image.to_owned(), guest: Some(guest) }
+    }
+
+    pub(super) fn of_agent(pid: u32, directory: &Path, image: &Path) -> Self {
+        Self { pid, directory: directory.to_owned(), image: image.to_owned(), guest: None }
+    }
+
+    /// Its disk.
+    pub(super) fn image(&self) -> &Path {
+        &self.image
+    }
+
+    pub(super) fn monitor(&self) -> Result<Monitor> {
+        let mut monitor = Monitor::connect(&self.directory.join("lab.sock"))?;
+        monitor.set_patience(Duration::from_mins(5))?;
+        Ok(monitor)
+    }
+
+    pub(super) fn serial(&self) -> Serial {
+        Serial::new(&self.directory.join("serial.sock"), &self.directory.join("serial.log"), Some(self.pid))
+    }
+}
+
+impl Drop for Arrived {
+    fn drop(&mut self) {
+        if self.guest.is_none() {
+            // `Lab::down` kills what is left.
+            let _ = kill_pid(self.pid);
+        }
+    }
+}

@@ -1,0 +1,94 @@
+//! What somebody sees of a film that comes over the network: frames that are due one after the other at a constant rate.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+/// Time from one frame to the next.
+pub(super) const FRAME: Duration = Duration::from_millis(40);
+/// Bytes of a frame: a megabyte a second.
+pub(super) const FRAME_BYTES: usize = 40_000;
+/// What a player has in hand before it begins to show.
+const BUFFER: Duration = Duration::from_secs(2);
+
+/// What was seen of a film while the guest moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Viewed {
+    /// Frames that came.
+    pub frames: u64,
+    /// Those of them that came later than the next one was due: somebody without a buffer sees the picture stand still.
+    pub late_frames: u64,
+    /// The longest time between two frames, ms.
+    pub longest_gap_ms: f64,
+    /// The same before the guest moved, ms.
+    pub usual_gap_ms: f64,
+    /// Times at which a player that has two seconds in hand ran out of them.
+    pub underruns: u64,
+}
+
+/// Judges frames by when they came: those of `during`, and how far apart they were in `before`.
+pub(super) fn view(frames: &[Duration], before: &Range<Duration>, during: &Range<Duration>) -> Viewed {
+    let longest_ms = |window: &Range<Duration>| {
+        let gaps = frames.windows(2).filter(|pair| pair[1] >= window.start && pair[0] < window.end);
+        gaps.map(|pair| pair[1].saturating_sub(pair[0])).max().unwrap_or_default().as_secs_f64() * 1e3
+    };
+    let is_seen = |at: &&(usize, Duration)| during.contains(&at.1);
+    let numbered: Vec<(usize, Duration)> = frames.iter().copied().enumerate().collect();
+    let first = frames.first().copied().unwrap_or_default();
+    let due = |number: usize| first + FRAME * number as u32;
+    let late = numbered.iter().filter(is_seen).filter(|(number, at)| *at > due(number + 1)).count();
+    Viewed {
+        frames: numbered.iter().filter(is_seen).count() as u64,
+        late_frames: late as u64,
+        longest_gap_ms: longest_ms(during),
+        usual_gap_ms: longest_ms(before),
+        underruns: underruns(&numbered, first + BUFFER, during),
+    }
+}
+
+/// A player that has run out of frames begins anew, with as much in hand as before.
+fn underruns(frames: &[(usize, Duration)], shown_from: Duration, during: &Range<Duration>) -> u64 {
+    let (mut shown_from, mut underruns) = (shown_from, 0);
+    for (number, at) in frames {
+        let due = shown_from + FRAME * *number as u32;
+        if *at > due {
+            shown_from += at.saturating_sub(due) + BUFFER;
+            underruns += u64::from(during.contains(at));
+        }
+    }
+    underruns
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A hundred frames in time, then a pause, after which all that is due comes at once, and then a hundred in time.
+    fn film(pause: Duration) -> Vec<Duration> {
+        (0..200_u32)
+            .map(|number| {
+                let due = FRAME * number;
+                if number < 100 { due } else { due.max(FRAME * 99 + pause) }
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_pause_is_seen_with_and_without_a_buffer() {
+        let (before, during) = (Duration::ZERO..FRAME * 50, FRAME * 50..FRAME * 1000);
+        let viewed = view(&film(FRAME), &before, &during);
+        assert_eq!((viewed.frames, viewed.late_frames, viewed.underruns), (150, 0, 0));
+        assert!((viewed.longest_gap_ms - 40.0).abs() < 1e-9 && (viewed.usual_gap_ms - 40.0).abs() < 1e-9);
+
+        // Frame 100 is due at once after the 99th, and comes eight frames later than it should.
+        let viewed = view(&film(FRAME * 9), &before, &during);
+        assert_eq!((viewed.late_frames, viewed.underruns), (7, 0));
+        assert!((viewed.longest_gap_ms - 360.0).abs() < 1e-9, "{viewed:?}");
+
+        let viewed = view(&film(Duration::from_secs(3)), &before, &during);
+        assert_eq!(viewed.underruns, 1, "it has two seconds in hand");
+        assert!((viewed.usual_gap_ms - 40.0).abs() < 1e-9, "{viewed:?}");
+        assert_eq!(view(&[], &before, &during), Viewed::default());
+    }
+}

@@ -1,0 +1,162 @@
+//! What goes over the link, and what the guest writes, second by second.
+
+use std::path::Path;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::bench::usage::traffic;
+use crate::error::Result;
+use crate::host::Host;
+use crate::monitor::Monitor;
+
+const STEP: Duration = Duration::from_millis(500);
+
+/// What was seen of a move, second by second, from the clients' start on.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Timeline {
+    /// When the migration was asked for, seconds.
+    pub requested_s: f64,
+    /// When the guest was stopped, seconds; absent where it was not.
+    pub stopped_s: Option<f64>,
+    /// When it went on at its destination, seconds.
+    pub resumed_s: Option<f64>,
+    /// What clients got in each second, bytes.
+    pub client_bytes: Vec<u64>,
+    /// What the link carried to the destination, with all headers, bytes.
+    pub link_bytes: Vec<u64>,
+    /// What the guest wrote to its disk at its source, bytes.
+    pub written_bytes: Vec<u64>,
+    /// The longest time between two frames of the film that ended in each second, ms.
+    pub frame_gap_ms: Vec<f64>,
+}
+
+/// Something that only grows, seen now and then.
+pub(super) type Growth = Vec<(Duration, f64)>;
+
+/// What was seen, by the clock of the start.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Sampled {
+    pub(super) sent_bytes: Growth,
+    pub(super) writes: Growth,
+    pub(super) written_bytes: Growth,
+}
+
+/// Looks on from a thread of its own.
+#[derive(Debug)]
+pub(super) struct Sampler {
+    stop: Sender<()>,
+    thread: JoinHandle<Sampled>,
+}
+
+impl Sampler {
+    /// Begins to look at the link of `host` and, for as long as it is there, at the QEMU behind a monitor that nobody else
+    /// uses. Times count from `start`.
+    pub(super) fn start(host: &Host, monitor: &Path, start: Instant) -> Result<Self> {
+        let (stop, stopped) = mpsc::channel();
+        let host = host.clone();
+        let mut monitor = Some(Monitor::connect(monitor)?);
+        let thread = thread::spawn(move || {
+            let mut sampled = Sampled::default();
+            loop {
+                if let Ok(traffic) = traffic(&host) {
+                    sampled.sent_bytes.push((start.elapsed(), traffic.bytes as f64));
+                }
+                let told = monitor.as_mut().and_then(|it| it.command("query-blockstats", &json!({})).ok());
+                match told {
+                    Some(told) => {
+                        let (writes, bytes) = written(&told);
+                        let now = start.elapsed();
+                        sampled.writes.push((now, writes));
+                        sampled.written_bytes.push((now, bytes));
+                    }
+                    // The guest has left.
+                    None => monitor = None,
+                }
+                if stopped.recv_timeout(STEP) != Err(RecvTimeoutError::Timeout) {
+                    return sampled;
+                }
+            }
+        });
+        Ok(Self { stop, thread })
+    }
+
+    /// Ends, and tells what was seen.
+    pub(super) fn finish(self) -> Sampled {
+        drop(self.stop);
+        // The thread does not panic; if it did, that goes on here.
+        self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    }
+}
+
+/// Writes of a guest to its disks, and their bytes.
+fn written(blockstats: &Value) -> (f64, f64) {
+    let devices = blockstats.as_array().into_iter().flatten().filter(|of| of["qdev"].is_string());
+    devices.fold((0.0, 0.0), |(writes, bytes), of| {
+        let count = |key: &str| of["stats"][key].as_f64().unwrap_or(0.0);
+        (writes + count("wr_operations"), bytes + count("wr_bytes"))
+    })
+}
+
+/// How much there was at a moment: on the straight line between what was seen before and after it.
+pub(super) fn at(growth: &Growth, moment: Duration) -> f64 {
+    let after = growth.partition_point(|(at, _)| *at <= moment);
+    match (after.checked_sub(1).map(|before| growth[before]), growth.get(after)) {
+        (Some((from, low)), Some((to, high))) => {
+            let share =
+                moment.saturating_sub(from).as_secs_f64() / to.saturating_sub(from).as_secs_f64().max(1e-9);
+            low + (high - low) * share
+        }
+        (Some((_, value)), None) | (None, Some(&(_, value))) => value,
+        (None, None) => 0.0,
+    }
+}
+
+/// By how much it grew in each second.
+pub(super) fn by_seconds(growth: &Growth, seconds: usize) -> Vec<u64> {
+    let grown = |second: usize| {
+        let second = Duration::from_secs(second as u64);
+        (at(growth, second + Duration::from_secs(1)) - at(growth, second)).max(0.0) as u64
+    };
+    (0..seconds).map(grown).collect()
+}
+
+/// The longest time between two moments, for each second in which it ended, ms.
+pub(super) fn gaps_by_seconds(moments: &[Duration], seconds: usize) -> Vec<f64> {
+    let mut gaps = vec![0.0_f64; seconds];
+    for pair in moments.windows(2) {
+        if let Some(gap) = gaps.get_mut(pair[1].as_secs() as usize) {
+            *gap = gap.max((pair[1].saturating_sub(pair[0])).as_secs_f64() * 1e3);
+        }
+    }
+    gaps
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn growth_is_told_by_seconds() {
+        let ms = Duration::from_millis;
+        let growth: Growth = vec![(ms(500), 100.0), (ms(1500), 300.0), (ms(3500), 300.0)];
+        assert_eq!(by_seconds(&growth, 4), [100, 100, 0, 0]);
+        assert!((at(&growth, ms(750)) - 150.0).abs() < 1e-9);
+        assert!(at(&Growth::new(), ms(1)).abs() < 1e-9);
+        assert_eq!(gaps_by_seconds(&[ms(100), ms(140), ms(1200), ms(1300)], 2), [40.0, 1060.0]);
+    }
+
+    #[test]
+    fn writes_of_devices_are_counted_once() {
+        let stats = |operations: u64| json!({"wr_operations": operations, "wr_bytes": operations * 4096});
+        let told = json!([
+            {"qdev": "/machine/peripheral-anon/device[0]/virtio-backend", "stats": stats(3)},
+            {"node-name": "disk0", "stats": stats(3)},
+            {"qdev": "cd", "stats": {}},
+        ]);
+        assert_eq!(written(&told), (3.0, 12288.0));
+    }
+}

@@ -1,0 +1,131 @@
+//! What clients see of a service, moment by moment: when data came, how long nothing came to any of them, and how long
+//! answers took. All times count from the clients' start.
+
+use std::ops::Range;
+use std::time::Duration;
+
+/// Shorter silences are not kept.
+const LEAST_GAP: Duration = Duration::from_millis(1);
+
+/// Everything that came to all clients of a service.
+#[derive(Debug, Default)]
+pub(super) struct Tally {
+    last: Duration,
+    gaps: Vec<Span>,
+    answers: Vec<Span>,
+    /// Bytes that came in each second.
+    seconds: Vec<u64>,
+}
+
+/// Something that took a while.
+#[derive(Clone, Copy, Debug)]
+struct Span {
+    ended: Duration,
+    took: Duration,
+}
+
+impl Span {
+    fn overlaps(&self, window: &Range<Duration>) -> bool {
+        self.ended >= window.start && self.ended.saturating_sub(self.took) < window.end
+    }
+}
+
+impl Tally {
+    /// So many bytes came to one of the clients.
+    pub(super) fn arrived(&mut self, at: Duration, bytes: u64) {
+        // Clients take turns in telling: one may come late with what was earlier.
+        let took = at.saturating_sub(self.last);
+        if took >= LEAST_GAP {
+            self.gaps.push(Span { ended: at, took });
+        }
+        self.last = self.last.max(at);
+        let second = at.as_secs() as usize;
+        if self.seconds.len() <= second {
+            self.seconds.resize(second + 1, 0);
+        }
+        self.seconds[second] += bytes;
+    }
+
+    /// One of the clients has a whole answer, which took so long.
+    pub(super) fn answered(&mut self, at: Duration, took: Duration) {
+        self.answers.push(Span { ended: at, took });
+    }
+
+    /// When something came last.
+    pub(super) fn last(&self) -> Duration {
+        self.last
+    }
+
+    /// The longest time, of those that touch the window, in which nothing came to any client.
+    pub(super) fn longest_gap(&self, window: &Range<Duration>) -> Duration {
+        longest(&self.gaps, window)
+    }
+
+    /// The longest that an answer took, of those that were waited for in the window.
+    pub(super) fn slowest_answer(&self, window: &Range<Duration>) -> Duration {
+        longest(&self.answers, window)
+    }
+
+    /// Half of the answers in the window took no longer. None of none.
+    pub(super) fn median_answer(&self, window: &Range<Duration>) -> Option<Duration> {
+        let mut times: Vec<Duration> = self
+            .answers
+            .iter()
+            .filter(|answer| window.contains(&answer.ended))
+            .map(|answer| answer.took)
+            .collect();
+        times.sort_unstable();
+        times.get(times.len() / 2).copied()
+    }
+
+    /// Whole answers that came in the window, in a second.
+    pub(super) fn answers_per_s(&self, window: &Range<Duration>) -> f64 {
+        let answers = self.answers.iter().filter(|answer| window.contains(&answer.ended)).count();
+        answers as f64 / (window.end.saturating_sub(window.start)).as_secs_f64().max(1e-3)
+    }
+
+    /// Bytes in each whole second.
+    pub(super) fn seconds(&self) -> &[u64] {
+        &self.seconds
+    }
+}
+
+fn longest(spans: &[Span], window: &Range<Duration>) -> Duration {
+    spans.iter().filter(|span| span.overlaps(window)).map(|span| span.took).max().unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ms(ms: u64) -> Duration {
+        Duration::from_millis(ms)
+    }
+
+    #[test]
+    fn silence_is_what_no_client_hears() {
+        let mut tally = Tally::default();
+        for at in [10, 20, 30, 130, 125, 140, 2_500] {
+            tally.arrived(ms(at), 100);
+        }
+        assert_eq!(tally.longest_gap(&(ms(0)..ms(1_000))), ms(2_360), "it began in it");
+        assert_eq!(tally.longest_gap(&(ms(0)..ms(135))), ms(100));
+        assert_eq!(tally.longest_gap(&(ms(200)..ms(300))), ms(2_360), "all of it is in the midst of one");
+        assert_eq!(tally.longest_gap(&(ms(0)..ms(25))), ms(10));
+        assert_eq!(tally.longest_gap(&(ms(2_600)..ms(2_700))), ms(0));
+        assert_eq!((tally.seconds(), tally.last()), (&[600, 0, 100][..], ms(2_500)));
+    }
+
+    #[test]
+    fn answers_are_counted_where_they_ended_and_waited_for_where_they_were() {
+        let mut tally = Tally::default();
+        for (at, took) in [(100, 10), (200, 20), (300, 30), (5_000, 4_000)] {
+            tally.answered(ms(at), ms(took));
+        }
+        let window = ms(0)..ms(2_000);
+        assert_eq!(tally.slowest_answer(&window), ms(4_000));
+        assert_eq!(tally.median_answer(&window), Some(ms(20)));
+        assert_eq!(tally.median_answer(&(ms(6_000)..ms(7_000))), None);
+        assert!((tally.answers_per_s(&window) - 1.5).abs() < 1e-9);
+    }
+}

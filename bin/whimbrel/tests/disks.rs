@@ -141,7 +141,7 @@ fn a_disk_that_differs_is_not_handed_over() {
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
-    goes_on(&guest.serial());
+    goes_on(guest.serial());
 }
 
 /// What is written after a snapshot would not be seen: no migration rather than a wrong one.
@@ -300,7 +300,7 @@ fn a_destination_that_is_full_gets_no_disk() {
     cluster.a.wait_settled();
     cluster.b.wait_settled();
     assert_eq!(entries(&images), ["somebody's"]);
-    goes_on(&guest.serial());
+    goes_on(guest.serial());
 }
 
 /// What cannot be done is said before anything is begun.

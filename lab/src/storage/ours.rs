@@ -100,7 +100,11 @@ impl Rounds<'_> {
             Self::pages(round, "disk_pages") > 0
                 && Self::pages(round, "disk_pages") == Self::pages(round, "dirty_pages")
         };
-        self.0.iter().take_while(is_alone).map(|round| number(round, "duration_us").map(Duration::from_micros)).sum()
+        self.0
+            .iter()
+            .take_while(is_alone)
+            .map(|round| number(round, "duration_us").map(Duration::from_micros))
+            .sum()
     }
 
     fn first_pages(&self) -> u64 {

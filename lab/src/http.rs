@@ -55,12 +55,15 @@ impl Connection {
         let mut left = head.body_bytes;
         while left > 0 {
             let most = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
-            match self.stream.read(&mut buffer[..most])? {
-                0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                read => {
+            match self.stream.read(&mut buffer[..most]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(read) => {
                     piece(&buffer[..read]);
                     left -= read as u64;
                 }
+                // A socket with a time limit is not read again by itself.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
             }
         }
         Ok(())

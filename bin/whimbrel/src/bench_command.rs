@@ -17,11 +17,11 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
     let program = std::env::current_exe()
         .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
     let none = Results { schema: SCHEMA.to_owned(), machine: lab::bench::machine(), cases: Vec::new() };
-    let results = command.results.as_deref();
+    let results = command.kept.results.as_deref();
     let mut results = results_file::read(results, none, |results: &Results| &results.schema)?;
     let cases = if command.redraw { Vec::new() } else { chosen(command)? };
     if command.redraw {
-        write(&results, command)?;
+        results_file::keep(&command.kept, &results, "results", lab::bench::tables, lab::bench::plots)?;
     }
     let total = cases.len();
     for (number, (case, contenders)) in cases.into_iter().enumerate() {
@@ -32,7 +32,7 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
         results.cases.retain(|known| known.case.name != name);
         results.cases.push(measured);
         // After each case: a bench takes long, and may be ended.
-        write(&results, command)?;
+        results_file::keep(&command.kept, &results, "results", lab::bench::tables, lab::bench::plots)?;
     }
     output.show(&results, text);
     Ok(Code::Done)
@@ -100,18 +100,6 @@ fn case(options: &CaseOptions) -> Case {
         tls: options.tls,
         patience_s: options.patience,
     }
-}
-
-fn write(results: &Results, command: &BenchCommand) -> Result<(), Failure> {
-    let Some(path) = &command.results else { return Ok(()) };
-    results_file::write(path, results)?;
-    if let Some(page) = &command.page {
-        lab::bench::put(page, "results", &lab::bench::tables(results))?;
-    }
-    if let Some(directory) = &command.plots {
-        lab::bench::plots(results, directory)?;
-    }
-    Ok(())
 }
 
 /// A measurement as it comes.

@@ -336,6 +336,20 @@ pub(crate) enum LabCommand {
     Disks(DisksCommand),
 }
 
+/// Where what was measured is kept, and what is made of it.
+#[derive(Debug, Args)]
+pub(crate) struct ResultsOptions {
+    /// Write what was measured into this file, as JSON; cases that it has and that are not measured now stay
+    #[arg(long, value_name = "FILE")]
+    pub results: Option<PathBuf>,
+    /// Put tables of the results between the marks in this page
+    #[arg(long, value_name = "FILE", requires = "results")]
+    pub page: Option<PathBuf>,
+    /// Draw the results into this directory
+    #[arg(long, value_name = "DIR", requires = "results")]
+    pub plots: Option<PathBuf>,
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct DisksCommand {
     /// Measure this case; may be given again. Default: all
@@ -350,15 +364,8 @@ pub(crate) struct DisksCommand {
     /// Who moves the guest; may be given again. Default: those that the case names
     #[arg(long, value_name = "NAME")]
     pub mover: Vec<lab::storage::Mover>,
-    /// Write what was measured into this file, as JSON; cases that it has and that are not measured now stay
-    #[arg(long, value_name = "FILE")]
-    pub results: Option<PathBuf>,
-    /// Put tables of the results between the marks in this page
-    #[arg(long, value_name = "FILE", requires = "results")]
-    pub page: Option<PathBuf>,
-    /// Draw the results into this directory
-    #[arg(long, value_name = "DIR", requires = "results")]
-    pub plots: Option<PathBuf>,
+    #[command(flatten)]
+    pub kept: ResultsOptions,
     /// Measure nothing; make page and plots from the results that there are
     #[arg(long, requires = "results", conflicts_with = "case")]
     pub redraw: bool,
@@ -381,15 +388,8 @@ pub(crate) struct BenchCommand {
     /// Who moves the guest; may be given again. Default: whimbrel and all ways of QEMU
     #[arg(long, value_name = "NAME")]
     pub contender: Vec<lab::bench::Contender>,
-    /// Write what was measured into this file, as JSON; suites that it has and that are not measured now stay
-    #[arg(long, value_name = "FILE")]
-    pub results: Option<PathBuf>,
-    /// Put tables of the results between the marks in this page
-    #[arg(long, value_name = "FILE", requires = "results")]
-    pub page: Option<PathBuf>,
-    /// Draw the results into this directory
-    #[arg(long, value_name = "DIR", requires = "results")]
-    pub plots: Option<PathBuf>,
+    #[command(flatten)]
+    pub kept: ResultsOptions,
     /// Measure nothing; make page and plots from the results that there are
     #[arg(long, requires = "results", conflicts_with = "suite")]
     pub redraw: bool,

@@ -18,11 +18,11 @@ pub(crate) fn run(command: &DisksCommand, output: &Output) -> Result<Code, Failu
     let program = std::env::current_exe()
         .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
     let none = Results { schema: SCHEMA.to_owned(), cases: Vec::new() };
-    let results = command.results.as_deref();
+    let results = command.kept.results.as_deref();
     let mut results = results_file::read(results, none, |results: &Results| &results.schema)?;
     let chosen = if command.redraw { Vec::new() } else { chosen(command)? };
     if command.redraw {
-        write(&results, command)?;
+        results_file::keep(&command.kept, &results, "disks", tables, plots)?;
     }
     let total = chosen.len();
     for (number, (case, movers)) in chosen.into_iter().enumerate() {
@@ -34,7 +34,7 @@ pub(crate) fn run(command: &DisksCommand, output: &Output) -> Result<Code, Failu
         results.cases.push(measured);
         results.cases.sort_by_key(place);
         // After each case: all of them take long, and may be ended.
-        write(&results, command)?;
+        results_file::keep(&command.kept, &results, "disks", tables, plots)?;
     }
     output.show(&results, text);
     Ok(Code::Done)
@@ -66,18 +66,6 @@ fn chosen(command: &DisksCommand) -> Result<Vec<(Case, Vec<Mover>)>, Failure> {
     let movers = |movers| if command.mover.is_empty() { movers } else { command.mover.clone() };
     let chosen = known().filter(|(case, _)| is_wanted(&case.name));
     Ok(chosen.map(|(case, theirs)| (case, movers(theirs))).collect())
-}
-
-fn write(results: &Results, command: &DisksCommand) -> Result<(), Failure> {
-    let Some(path) = &command.results else { return Ok(()) };
-    results_file::write(path, results)?;
-    if let Some(page) = &command.page {
-        lab::bench::put(page, "disks", &tables(results))?;
-    }
-    if let Some(directory) = &command.plots {
-        plots(results, directory)?;
-    }
-    Ok(())
 }
 
 /// A measurement as it comes.

@@ -7,6 +7,7 @@ use std::path::Path;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use crate::cli::ResultsOptions;
 use crate::failure::Failure;
 
 /// What was measured before; `none` where there is no file. It has to be of the same schema.
@@ -28,8 +29,27 @@ pub(crate) fn read<R: DeserializeOwned>(
     Err(lab::Error::Config(format!("{path} holds {found}, this is {wanted}: name another file")).into())
 }
 
-/// Writes what was measured, in place of what was there.
-pub(crate) fn write(path: &Path, results: &impl Serialize) -> Result<(), Failure> {
+/// Writes what was measured in place of what was there, and what is made of it, where that is asked for: tables between
+/// the marks of a part of a page, and plots.
+pub(crate) fn keep<R: Serialize>(
+    options: &ResultsOptions,
+    results: &R,
+    part: &str,
+    tables: impl Fn(&R) -> String,
+    plots: impl Fn(&R, &Path) -> lab::Result<Vec<String>>,
+) -> Result<(), Failure> {
+    let Some(path) = &options.results else { return Ok(()) };
+    write(path, results)?;
+    if let Some(page) = &options.page {
+        lab::bench::put(page, part, &tables(results))?;
+    }
+    if let Some(directory) = &options.plots {
+        plots(results, directory)?;
+    }
+    Ok(())
+}
+
+fn write(path: &Path, results: &impl Serialize) -> Result<(), Failure> {
     let failed = |path: &Path| {
         let path = path.to_owned();
         move |source| Failure::File { path, source }

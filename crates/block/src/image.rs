@@ -200,21 +200,16 @@ impl Server {
         Self::spawn(command, path.as_os_str(), path, socket, u32::from(connections), patience)
     }
 
-    /// Serves an image for reading to one connection, whoever else has it open. `image` and `format` are QEMU's words
-    /// for it; of a raw one that is longer than its disk only the disk is served, where its length is told.
+    /// Serves an image for reading to one connection, by QEMU's own options for it; `image` is what to call it.
     pub(crate) fn start_reading(
-        image: &str,
-        format: &str,
-        disk_bytes: Option<u64>,
+        options: &str,
+        image: &Path,
         socket: &Path,
         patience: Duration,
     ) -> Result<Self, ImageError> {
-        let image_in_options = image.replace(',', ",,");
-        let size = disk_bytes.map_or_else(String::new, |bytes| format!(",size={bytes}"));
-        let options = format!("driver={format}{size},file.filename={image_in_options},force-share=on");
         let mut command = Command::new("qemu-nbd");
         command.args(["--read-only", "--image-opts"]);
-        Self::spawn(command, OsStr::new(&options), Path::new(image), socket, 1, patience)
+        Self::spawn(command, OsStr::new(options), image, socket, 1, patience)
     }
 
     fn spawn(

@@ -78,11 +78,7 @@ impl Guest {
     pub fn wait_for_load(&self, fill_mib: u64) -> Result<Tick> {
         // Without KVM it may fill no more than some 50 MiB in a second.
         let deadline = DEADLINE + FILL_PATIENCE * fill_mib as u32;
-        let line = self
-            .serial
-            .follow()?
-            .wait_for("the guest's first tick", deadline, |line| line.starts_with("tick "))?;
-        Ok(Tick::parse(&line))
+        self.serial.follow()?.wait_for_tick(deadline, |_| true)
     }
 
     /// The process id of its QEMU.

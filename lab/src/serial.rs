@@ -132,9 +132,7 @@ impl Serial {
 
     /// Waits for the next tick of the tiny guest.
     pub fn next_tick(&self) -> Result<Tick> {
-        self.follow_from_now()?
-            .wait_for("a tick", DEADLINE, |line| line.starts_with("tick "))
-            .map(|line| Tick::parse(&line))
+        self.follow_from_now()?.wait_for_tick(DEADLINE, |_| true)
     }
 
     /// All ticks so far.
@@ -142,9 +140,7 @@ impl Serial {
         let mut follow = self.follow()?;
         let mut ticks = Vec::new();
         while let Some(line) = follow.next_now()? {
-            if line.starts_with("tick ") {
-                ticks.push(Tick::parse(&line));
-            }
+            ticks.extend(Tick::parse(&line));
         }
         Ok(ticks)
     }
@@ -153,11 +149,11 @@ impl Serial {
     /// there, at once.
     pub fn check(&self) -> Result<Check> {
         static NUMBER: AtomicU64 = AtomicU64::new(1);
-        let id = format!("id={} ", NUMBER.fetch_add(1, Relaxed));
-        let line =
-            self.ask(&format!("check {}", &id[3..id.len() - 1]), "the answer to check", DEADLINE, |line| {
-                line.starts_with("CHECK ") && line.contains(&id)
-            })?;
+        let number = NUMBER.fetch_add(1, Relaxed);
+        let id = format!(" id={number} ");
+        let line = self.ask_until_whole(&format!("check {number}"), CHECK_PATIENCE, |answer| {
+            answer.starts_with("CHECK ") && answer.contains(&id)
+        })?;
         Ok(Check {
             ok: line.starts_with("CHECK ok "),
             pages: value(&line, "pages"),
@@ -168,9 +164,8 @@ impl Serial {
 
     /// The time since the tiny guest's load began, by the guest's clock.
     pub fn now(&self) -> Result<Duration> {
-        let answer =
-            self.ask_until_whole("now", "NOW ").map(|line| Duration::from_micros(value(&line, "uptime_us")));
-        answer.ok_or_else(|| self.does_not_come_through())
+        let answer = self.ask_until_whole("now", PATIENCE, |answer| answer.starts_with("NOW "))?;
+        Ok(Duration::from_micros(value(&answer, "uptime_us")))
     }
 
     /// What the tiny guest's program got done from a moment of its clock on.
@@ -193,43 +188,76 @@ impl Serial {
     /// A fifth of a second of it: lines are short, so that most are whole. One of more than 270 characters fills the line's
     /// socket, to which QEMU gives each by itself, where its reader is slow; then one of them comes twice, each time.
     fn piece_of_progress(&self, first: u64) -> Result<Progress> {
-        let line = self.ask_until_whole(&format!("trace {first} 20"), "TRACE ");
-        line.map(|line| Progress::parse(&line)).ok_or_else(|| self.does_not_come_through())
-    }
-
-    /// An answer that ends with its checksum, without it. An emulated serial line loses a character now and then, of
-    /// the question too, so it is asked again; None if no answer was whole.
-    fn ask_until_whole(&self, question: &str, begin: &str) -> Option<String> {
-        (0..10).find_map(|_| {
-            let patience = Duration::from_secs(5);
-            let line = self
-                .ask(question, begin, patience, |line| line.starts_with(begin) && line.contains(" sum="))
-                .ok()?;
-            let (told, sum) = line.rsplit_once(" sum=")?;
-            (Some(checksum(told)) == u64::from_str_radix(sum, 16).ok()).then(|| told.to_owned())
-        })
-    }
-
-    fn does_not_come_through(&self) -> Error {
-        Error::Config(format!("{}: the guest's answers do not come through", self.log.display()))
+        let question = format!("trace {first} 20");
+        let line = self.ask_until_whole(&question, PATIENCE, |answer| answer.starts_with("TRACE "))?;
+        Ok(Progress::parse(&line))
     }
 
     /// Changes settings of the load while it runs: `rate=100 mode=few`. See `guest/load`.
     pub fn set(&self, settings: &str) -> Result<()> {
-        let answer = self.ask(&format!("set {settings}"), "the answer to set", DEADLINE, |line| {
-            line.starts_with("SET ") || line.starts_with("ERROR ")
-        })?;
-        match answer.strip_prefix("ERROR ") {
-            Some(error) => Err(Error::Config(error.to_owned())),
-            None => Ok(()),
+        let done = format!("SET {settings}");
+        self.ask_until_whole(&format!("set {settings}"), PATIENCE, |answer| answer == done).map(drop)
+    }
+
+    /// The answer, without its checksum. An emulated serial line loses a character now and then, of the question too: what
+    /// was not answered, or not understood, is asked again, a few times.
+    fn ask_until_whole(
+        &self,
+        question: &str,
+        patience: Duration,
+        mut wanted: impl FnMut(&str) -> bool,
+    ) -> Result<String> {
+        let awaited = format!("the answer to {question}");
+        let mut is_answer =
+            |line: &str| whole(line).is_some_and(|answer| answer.starts_with("ERROR ") || wanted(answer));
+        let mut attempts = 0;
+        loop {
+            attempts += 1;
+            let answer = self.ask(question, &awaited, patience, &mut is_answer);
+            match answer.map(|line| whole(&line).unwrap_or_default().to_owned()) {
+                Err(Error::Timeout { .. }) if attempts < ATTEMPTS => {}
+                Ok(answer) if answer.starts_with("ERROR ") => {
+                    if attempts == ATTEMPTS {
+                        return Err(Error::Config(format!("{question}: the guest answers: {answer}")));
+                    }
+                }
+                answer => return answer,
+            }
         }
     }
 }
 
+/// How often a question is put that is not answered, and how long an answer is waited for: one that comes at once, and
+/// one for which the guest has to look through all of its memory and disk.
+const ATTEMPTS: u32 = 6;
+const PATIENCE: Duration = Duration::from_secs(5);
+const CHECK_PATIENCE: Duration = Duration::from_secs(40);
+
+/// What the tiny guest said, without its checksum. None if it did not come whole, or has none.
+fn whole(line: &str) -> Option<&str> {
+    let (said, sum) = line.rsplit_once(" sum=")?;
+    (Some(checksum(said)) == u64::from_str_radix(sum, 16).ok()).then_some(said)
+}
+
+impl Follow {
+    /// The next tick of the tiny guest that is wanted. What did not come whole is passed over: the next one tells as
+    /// much.
+    pub fn wait_for_tick(
+        &mut self,
+        deadline: Duration,
+        mut wanted: impl FnMut(&Tick) -> bool,
+    ) -> Result<Tick> {
+        let line =
+            self.wait_for("a tick", deadline, |line| Tick::parse(line).is_some_and(|tick| wanted(&tick)))?;
+        Ok(Tick::parse(&line).unwrap_or_default())
+    }
+}
+
 impl Tick {
-    /// From a line that begins with `tick`. What is missing is 0.
-    pub fn parse(line: &str) -> Self {
-        Self {
+    /// From a line; None if it is no tick, or did not come whole.
+    pub fn parse(line: &str) -> Option<Self> {
+        let line = whole(line)?.strip_prefix("tick ")?;
+        Some(Self {
             n: value(line, "n"),
             uptime_ms: value(line, "uptime_ms"),
             longest_stall_ms: value(line, "longest_stall_ms"),
@@ -239,7 +267,7 @@ impl Tick {
             disk_reads: value(line, "disk_reads"),
             disk_writes: value(line, "disk_writes"),
             wrong: value(line, "wrong"),
-        }
+        })
     }
 }
 
@@ -266,12 +294,17 @@ mod tests {
 
     #[test]
     fn a_tick_is_read() {
-        let line = "tick n=3 uptime_ms=3001 longest_stall_ms=3.5 writes=38408 verified=24584 passes=2 disk_reads=7 disk_writes=5 wrong=1";
-        let tick = Tick::parse(line);
+        let told = "tick n=3 uptime_ms=3001 longest_stall_ms=3.5 writes=38408 verified=24584 passes=2 disk_reads=7 disk_writes=5 wrong=1";
+        let line = format!("{told} sum={:x}", checksum(told));
+        let tick = Tick::parse(&line).unwrap();
         assert_eq!(
             (tick.n, tick.uptime_ms, tick.passes, tick.disk_reads, tick.disk_writes, tick.wrong),
             (3, 3001, 2, 7, 5, 1)
         );
         assert!((tick.longest_stall_ms - 3.5).abs() < 1e-9);
+        for damaged in [told, &line.replace("=38408", "=338408"), &line.replace("disk_writes", "diskwrites")]
+        {
+            assert_eq!(Tick::parse(damaged), None);
+        }
     }
 }

@@ -76,11 +76,7 @@ fn the_load_writes_in_every_mode_and_all_is_verified() {
         let before = guest.serial().next_tick().unwrap();
         guest.serial().set(&format!("mode={mode}")).unwrap();
         // Two whole passes of verification with the new mode.
-        output
-            .wait_for("two passes", DEADLINE, |line| {
-                line.starts_with("tick ") && lab::Tick::parse(line).passes >= before.passes + 2
-            })
-            .unwrap();
+        output.wait_for_tick(DEADLINE, |tick| tick.passes >= before.passes + 2).unwrap();
         assert!(guest.serial().next_tick().unwrap().writes > before.writes);
     }
     assert!(guest.serial().check().unwrap().ok);
@@ -149,11 +145,7 @@ fn the_guest_reads_its_disk_and_tells_wrong_blocks() {
             assert!((1280..1536).contains(&block), "{line}");
             assert!(!guest.serial().check().unwrap().ok);
         } else {
-            output
-                .wait_for("reads", DEADLINE, |line| {
-                    line.starts_with("tick ") && lab::Tick::parse(line).disk_reads > 1000
-                })
-                .unwrap();
+            output.wait_for_tick(DEADLINE, |tick| tick.disk_reads > 1000).unwrap();
             let check = guest.serial().check().unwrap();
             assert!(check.ok && check.disk_blocks >= 1024, "{check:?}");
         }
@@ -171,8 +163,7 @@ fn the_guest_writes_its_disk_and_tells_what_was_lost() {
     spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
     let guest = Guest::start_and_wait(&lab.a, &environment, &spec).unwrap();
     let mut output = guest.serial().follow().unwrap();
-    let written = |line: &str| line.starts_with("tick ") && lab::Tick::parse(line).disk_writes > 300;
-    output.wait_for("writes", DEADLINE, written).unwrap();
+    output.wait_for_tick(DEADLINE, |tick| tick.disk_writes > 300).unwrap();
     let check = guest.serial().check().unwrap();
     // All of the second half at the least.
     assert!(check.ok && check.disk_blocks >= 1024, "{check:?}");

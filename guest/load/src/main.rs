@@ -4,16 +4,25 @@
 //! It runs as the only program of the tiny guest, on the serial line. What it prints, one line each:
 //!
 //! - `FILLED pages=N` when the memory has been written for the first time;
-//! - `tick n=… uptime_ms=… longest_stall_ms=… writes=… verified=… passes=… disk_reads=… disk_writes=… wrong=…` each second; `longest_stall_ms` is the longest time
-//!   since the last tick in which the program could not run, `writes` and `verified` count pages, `passes` whole verifications;
-//! - `WRONG page N word=… expected=… found=…`, as soon as a page is found that is not what was written last; the run goes on;
-//! - `CHECK ok id=ID pages=… disk_blocks=… n=…` (or `CHECK wrong …`) in answer to `check ID` on its input: everything was verified at once. It is
-//!   `wrong` when anything ever was.
+//! - each second `tick n=… uptime_ms=… longest_stall_ms=… writes=… verified=… passes=… disk_reads=… disk_writes=… wrong=…`;
+//!   `longest_stall_ms` is the longest time since the last tick in which the program could not run, `writes` and
+//!   `verified` count pages, `passes` whole verifications;
+//! - `WRONG page N word=… expected=… found=…`, as soon as a page is found that is not what was written last; the run goes
+//!   on.
 //!
-//! `set KEY=VALUE …` on its input changes settings (see [`options`]); answered by `SET …`. `trace N COUNT` tells what
-//! was done in COUNT hundredths of a second from the Nth on (see [`progress`]): `TRACE slot_ms=… first=… work=… gap=…
-//! sum=…`; `now` tells the time since the load began: `NOW uptime_us=… sum=…`. The sum is
-//! [`whimbrel_guest_load::checksum`] of what is before it.
+//! It answers what comes on its input:
+//!
+//! - `check ID`: `CHECK ok id=ID pages=… disk_blocks=… n=… wrong=0` (or `CHECK wrong …`): everything was verified at once.
+//!   It is `wrong` when anything ever was;
+//! - `set KEY=VALUE …` changes settings (see [`options`]): `SET KEY=VALUE …`;
+//! - `trace N COUNT` tells what was done in COUNT hundredths of a second from the Nth on (see [`progress`]):
+//!   `TRACE slot_ms=… first=… work=… gap=…`;
+//! - `now` tells the time since the load began: `NOW uptime_us=…`;
+//! - anything else: `ERROR …`.
+//!
+//! Serial lines lose characters now and then. So ticks and answers end with ` sum=…`, the
+//! [`whimbrel_guest_load::checksum`] of what is before it, and an answer says what was understood. Who misses one asks
+//! again.
 
 mod disk;
 mod memory;
@@ -245,7 +254,7 @@ impl Load {
 
     fn tick(&mut self, longest_stall: Duration) {
         self.ticks += 1;
-        println!(
+        tell(&format!(
             "tick n={} uptime_ms={} longest_stall_ms={:.1} writes={} verified={} passes={} disk_reads={} disk_writes={} wrong={}",
             self.ticks,
             self.start.elapsed().as_millis(),
@@ -256,7 +265,7 @@ impl Load {
             self.disk.as_ref().map_or(0, |disk| disk.counts.reads.load(Relaxed)),
             self.disk.as_ref().map_or(0, |disk| disk.counts.writes.load(Relaxed)),
             self.all_wrong(),
-        );
+        ));
     }
 
     fn command(&mut self, line: &str) {
@@ -266,17 +275,17 @@ impl Load {
                 self.verify(self.memory.len());
                 let blocks = self.disk.as_ref().map_or(0, DiskLoad::check);
                 let wrong = self.all_wrong();
-                println!(
+                tell(&format!(
                     "CHECK {} id={} pages={} disk_blocks={blocks} n={} wrong={wrong}",
                     if wrong == 0 { "ok" } else { "wrong" },
                     words.next().unwrap_or("-"),
                     self.memory.len(),
                     self.ticks,
-                );
+                ));
             }
             Some("set") => match words.try_for_each(|word| self.options.set(word)) {
-                Ok(()) => println!("SET {:?}", self.options),
-                Err(error) => println!("ERROR {error}"),
+                Ok(()) => tell(&format!("SET {}", line["set".len()..].trim())),
+                Err(error) => tell(&format!("ERROR {error}")),
             },
             Some("trace") => {
                 let mut number = || words.next().and_then(|word| word.parse::<u64>().ok()).unwrap_or(0);
@@ -284,7 +293,7 @@ impl Load {
                 tell(&format!("TRACE {}", self.progress.tell(from, count as usize)));
             }
             Some("now") => tell(&format!("NOW uptime_us={}", self.start.elapsed().as_micros())),
-            Some(word) => println!("ERROR unknown command {word}"),
+            Some(word) => tell(&format!("ERROR unknown command {word}")),
             None => {}
         }
     }

@@ -126,7 +126,7 @@ fn a_disk_that_differs_is_not_handed_over() {
     let slowly = ["--bandwidth", "24M", "--on-limit", "stop"];
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify", "--json"];
     let words = [&words[..], &slowly].concat();
-    let migration = cluster.a.command(&words).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let migration = cluster.a.begin(&words);
     // The disk is there but for what is written now, which is in its second half.
     cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
     let image = pool(&cluster, "b").join(&entries(&pool(&cluster, "b"))[0]);
@@ -149,7 +149,7 @@ fn a_disk_that_differs_is_not_handed_over() {
 fn a_snapshot_of_a_disk_that_is_copied_ends_the_migration() {
     let (cluster, guest, image) = with_disk(QemuVersion::Installed, "qcow2");
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "8M", "--json"];
-    let migration = cluster.a.command(&words).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let migration = cluster.a.begin(&words);
     cluster.wait_for_sent(4 << 20);
     let snapshot = json!({
         "device": "disk0",
@@ -222,9 +222,9 @@ fn a_link_that_is_cut_while_a_disk_and_memory_are_sent() {
     let cut_ms = if std::env::var_os("WHIMBREL_SOAK").is_some() { 60_000 } else { 2_000 };
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
     let (cluster, guest, _image) =
-        with_disk_and(QemuVersion::Installed, "raw", Setup { link, ..Setup::patient() });
+        with_disk_and(QemuVersion::Installed, "raw", Setup { link, ..Setup::default() });
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify", "--on-limit", "stop"];
-    let migration = cluster.a.command(&words).spawn().unwrap();
+    let migration = cluster.a.begin(&words);
     let serial = guest.serial();
     // The second is more than any round of the disk alone.
     for round_bytes in [16_u64 << 20, 66 << 20] {
@@ -289,7 +289,7 @@ fn a_destination_that_is_full_gets_no_disk() {
     // Room that was there when it began.
     let _small = SmallFileSystem::mount(&images, "100m");
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "8M", "--json"];
-    let migration = cluster.a.command(&words).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let migration = cluster.a.begin(&words);
     cluster.wait_for_sent(1 << 20);
     let filled = std::fs::write(images.join("somebody's"), vec![1; 90 << 20]);
     let said = migration.wait_with_output().unwrap();

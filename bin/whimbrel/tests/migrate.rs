@@ -311,11 +311,7 @@ fn a_balloon_that_moves_during_the_rounds() {
     spec.devices.push(Device::Balloon);
     let guest = cluster.guest(&spec);
     let mut monitor = guest.monitor().unwrap();
-    let migration = cluster
-        .a
-        .command(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"])
-        .spawn()
-        .unwrap();
+    let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"]);
     let in_rounds = || cluster.a.cli(&["migrations"]).ok().json()[0]["progress"]["phase"] == "pre-copy";
     cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
     let mut during = Vec::new();
@@ -374,13 +370,9 @@ fn a_guest_that_reports_its_free_pages_there_and_back() {
 /// A cut in the middle of pre-copy: new connections, pages that were not acknowledged once more (trap 7).
 fn cut_and_resumed(plain: bool) {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    let cluster = Cluster::with(&Setup { link, plain, ..Setup::patient() });
+    let cluster = Cluster::with(&Setup { link, plain, ..Setup::default() });
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
-    let migration = cluster
-        .a
-        .command(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"])
-        .spawn()
-        .unwrap();
+    let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"]);
     cluster.wait_for_sent(20 << 20);
     cluster.lab.cut(Direction::AToB).unwrap();
     cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
@@ -428,7 +420,7 @@ fn cancelled_then_hurried() {
     let cluster = Cluster::new();
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
     let slow = ["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop", "--bandwidth", "4MiB"];
-    let migration = cluster.a.command(&slow).spawn().unwrap();
+    let migration = cluster.a.begin(&slow);
     cluster.wait_for_sent(4 << 20);
     let sizes = [&cluster.a, &cluster.b]
         .map(|agent| agent.cli(&["migrations"]).ok().json()[0]["progress"]["ram_bytes"].as_u64().unwrap());
@@ -442,7 +434,7 @@ fn cancelled_then_hurried() {
     assert!(cluster.b.vm("vm1").is_none(), "nothing is left there");
     assert_eq!(cluster.a.vm("vm1").unwrap()["state"], "running");
 
-    let migration = cluster.a.command(&slow).spawn().unwrap();
+    let migration = cluster.a.begin(&slow);
     cluster.wait_for_sent(4 << 20);
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "0"]).ok();
     assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());

@@ -28,7 +28,7 @@ impl Doubt {
 
     /// The same, of a guest to which something was done before.
     fn of(point: &str, witness: bool, before: impl FnOnce(&Guest), then: impl FnOnce(&mut Cluster)) -> Self {
-        let mut cluster = Cluster::with(&Setup { witness, fault_harness: true, ..Setup::default() });
+        let mut cluster = Cluster::with(&Setup { witness, fault_harness: true, ..Setup::impatient() });
         let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 10, ..Load::default() };
         let guest = cluster.guest(&GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", load) });
         before(&guest);

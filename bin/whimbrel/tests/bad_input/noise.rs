@@ -72,7 +72,7 @@ fn answer(stream: &mut TcpStream, to: &str) -> Value {
 
 #[test]
 fn noise_at_the_port_of_an_agent_without_tls() {
-    let mut cluster = Cluster::with(&Setup { plain: true, ..Setup::default() });
+    let mut cluster = Cluster::with(&Setup { plain: true, ..Setup::impatient() });
     let (host_a, host_b) = (cluster.lab.a.clone(), cluster.lab.b.clone());
     let address = SocketAddr::from((host_b.address(), 7740));
     let connect = |first: &[u8]| {

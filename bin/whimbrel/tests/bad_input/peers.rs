@@ -28,7 +28,7 @@ pub(crate) fn impostor(host: &lab::Host, port: u16, answer: &'static [u8]) -> So
 
 #[test]
 fn peers_that_cannot_be_trusted() {
-    let mut cluster = Cluster::new();
+    let mut cluster = Cluster::with(&Setup::impatient());
     let (host_a, host_b) = (cluster.lab.a.clone(), cluster.lab.b.clone());
     let pki = |name: &str| lab::Pki::new(&cluster.lab.shared_directory().unwrap().join(name)).unwrap();
     let foreign = pki("foreign").issue("foreign", &[host_b.address().into()]).unwrap();
@@ -112,7 +112,7 @@ fn peers_that_cannot_be_trusted() {
 /// Each of two hosts wins at a witness of its own: both would run the VM.
 #[test]
 fn two_hosts_that_ask_different_registers() {
-    let mut cluster = Cluster::with(&Setup { witness: true, ..Setup::default() });
+    let mut cluster = Cluster::with(&Setup { witness: true, ..Setup::impatient() });
     let address = cluster.lab.witness.address();
     configure(&mut cluster.b, |text| {
         let other = format!("[hosts.v]\naddress = \"{address}:7741\"\n[register]\nhost = \"v\"");

@@ -5,14 +5,14 @@ use std::process::Command;
 
 use serde_json::json;
 
-use crate::common::{self, Cluster, Guest, WHIMBREL};
+use crate::common::{self, Cluster, Guest, Setup, WHIMBREL};
 use crate::stranger::said;
 use crate::watched::{Watched, bare, is_qemu};
 use crate::{eventually, refused};
 
 #[test]
 fn requests_that_name_nothing_or_the_wrong_thing() {
-    let cluster = Cluster::new();
+    let cluster = Cluster::with(&Setup::impatient());
     let mut vm = Watched::new(&cluster, "vm1");
     let cases: &[(&[&str], i32, &[&str])] = &[
         (&["migrate", "vm9", "--to", "b"], 2, &["no VM vm9 here", "vm list", "vm adopt"]),
@@ -50,7 +50,7 @@ fn requests_that_name_nothing_or_the_wrong_thing() {
 
 #[test]
 fn qemus_that_cannot_be_taken_charge_of() {
-    let cluster = Cluster::new();
+    let cluster = Cluster::with(&Setup::impatient());
     let a = &cluster.a;
 
     // No monitor at all.
@@ -113,7 +113,7 @@ fn qemus_that_cannot_be_taken_charge_of() {
 
 #[test]
 fn vm_files_with_errors_name_file_line_and_key() {
-    let cluster = Cluster::new();
+    let cluster = Cluster::with(&Setup::impatient());
     let file = cluster.lab.a.directory().join("vm.toml");
     let path = file.display().to_string();
     let run = |text: &str| {

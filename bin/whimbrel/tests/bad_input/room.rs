@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::{self, Cluster, GuestSpec, QemuVersion};
+use crate::common::{self, Cluster, GuestSpec, QemuVersion, Setup};
 use crate::refused;
 use crate::stranger::configure;
 use crate::watched::{Watched, bare};
@@ -48,7 +48,7 @@ impl Drop for Small {
 
 #[test]
 fn hosts_without_room() {
-    let mut cluster = Cluster::new();
+    let mut cluster = Cluster::with(&Setup::impatient());
     let mut small = Vec::new();
     for (agent, directory) in [("a", "state"), ("b", "state"), ("b", "run")] {
         let agent = cluster.agent_mut(agent);
@@ -97,7 +97,7 @@ fn hosts_without_room() {
 
 #[test]
 fn qemus_that_are_too_old_or_not_there() {
-    let mut cluster = Cluster::new();
+    let mut cluster = Cluster::with(&Setup::impatient());
     let newest = *cluster.environment.qemu_versions().last().unwrap();
     let vm = Watched::with(&cluster, "vm1", GuestSpec { qemu: newest, ..bare("vm1") });
     let mut cases =

@@ -31,7 +31,7 @@ impl Stranger {
         let config = format!(
             "host = {name:?}\nlisten = \"{}:{port}\"\nstate_dir = \"state\"\nrun_dir = \"run\"\n{tls}\n{hosts}\n{}",
             host.address(),
-            Setup::default().extra
+            Setup::impatient().extra
         );
         fs::write(directory.join("agent.toml"), config).unwrap();
         let mut command = host.command(WHIMBREL);

@@ -3,14 +3,14 @@
 use std::fs;
 use std::process::Command;
 
-use crate::common::{Cluster, WHIMBREL};
+use crate::common::{Cluster, Setup, WHIMBREL};
 use crate::stranger::said;
 use crate::watched::{Watched, nothing_is_left};
 use crate::{eventually, refused};
 
 #[test]
 fn a_vm_that_is_debugged_or_on_its_way_already() {
-    let cluster = Cluster::new();
+    let cluster = Cluster::with(&Setup::impatient());
     let vm = Watched::new(&cluster, "vm1");
     let pid = vm.guest.pid().to_string();
     let traced = |traced: bool| {

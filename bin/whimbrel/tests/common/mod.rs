@@ -43,14 +43,16 @@ pub struct Setup {
 }
 
 impl Setup {
-    /// With agents that do not give up: however long a link is cut, and however busy the machine is.
-    pub fn patient() -> Self {
-        let extra = "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 600000\npeer_silence_ms = 2000\nconnect_ms = 2000\n";
+    /// With agents that soon give up: for tests in which they have to. A machine that stands still for some seconds may
+    /// make them.
+    pub fn impatient() -> Self {
+        let extra = "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 3000\npeer_silence_ms = 2000\nconnect_ms = 2000\nreclaim_after_ms = 2000\n";
         Self { extra: extra.to_owned(), ..Self::default() }
     }
 }
 
 impl Default for Setup {
+    /// With agents that do not give up: however long a link is cut, and however busy the machine is.
     fn default() -> Self {
         Self {
             link: lab::Link::Fast,
@@ -58,7 +60,7 @@ impl Default for Setup {
             plain: false,
             fault_harness: false,
             pool: false,
-            extra: "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 3000\npeer_silence_ms = 2000\nconnect_ms = 2000\nreclaim_after_ms = 2000\n"
+            extra: "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 600000\npeer_silence_ms = 2000\nstandstill_ms = 60000\nqmp_ms = 60000\n"
                 .to_owned(),
         }
     }
@@ -346,6 +348,11 @@ impl Agent {
         let mut command = self.host.command(WHIMBREL);
         command.arg("--socket").arg(self.socket()).arg("--json").args(words);
         command
+    }
+
+    /// Starts the program; what it says is kept for whoever waits for it.
+    pub fn begin(&self, words: &[&str]) -> Child {
+        self.command(words).stdout(Stdio::piped()).spawn().unwrap()
     }
 
     /// Runs the program to its end.

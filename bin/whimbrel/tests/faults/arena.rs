@@ -64,7 +64,7 @@ impl Arena {
 
     fn with(witness: bool, disk: GuestDisk) -> Self {
         let pool = disk == GuestDisk::Copied;
-        let cluster = Cluster::with(&Setup { witness, fault_harness: true, pool, ..Setup::default() });
+        let cluster = Cluster::with(&Setup { witness, fault_harness: true, pool, ..Setup::impatient() });
         let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
         let mut arena = Self {
             cluster,

@@ -80,9 +80,9 @@ pub struct Drain {
 
 /// No guest is held to less: its driver would take a disk that does next to nothing for a broken one.
 const LEAST_BYTES_PER_S: u64 = 1 << 20;
-/// A write of one page dirties sixteen, by the unit in which writes are recorded. What dirties more (a discard, which
-/// is no write) is no reason to write less.
-const MOST_DIRTIED_BY_WRITTEN: u64 = 16;
+/// A write of one sector dirties eight, by the unit in which writes are recorded, a page. What dirties more (a discard,
+/// which is no write) is no reason to write less.
+const MOST_DIRTIED_BY_WRITTEN: u64 = 8;
 /// How many calm looks it takes to raise a cap.
 const CALM_LOOKS: u32 = 3;
 
@@ -171,7 +171,7 @@ mod tests {
     fn a_guest_that_writes_steadily_is_held_to_its_share() {
         let disk = 100 * (100 << 20);
         for wants in [0, 1 << 20, 45 << 20, 99 << 20, 10 << 30] {
-            for dirties in [1, 16] {
+            for dirties in [1, 8] {
                 let sent = sent_in_all(&mut Drain::default(), wants, dirties).unwrap();
                 // What it dirtied before the first look was not held.
                 let unheld = (2 * wants * dirties).min(disk);
@@ -213,7 +213,7 @@ mod tests {
         };
         let decide = |observed| Drain::default().decide(&observed).bytes_per_s;
         // A discard of much; a link that carries next to nothing; nothing sent yet; numbers beyond all bounds.
-        assert_eq!(decide(observed(0, 10 << 30, Some(1000 << 20))), Some(25 << 20));
+        assert_eq!(decide(observed(0, 10 << 30, Some(1000 << 20))), Some(50 << 20));
         assert_eq!(decide(observed(1 << 30, 1 << 30, Some(0))), Some(LEAST_BYTES_PER_S));
         assert_eq!(decide(observed(1 << 30, 1 << 30, None)), None);
         let much = observed(u64::MAX, (40 << 20) + 1, Some(100 << 20));

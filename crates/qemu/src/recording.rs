@@ -28,9 +28,15 @@ pub use throttle::{WriteCap, Written};
 /// How names of exports, bitmaps and descriptors of ours begin.
 pub const PREFIX: &str = "whimbrel-";
 
-/// The unit in which writes are recorded, in bytes. Smaller ones send less of a disk that is written here and there,
-/// and cost more memory: this one is 2 MiB for a disk of 1 TiB.
-pub const GRANULARITY_BYTES: u64 = 64 << 10;
+/// The unit in which writes to a disk of that length are recorded, in bytes: a page, so that a write here and there
+/// sends no more than it has to. A bitmap takes 32 MiB then for a disk of 1 TiB, and no more for longer ones: the
+/// unit grows with them.
+#[must_use]
+pub fn granularity_bytes(disk_bytes: u64) -> u64 {
+    const PAGE_BYTES: u64 = 4 << 10;
+    const MOST_UNITS: u64 = 1 << 28;
+    (disk_bytes / MOST_UNITS).next_power_of_two().max(PAGE_BYTES)
+}
 
 /// How long QEMU may take to end an export whose client is gone.
 const EXPORT_PATIENCE: Duration = Duration::from_secs(10);
@@ -97,7 +103,7 @@ impl Recording {
         disks: Vec<RecordedDisk>,
     ) -> Result<Self, RecordError> {
         // Bitmaps before anything else: by them it is found whatever an agent that dies has left.
-        let add: Vec<Value> = disks.iter().map(|disk| add_bitmap(&disk.node, 0)).collect();
+        let add: Vec<Value> = disks.iter().map(|disk| add_bitmap(disk, 0)).collect();
         qmp.run("transaction", json!({ "actions": add }))?;
         let mut recording = Self { disks, turn: 0, frozen: Vec::new(), throttle: Throttle::default() };
         if let Err(error) = start_server(qmp, listener) {
@@ -169,8 +175,8 @@ impl Recording {
         self.thaw(qmp)?;
         let (old, new) = (self.turn, self.turn + 1);
         let mut actions = Vec::new();
-        for RecordedDisk { node, .. } in &self.disks {
-            actions.push(add_bitmap(node, new));
+        for disk @ RecordedDisk { node, .. } in &self.disks {
+            actions.push(add_bitmap(disk, new));
             actions.push(bitmap_action("block-dirty-bitmap-disable", node, old));
             if let Some(older) = old.checked_sub(1) {
                 actions.push(bitmap_action("block-dirty-bitmap-remove", node, older));
@@ -326,8 +332,8 @@ fn bitmap(turn: u64) -> String {
     format!("{PREFIX}{turn}")
 }
 
-fn add_bitmap(node: &str, turn: u64) -> Value {
-    let data = json!({ "node": node, "name": bitmap(turn), "granularity": GRANULARITY_BYTES });
+fn add_bitmap(RecordedDisk { node, bytes }: &RecordedDisk, turn: u64) -> Value {
+    let data = json!({ "node": node, "name": bitmap(turn), "granularity": granularity_bytes(*bytes) });
     json!({ "type": "block-dirty-bitmap-add", "data": data })
 }
 
@@ -346,4 +352,16 @@ fn export(node: &str, name: &str, more: Value) -> Value {
 /// Runs all of them; the first refusal is the error.
 fn all_done<'a>(qmp: &mut Qmp, commands: impl IntoIterator<Item = (&'a str, Value)>) -> Result<(), QmpError> {
     qmp.execute_all(commands)?.into_iter().try_for_each(|answer| answer.map(drop))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_unit_grows_with_the_disk() {
+        const TIB: u64 = 1 << 40;
+        assert_eq!([0, 1, TIB, TIB + 1].map(granularity_bytes), [4 << 10; 4]);
+        assert_eq!([2 * TIB, 3 * TIB, 16 * TIB].map(granularity_bytes), [8 << 10, 16 << 10, 64 << 10]);
+    }
 }

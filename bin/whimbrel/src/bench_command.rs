@@ -20,6 +20,9 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
     let results = command.kept.results.as_deref();
     let mut results = results_file::read(results, none, |results: &Results| &results.schema)?;
     let cases = if command.redraw { Vec::new() } else { chosen(command)? };
+    for (case, contenders) in &cases {
+        keeps_what_is_known(&results, case, contenders)?;
+    }
     if command.redraw {
         results_file::keep(&command.kept, &results, "results", lab::bench::tables, lab::bench::plots)?;
     }
@@ -36,6 +39,19 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
     }
     output.show(&results, text);
     Ok(Code::Done)
+}
+
+/// A case is kept whole: with fewer contenders it would take the place of one that has more.
+fn keeps_what_is_known(results: &Results, case: &Case, contenders: &[Contender]) -> Result<(), Failure> {
+    let known = results.cases.iter().find(|known| known.case.name == case.name);
+    let lost = known.and_then(|known| known.contenders().into_iter().find(|one| !contenders.contains(one)));
+    lost.map_or(Ok(()), |lost| {
+        let name = &case.name;
+        Err(lab::Error::Config(format!(
+            "the results of {name} have {lost} too, which would be lost: measure all contenders, or write into another file"
+        ))
+        .into())
+    })
 }
 
 fn names() -> Vec<String> {
@@ -154,4 +170,23 @@ fn summary(result: &CaseResult, contender: Contender) -> String {
     ];
     let values = values.into_iter().flatten().collect::<Vec<_>>().join(", ");
     format!("{contender:14} {ended}/{all} {values} ms")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_part_does_not_take_the_place_of_a_whole() {
+        let (case, both) =
+            (Case::idle("idle", QemuVersion::Newer), [Contender::Nobody, Contender::Whimbrel(None)]);
+        let run = |contender| Run { contender, turn: 1, measured: None, disturbance: None };
+        let known = CaseResult { case: case.clone(), made: None, runs: both.map(run).into() };
+        let (schema, machine) = (SCHEMA.to_owned(), String::new());
+        let results = Results { schema, machine, cases: vec![known] };
+        assert!(keeps_what_is_known(&results, &case, &both).is_ok());
+        assert!(keeps_what_is_known(&results, &case, &both[1..]).is_err());
+        let other = Case::idle("other", QemuVersion::Newer);
+        assert!(keeps_what_is_known(&results, &other, &both[1..]).is_ok());
+    }
 }

@@ -35,7 +35,7 @@ fn main() {
                 }
             }
         });
-        for frame_bytes in [64_usize << 10, 512 << 10] {
+        for frame_bytes in [64_usize << 10, 256 << 10] {
             let header = Header::new(Kind::Pages, frame_bytes).unwrap();
             let payload = vec![7; frame_bytes];
             let (writer, all_read) = (&mut writer, &all_read);

@@ -80,8 +80,8 @@ pub enum Mode {
     Default,
     /// Capability `multifd` with so many channels.
     Multifd(u8),
-    /// The same with two channels and compression by zstd.
-    MultifdZstd,
+    /// The same with compression by zstd.
+    MultifdZstd(u8),
     /// Capability `xbzrle` with a cache for the whole guest.
     Xbzrle,
     /// Capabilities `postcopy-ram` and `postcopy-preempt`, switched over after the first pass.
@@ -97,7 +97,7 @@ impl Contender {
             Mode::Default,
             Mode::Multifd(2),
             Mode::Multifd(4),
-            Mode::MultifdZstd,
+            Mode::MultifdZstd(2),
             Mode::Xbzrle,
             Mode::PostCopy,
             Mode::AutoConverge,
@@ -119,7 +119,8 @@ impl fmt::Display for Contender {
             Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
             Self::Qemu(Mode::Default) => f.write_str("qemu"),
             Self::Qemu(Mode::Multifd(channels)) => write!(f, "multifd-{channels}"),
-            Self::Qemu(Mode::MultifdZstd) => f.write_str("multifd-zstd"),
+            Self::Qemu(Mode::MultifdZstd(2)) => f.write_str("multifd-zstd"),
+            Self::Qemu(Mode::MultifdZstd(channels)) => write!(f, "multifd-zstd-{channels}"),
             Self::Qemu(Mode::Xbzrle) => f.write_str("xbzrle"),
             Self::Qemu(Mode::PostCopy) => f.write_str("post-copy"),
             Self::Qemu(Mode::AutoConverge) => f.write_str("auto-converge"),
@@ -134,17 +135,17 @@ impl FromStr for Contender {
         let fixed = [Self::Nobody].into_iter().chain(Self::all()).find(|one| one.to_string() == name);
         let counted = || {
             let (kind, count) = name.rsplit_once('-')?;
+            let channels = || count.parse().ok().filter(|count| *count > 0);
             match kind {
                 "whimbrel" => count.parse().ok().filter(|count| *count > 0).map(|n| Self::Whimbrel(Some(n))),
-                "multifd" => {
-                    count.parse().ok().filter(|count| *count > 0).map(|n| Self::Qemu(Mode::Multifd(n)))
-                }
+                "multifd" => channels().map(|n| Self::Qemu(Mode::Multifd(n))),
+                "multifd-zstd" => channels().map(|n| Self::Qemu(Mode::MultifdZstd(n))),
                 _ => None,
             }
         };
         fixed.or_else(counted).ok_or_else(|| {
             let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
-            format!("no such contender: {name}; there are nobody, {known}, and whimbrel-N and multifd-N for N streams")
+            format!("no such contender: {name}; there are nobody, {known}, and whimbrel-N, multifd-N and multifd-zstd-N for N streams")
         })
     }
 }
@@ -304,7 +305,12 @@ mod tests {
 
     #[test]
     fn contenders_are_named_and_found_by_their_names() {
-        let more = [Contender::Nobody, Contender::Whimbrel(Some(3)), Contender::Qemu(Mode::Multifd(8))];
+        let more = [
+            Contender::Nobody,
+            Contender::Whimbrel(Some(3)),
+            Contender::Qemu(Mode::Multifd(8)),
+            Contender::Qemu(Mode::MultifdZstd(4)),
+        ];
         for contender in Contender::all().into_iter().chain(more) {
             assert_eq!(contender.to_string().parse(), Ok(contender));
         }

@@ -131,9 +131,9 @@ fn set_up(monitor: &mut Monitor, mode: Mode, case: &Case, tls: Option<&str>) -> 
             capabilities.push("multifd");
             parameters["multifd-channels"] = channels.into();
         }
-        Mode::MultifdZstd => {
+        Mode::MultifdZstd(channels) => {
             capabilities.push("multifd");
-            parameters["multifd-channels"] = 2.into();
+            parameters["multifd-channels"] = channels.into();
             parameters["multifd-compression"] = "zstd".into();
         }
         Mode::Xbzrle => {

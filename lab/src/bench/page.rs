@@ -26,17 +26,17 @@ const COLUMNS: [(&str, Quantity, f64); 10] = [
 
 /// All results as tables, in Markdown: first what was to be reached, then suite by suite.
 pub fn tables(results: &Results) -> String {
-    let mut text = format!("Measured on {}.\n\n### What was to be reached\n\n", results.machine);
+    let mut text = "### What was to be reached\n\n".to_owned();
     text.push_str(&bars_table(&bars(results)));
+    text.push_str(&disturbed_more(results));
     let suites = suites();
     let is_of = |result: &CaseResult, suite: &Suite| {
         suite.cases.iter().any(|(case, _)| case.name == result.case.name)
     };
     for suite in &suites {
-        section(suite.about, results.cases.iter().filter(|result| is_of(result, suite)), &mut text);
+        section(suite.about, results, |result| is_of(result, suite), &mut text);
     }
-    let is_other = |result: &&CaseResult| !suites.iter().any(|suite| is_of(result, suite));
-    section("Other cases", results.cases.iter().filter(is_other), &mut text);
+    section("Other cases", results, |result| !suites.iter().any(|suite| is_of(result, suite)), &mut text);
     let is_missing = |case: &&Case| !results.cases.iter().any(|result| result.case.name == case.name);
     let cases = suites.iter().flat_map(|suite| suite.cases.iter().map(|(case, _)| case));
     let missing: Vec<_> = cases.filter(is_missing).map(|case| case.name.as_str()).collect();
@@ -57,22 +57,55 @@ pub(crate) fn bars_table(bars: &[Bar]) -> String {
     text
 }
 
-fn section<'a>(heading: &str, results: impl Iterator<Item = &'a CaseResult>, text: &mut String) {
-    let mut results = results.peekable();
-    if results.peek().is_some() {
+/// Where the guest's program was disturbed more than with one of QEMU's ways in all turns but one, or in all, as a table.
+fn disturbed_more(results: &Results) -> String {
+    let mut text = String::new();
+    for (quantity, word) in [(Quantity::Stall, "longest stall"), (Quantity::Lost, "lost work")] {
+        for result in &results.cases {
+            for theirs in result.contenders().into_iter().filter(|one| one.is_qemu()) {
+                let differences = result.differences(Contender::Whimbrel(None), theirs, quantity);
+                let (turns, more) =
+                    (differences.len(), differences.iter().filter(|difference| **difference > 0.0).count());
+                let Some(beyond) = Spread::of(differences).filter(|_| turns >= 5 && more + 1 >= turns) else {
+                    continue;
+                };
+                // A string takes all.
+                let _ = writeln!(
+                    text,
+                    "| {}: {word} | {theirs} | {more} of {turns} | {} |",
+                    result.case.name,
+                    difference(beyond)
+                );
+            }
+        }
+    }
+    if text.is_empty() {
+        return text;
+    }
+    format!(
+        "\n### Where the guest's program was disturbed more\n\nThan with one of QEMU's ways, in all turns but one or in all.\n\n\
+         | | than with | turns | more by, ms |\n|---|---|---|---|\n{text}"
+    )
+}
+
+fn section(heading: &str, results: &Results, is_of: impl Fn(&CaseResult) -> bool, text: &mut String) {
+    let mut cases = results.cases.iter().filter(|result| is_of(result)).peekable();
+    if cases.peek().is_some() {
         let _ = write!(text, "\n### {heading}\n");
-        results.for_each(|result| case_table(result, text));
+        cases.for_each(|result| case_table(result, &results.machine, text));
     }
 }
 
-fn case_table(result: &CaseResult, text: &mut String) {
+/// A case; `machine` is the one on which it was measured if it does not say that itself.
+fn case_table(result: &CaseResult, machine: &str, text: &mut String) {
     let columns: Vec<_> = COLUMNS
         .into_iter()
         .filter(|(_, quantity, _)| result.runs.iter().any(|run| quantity.of(run).is_some()))
         .collect();
     let headings = columns.iter().map(|(heading, ..)| *heading).collect::<Vec<_>>().join(" | ");
     let line = "---|".repeat(columns.len() + 2);
-    let _ = write!(text, "\n**{}**: {}.{}\n\n", result.case.name, result.case.describe(), made(result));
+    let _ =
+        write!(text, "\n**{}**: {}.{}\n\n", result.case.name, result.case.describe(), made(result, machine));
     let _ = writeln!(text, "| | ended | {headings} |\n|{line}");
     for contender in result.contenders() {
         let (ended, all) = result.ended(contender);
@@ -103,15 +136,16 @@ fn case_table(result: &CaseResult, text: &mut String) {
     }
 }
 
-/// When and with what it was measured.
-fn made(result: &CaseResult) -> String {
+/// With what and where it was measured.
+fn made(result: &CaseResult, machine: &str) -> String {
     let Some(made) = &result.made else {
-        return " (Measured before the clock of Whimbrel's total began with the request: it lacks the source's first look \
-                at the guest.)"
-            .to_owned();
+        return format!(
+            " {machine}. (Measured before the clock of Whimbrel's total began with the request: it lacks the source's \
+             first look at the guest.)"
+        );
     };
     let commit = made.commit.as_ref().map_or(String::new(), |commit| format!(", commit {commit}"));
-    format!(" {}{commit}.", made.qemu)
+    format!(" {}{commit}; {}.", made.qemu, made.machine)
 }
 
 /// Median, least and most; of what happens to the guest's program also by how much it is more than where nobody moves it.
@@ -197,7 +231,32 @@ pub fn machine() -> String {
 
 #[cfg(test)]
 mod tests {
+    use super::super::program::Disturbance;
     use super::*;
+    use crate::environment::QemuVersion;
+
+    #[test]
+    fn what_is_more_in_nearly_all_turns_is_told() {
+        const OURS: Contender = Contender::Whimbrel(None);
+        const THEIRS: Contender = Contender::Qemu(Mode::Default);
+        let run = |contender, turn, lost_ms| {
+            let disturbance = Disturbance { lost_ms, ..Disturbance::default() };
+            Run { contender, turn, measured: None, disturbance: Some(disturbance) }
+        };
+        let told = |ours: [f64; 5]| {
+            let turns = (1..).zip(ours);
+            let runs = turns.flat_map(|(turn, lost_ms)| {
+                [(OURS, lost_ms), (THEIRS, 10.0)].map(|(who, lost_ms)| run(who, turn, lost_ms))
+            });
+            let case =
+                CaseResult { case: Case::idle("idle", QemuVersion::Newer), made: None, runs: runs.collect() };
+            let (schema, machine) = (String::new(), String::new());
+            disturbed_more(&Results { schema, machine, cases: vec![case] })
+        };
+        assert_eq!(told([11.0, 12.0, 13.0, 9.0, 9.0]), "");
+        let table = told([11.0, 12.0, 13.0, 9.0, 14.0]);
+        assert!(table.ends_with("| idle: lost work | qemu | 4 of 5 | +2.0 (-1.0–+4.0) |\n"), "{table}");
+    }
 
     #[test]
     fn only_what_is_between_the_marks_changes() {

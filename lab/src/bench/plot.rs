@@ -207,12 +207,14 @@ pub(crate) struct Line {
     pub(crate) dotted: bool,
 }
 
-/// For each contender the medians of a quantity in the cases whose names begin so, over what grows.
+/// For each contender the medians of a quantity in the cases whose names begin so, over what grows; all else is the same
+/// in them.
 fn lines_by(results: &Results, prefix: &str, x: impl Fn(&Case) -> f64, quantity: Quantity) -> Vec<Line> {
     let cases: Vec<_> = results
         .cases
         .iter()
-        .filter(|result| result.case.name.starts_with(prefix) && !result.case.name.ends_with("-few"))
+        .filter(|result| result.case.name.starts_with(prefix) && !result.case.memfd)
+        .filter(|result| !matches!(result.case.program, Program::Load { few: true, .. }))
         .collect();
     let mut contenders: Vec<_> = cases.iter().flat_map(|result| result.contenders()).collect();
     contenders.sort_unstable();

@@ -1,6 +1,7 @@
 //! What was measured, as it is kept, and what is made of it: medians, spreads, ratios.
 
 use std::process::Command;
+use std::sync::LazyLock;
 use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
@@ -21,7 +22,7 @@ pub const SCHEMA: &str = "whimbrel.bench/1";
 pub struct Results {
     /// Always [`SCHEMA`].
     pub schema: String,
-    /// The machine, in a few words.
+    /// The machine, in a few words, of cases that do not say theirs.
     pub machine: String,
     /// Case by case.
     pub cases: Vec<CaseResult>,
@@ -49,7 +50,8 @@ pub struct Provenance {
     pub machine: String,
     /// QEMU, as it says itself.
     pub qemu: String,
-    /// The commit of the sources, where they are at hand; with a `+` where they were changed since.
+    /// The commit of the sources as this program first asked, where they are at hand; with a `+` where they were changed
+    /// since.
     pub commit: Option<String>,
 }
 
@@ -57,21 +59,23 @@ impl Provenance {
     /// What is here now.
     pub(crate) fn now(environment: &Environment, qemu: QemuVersion) -> Result<Self> {
         let qemu = run(Command::new(environment.qemu(qemu)?.program).arg("--version"))?;
-        let git = |arguments: &[&str]| run(Command::new("git").args(arguments)).ok();
-        let commit = git(&["rev-parse", "--short", "HEAD"]).map(|commit| {
-            let changed =
-                git(&["status", "--porcelain", "--untracked-files=no"]).is_none_or(|text| !text.is_empty());
-            format!("{}{}", commit.trim(), if changed { "+" } else { "" })
-        });
         let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
             unix_s: since_1970.as_secs(),
             machine: machine(),
             qemu: qemu.lines().next().unwrap_or_default().to_owned(),
-            commit,
+            commit: COMMIT.clone(),
         })
     }
 }
+
+/// Asked once: a bench takes hours, and who works on the sources meanwhile does not change what is measured.
+static COMMIT: LazyLock<Option<String>> = LazyLock::new(|| {
+    let git = |arguments: &[&str]| run(Command::new("git").args(arguments)).ok();
+    let commit = git(&["rev-parse", "--short", "HEAD"])?;
+    let changed = git(&["status", "--porcelain", "--untracked-files=no"]).is_none_or(|text| !text.is_empty());
+    Some(format!("{}{}", commit.trim(), if changed { "+" } else { "" }))
+});
 
 /// One measurement.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -261,8 +265,13 @@ impl CaseResult {
 
     /// Differences of a quantity turn by turn: by how much a contender's is more than another's in the same turn.
     pub fn beyond(&self, contender: Contender, other: Contender, quantity: Quantity) -> Option<Spread> {
+        Spread::of(self.differences(contender, other, quantity))
+    }
+
+    /// The same, one by one.
+    pub fn differences(&self, contender: Contender, other: Contender, quantity: Quantity) -> Vec<f64> {
         let pairs = pairs(&self.runs, contender, other, |run| quantity.of(run));
-        Spread::of(pairs.into_iter().map(|(own, others)| own - others))
+        pairs.into_iter().map(|(own, others)| own - others).collect()
     }
 }
 

@@ -24,7 +24,8 @@ const OURS: Contender = Contender::Whimbrel(None);
 const DEFAULT: Contender = Contender::Qemu(Mode::Default);
 const MULTIFD_2: Contender = Contender::Qemu(Mode::Multifd(2));
 const MULTIFD_4: Contender = Contender::Qemu(Mode::Multifd(4));
-const ZSTD: Contender = Contender::Qemu(Mode::MultifdZstd);
+const ZSTD: Contender = Contender::Qemu(Mode::MultifdZstd(2));
+const ZSTD_4: Contender = Contender::Qemu(Mode::MultifdZstd(4));
 const XBZRLE: Contender = Contender::Qemu(Mode::Xbzrle);
 const POST_COPY: Contender = Contender::Qemu(Mode::PostCopy);
 const AUTO: Contender = Contender::Qemu(Mode::AutoConverge);
@@ -42,7 +43,7 @@ pub fn suites() -> Vec<Suite> {
         (Case::idle("idle-7.2", Installed), everybody()),
         (
             Case { tls: true, ..idle("idle-tls") },
-            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD, POST_COPY],
+            vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2, MULTIFD_4, ZSTD, ZSTD_4, POST_COPY],
         ),
         (
             Case { tls: true, ..Case::idle("idle-tls-7.2", Installed) },
@@ -109,7 +110,7 @@ pub fn suites() -> Vec<Suite> {
             vec![Contender::Nobody, OURS, MULTIFD_2],
         ));
     }
-    for wss in [8, 32, 128] {
+    for wss in [0, 8, 32, 128] {
         let case = idle(&format!("dirty-{wss}")).sized(512, 300).writing(wss, 2 * wss, LoadMode::Random);
         sizes.push((case, vec![Contender::Nobody, OURS, MULTIFD_2]));
     }

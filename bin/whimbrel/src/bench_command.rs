@@ -16,7 +16,7 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
     }
     let program = std::env::current_exe()
         .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
-    let none = Results { schema: SCHEMA.to_owned(), machine: lab::bench::machine(), cases: Vec::new() };
+    let none = Results { schema: SCHEMA.to_owned(), cases: Vec::new() };
     let results = command.kept.results.as_deref();
     let mut results = results_file::read(results, none, |results: &Results| &results.schema)?;
     let cases = if command.redraw { Vec::new() } else { chosen(command)? };
@@ -174,6 +174,8 @@ fn summary(result: &CaseResult, contender: Contender) -> String {
 
 #[cfg(test)]
 mod tests {
+    use lab::bench::Provenance;
+
     use super::*;
 
     #[test]
@@ -181,9 +183,9 @@ mod tests {
         let (case, both) =
             (Case::idle("idle", QemuVersion::Newer), [Contender::Nobody, Contender::Whimbrel(None)]);
         let run = |contender| Run { contender, turn: 1, measured: None, disturbance: None };
-        let known = CaseResult { case: case.clone(), made: None, runs: both.map(run).into() };
-        let (schema, machine) = (SCHEMA.to_owned(), String::new());
-        let results = Results { schema, machine, cases: vec![known] };
+        let known =
+            CaseResult { case: case.clone(), made: Provenance::default(), runs: both.map(run).into() };
+        let results = Results { schema: SCHEMA.to_owned(), cases: vec![known] };
         assert!(keeps_what_is_known(&results, &case, &both).is_ok());
         assert!(keeps_what_is_known(&results, &case, &both[1..]).is_err());
         let other = Case::idle("other", QemuVersion::Newer);

@@ -59,7 +59,7 @@ impl Bench {
     /// Has all contenders move the guest so many times, after a warm-up; `say` is told what was measured.
     pub fn run(&self, contenders: &[Contender], turns: u32, mut say: impl FnMut(&Run)) -> Result<CaseResult> {
         let made = Provenance::now(&self.environment, self.case.qemu)?;
-        let mut result = CaseResult { case: self.case.clone(), made: Some(made), runs: Vec::new() };
+        let mut result = CaseResult { case: self.case.clone(), made, runs: Vec::new() };
         let movers: Vec<_> = contenders.iter().copied().filter(|one| *one != Contender::Nobody).collect();
         for turn in 0..=turns {
             let mut runs = Vec::new();

@@ -27,7 +27,7 @@ pub use bars::{Bar, bars};
 pub use case::{Case, Contender, Mode, Program};
 pub use measure::Bench;
 pub use mover::DowntimeParts;
-pub use page::{machine, put, tables};
+pub use page::{put, tables};
 pub use plot::plots;
 pub use program::Disturbance;
 pub use result::{CaseResult, Measured, Provenance, Quantity, Results, Run, SCHEMA, Spread};

@@ -92,20 +92,18 @@ fn section(heading: &str, results: &Results, is_of: impl Fn(&CaseResult) -> bool
     let mut cases = results.cases.iter().filter(|result| is_of(result)).peekable();
     if cases.peek().is_some() {
         let _ = write!(text, "\n### {heading}\n");
-        cases.for_each(|result| case_table(result, &results.machine, text));
+        cases.for_each(|result| case_table(result, text));
     }
 }
 
-/// A case; `machine` is the one on which it was measured if it does not say that itself.
-fn case_table(result: &CaseResult, machine: &str, text: &mut String) {
+fn case_table(result: &CaseResult, text: &mut String) {
     let columns: Vec<_> = COLUMNS
         .into_iter()
         .filter(|(_, quantity, _)| result.runs.iter().any(|run| quantity.of(run).is_some()))
         .collect();
     let headings = columns.iter().map(|(heading, ..)| *heading).collect::<Vec<_>>().join(" | ");
     let line = "---|".repeat(columns.len() + 2);
-    let _ =
-        write!(text, "\n**{}**: {}.{}\n\n", result.case.name, result.case.describe(), made(result, machine));
+    let _ = write!(text, "\n**{}**: {}. {}.\n\n", result.case.name, result.case.describe(), result.made);
     let _ = writeln!(text, "| | ended | {headings} |\n|{line}");
     for contender in result.contenders() {
         let (ended, all) = result.ended(contender);
@@ -134,18 +132,6 @@ fn case_table(result: &CaseResult, machine: &str, text: &mut String) {
             columns.iter().map(|(_, quantity, _)| compared(result, ours, best(*quantity), *quantity));
         let _ = writeln!(text, "| *whimbrel to the best of these* | |{}", compared.collect::<String>());
     }
-}
-
-/// With what and where it was measured.
-fn made(result: &CaseResult, machine: &str) -> String {
-    let Some(made) = &result.made else {
-        return format!(
-            " {machine}. (Measured before the clock of Whimbrel's total began with the request: it lacks the source's \
-             first look at the guest.)"
-        );
-    };
-    let commit = made.commit.as_ref().map_or(String::new(), |commit| format!(", commit {commit}"));
-    format!(" {}{commit}; {}.", made.qemu, made.machine)
 }
 
 /// Median, least and most; of what happens to the guest's program also by how much it is more than where nobody moves it.
@@ -215,7 +201,7 @@ fn between([begin, end]: &[String; 2], page: &str, text: &str) -> Option<String>
 }
 
 /// What machine this is, in a few words.
-pub fn machine() -> String {
+pub(super) fn machine() -> String {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let after = |text: &str, key: &str| {
         let line = text.lines().find(|line| line.starts_with(key))?;
@@ -232,6 +218,7 @@ pub fn machine() -> String {
 #[cfg(test)]
 mod tests {
     use super::super::program::Disturbance;
+    use super::super::result::Provenance;
     use super::*;
     use crate::environment::QemuVersion;
 
@@ -248,10 +235,12 @@ mod tests {
             let runs = turns.flat_map(|(turn, lost_ms)| {
                 [(OURS, lost_ms), (THEIRS, 10.0)].map(|(who, lost_ms)| run(who, turn, lost_ms))
             });
-            let case =
-                CaseResult { case: Case::idle("idle", QemuVersion::Newer), made: None, runs: runs.collect() };
-            let (schema, machine) = (String::new(), String::new());
-            disturbed_more(&Results { schema, machine, cases: vec![case] })
+            let case = CaseResult {
+                case: Case::idle("idle", QemuVersion::Newer),
+                made: Provenance::default(),
+                runs: runs.collect(),
+            };
+            disturbed_more(&Results { schema: String::new(), cases: vec![case] })
         };
         assert_eq!(told([11.0, 12.0, 13.0, 9.0, 9.0]), "");
         let table = told([11.0, 12.0, 13.0, 9.0, 14.0]);

@@ -1,5 +1,6 @@
 //! What was measured, as it is kept, and what is made of it: medians, spreads, ratios.
 
+use std::fmt;
 use std::process::Command;
 use std::sync::LazyLock;
 use std::time::SystemTime;
@@ -22,8 +23,6 @@ pub const SCHEMA: &str = "whimbrel.bench/1";
 pub struct Results {
     /// Always [`SCHEMA`].
     pub schema: String,
-    /// The machine, in a few words, of cases that do not say theirs.
-    pub machine: String,
     /// Case by case.
     pub cases: Vec<CaseResult>,
 }
@@ -33,16 +32,14 @@ pub struct Results {
 pub struct CaseResult {
     /// The case.
     pub case: Case,
-    /// When and with what it was measured. Absent where the clock of Whimbrel's total began only when the source had
-    /// looked at the guest, tens of milliseconds after the request.
-    #[serde(default)]
-    pub made: Option<Provenance>,
+    /// When and with what it was measured.
+    pub made: Provenance,
     /// Measurements in the order in which they were made, the warm-up not among them.
     pub runs: Vec<Run>,
 }
 
 /// When and with what something was measured.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Provenance {
     /// Seconds since 1970.
     pub unix_s: u64,
@@ -66,6 +63,14 @@ impl Provenance {
             qemu: qemu.lines().next().unwrap_or_default().to_owned(),
             commit: COMMIT.clone(),
         })
+    }
+}
+
+impl fmt::Display for Provenance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { machine, qemu, commit, .. } = self;
+        let commit = commit.as_ref().map_or(String::new(), |commit| format!(", commit {commit}"));
+        write!(f, "{qemu}{commit}; {machine}")
     }
 }
 
@@ -341,7 +346,8 @@ mod tests {
             run(default, 3, Some(10.0)),
             run(multifd, 3, Some(5.0)),
         ];
-        let result = CaseResult { case: Case::idle("x", QemuVersion::Newer), made: None, runs };
+        let result =
+            CaseResult { case: Case::idle("x", QemuVersion::Newer), made: Provenance::default(), runs };
         assert_eq!(result.best_of_qemu(Quantity::Total), Some((default, 20.0)));
         assert_eq!(result.ended(multifd), (2, 3));
         assert_eq!(result.ratio(ours, default, Quantity::Total), Some(0.55));

@@ -109,7 +109,7 @@ mod tests {
 
     fn result(name: &str, runs: Vec<Run>) -> CaseResult {
         let (case, _) = cases().into_iter().find(|(case, _)| case.name == name).unwrap();
-        let made = Provenance { unix_s: 0, machine: String::new(), qemu: String::new(), commit: None };
+        let made = Provenance::default();
         CaseResult { case, made, runs, io: Vec::new() }
     }
 

@@ -43,10 +43,9 @@ pub fn tables(results: &Results) -> String {
         let _ = write!(text, "**What was to be reached**\n\n{}", bars_table(&bars(results)));
     }
     for result in &results.cases {
-        let commit = result.made.commit.as_ref().map_or(String::new(), |commit| format!(", commit {commit}"));
         let (case, made) = (&result.case, &result.made);
         // A string takes all.
-        let _ = write!(text, "\n**{}**: {}. {}{commit}.\n\n", case.name, case.describe(), made.qemu);
+        let _ = write!(text, "\n**{}**: {}. {made}.\n\n", case.name, case.describe());
         if !result.runs.is_empty() {
             moves(result, &mut text);
         }
@@ -137,12 +136,8 @@ mod tests {
     fn tables_have_what_was_measured_and_nothing_else() {
         let none = Results { schema: SCHEMA.to_owned(), cases: Vec::new() };
         assert_eq!(tables(&none), "");
-        let made = Provenance {
-            unix_s: 0,
-            machine: String::new(),
-            qemu: "QEMU 10".to_owned(),
-            commit: Some("abc".to_owned()),
-        };
+        let (qemu, commit) = ("QEMU 10".to_owned(), Some("abc".to_owned()));
+        let made = Provenance { qemu, commit, ..Provenance::default() };
         let run = |mover, total_ms| {
             let measured = Some(Measured { total_ms, memory_ms: 1000.0, ..Measured::default() });
             Run { mover, turn: 1, measured, given_up: None, seen: Seen::default(), timeline: None }

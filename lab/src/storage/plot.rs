@@ -115,7 +115,7 @@ mod tests {
                 seen: Seen::default(),
                 timeline: Some(timeline.clone()),
             };
-            let made = Provenance { unix_s: 0, machine: String::new(), qemu: String::new(), commit: None };
+            let made = Provenance::default();
             let (case, _) = cases().into_iter().find(|(case, _)| case.name == name).unwrap();
             CaseResult { case, made, runs: movers.iter().map(run).collect(), io: Vec::new() }
         };

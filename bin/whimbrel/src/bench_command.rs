@@ -18,7 +18,7 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
         .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
     let none = Results { schema: SCHEMA.to_owned(), cases: Vec::new() };
     let results = command.kept.results.as_deref();
-    let mut results = results_file::read(results, none, |results: &Results| &results.schema)?;
+    let mut results = results_file::read(results, command.redraw, none, |results: &Results| &results.schema)?;
     let cases = if command.redraw { Vec::new() } else { chosen(command)? };
     for (case, contenders) in &cases {
         keeps_what_is_known(&results, case, contenders)?;

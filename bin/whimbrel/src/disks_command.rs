@@ -19,7 +19,7 @@ pub(crate) fn run(command: &DisksCommand, output: &Output) -> Result<Code, Failu
         .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
     let none = Results { schema: SCHEMA.to_owned(), cases: Vec::new() };
     let results = command.kept.results.as_deref();
-    let mut results = results_file::read(results, none, |results: &Results| &results.schema)?;
+    let mut results = results_file::read(results, command.redraw, none, |results: &Results| &results.schema)?;
     let chosen = if command.redraw { Vec::new() } else { chosen(command)? };
     if command.redraw {
         results_file::keep(&command.kept, &results, "disks", tables, plots)?;

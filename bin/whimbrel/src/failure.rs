@@ -34,8 +34,8 @@ pub(crate) enum Failure {
         /// Why.
         source: io::Error,
     },
-    /// The laboratory does not work.
-    #[error("the laboratory cannot be made or taken down")]
+    /// The laboratory does not work, or cannot be as it is wanted.
+    #[error(transparent)]
     Lab(#[from] lab::Error),
     /// The system refuses something basic.
     #[error("{what}")]

@@ -10,23 +10,24 @@ use serde::de::DeserializeOwned;
 use crate::cli::ResultsOptions;
 use crate::failure::Failure;
 
-/// What was measured before; `none` where there is no file. It has to be of the same schema.
+/// What was measured before; `none` where there is no file and none `must_be`. It has to be of the same schema.
 pub(crate) fn read<R: DeserializeOwned>(
     path: Option<&Path>,
+    must_be: bool,
     none: R,
     schema_of: impl Fn(&R) -> &str,
 ) -> Result<R, Failure> {
-    let Some(path) = path.filter(|path| path.exists()) else { return Ok(none) };
-    let file = |source| Failure::File { path: path.to_owned(), source };
-    let known: R = serde_json::from_str(&fs::read_to_string(path).map_err(file)?)
-        .map_err(io::Error::from)
-        .map_err(file)?;
-    let (found, wanted) = (schema_of(&known), schema_of(&none));
-    if found == wanted {
-        return Ok(known);
-    }
-    let path = path.display();
-    Err(lab::Error::Config(format!("{path} holds {found}, this is {wanted}: name another file")).into())
+    let Some(path) = path.filter(|path| must_be || path.exists()) else { return Ok(none) };
+    let text = fs::read_to_string(path).map_err(|source| Failure::File { path: path.to_owned(), source })?;
+    let wanted = schema_of(&none);
+    let other = |found: &str| {
+        let path = path.display();
+        lab::Error::Config(format!("{path} holds {found}, this is {wanted}: name another file"))
+    };
+    let known: R =
+        serde_json::from_str(&text).map_err(|error| other(&format!("something else ({error})")))?;
+    let found = schema_of(&known);
+    if found == wanted { Ok(known) } else { Err(other(found).into()) }
 }
 
 /// Writes what was measured in place of what was there, and what is made of it, where that is asked for: tables between

@@ -203,6 +203,14 @@ fn file(victim: &Victim) -> RamFile {
     RamFile::open(&victim.process, &maps::mapping_at(&victim.process, address).unwrap().unwrap()).unwrap()
 }
 
+/// How much of 48 MiB of a victim is there, in bytes.
+fn present(victim: &Victim) -> u64 {
+    let mut found = Vec::new();
+    let range = AddressRange::with_len(victim.regions()[0].address, 48 * MIB);
+    Pagemap::open(&victim.process).unwrap().populated(range, &mut found).unwrap();
+    found.iter().map(AddressRange::len).sum()
+}
+
 /// Trap 5: what is never touched costs no memory there, and what is given back here is given back there.
 #[test]
 fn holes_stay_holes_and_become_holes() {
@@ -222,6 +230,27 @@ fn holes_stay_holes_and_become_holes() {
     it.assert_equal();
     assert_eq!(used(&it.destination), 4 * MIB, "comparing must not fill holes");
     assert_eq!(used(&it.source), 4 * MIB, "moving must not fill holes");
+}
+
+/// What was there from end to end before anything came was asked for: nothing of it is given back, and what is empty
+/// here is zero there.
+#[test]
+fn preallocated_memory_stays() {
+    for kind in ["memfd", "anonymous"] {
+        let mut source = Victim::start("memfd", 48 * MIB);
+        source.order(&format!("write 0 {} 5", 8 * MIB));
+        let mut destination = Victim::start(kind, 48 * MIB);
+        destination.order(&format!("write 0 {} 6", 48 * MIB));
+        let (mut it, owed) = Move::begin_calm(source, destination, false);
+        let sender = it.connect();
+        let (sender, owed) = it.live_round(sender, owed);
+        it.source.order(&format!("drop {} {}", MIB + 8192, 4 * MIB));
+        it.source.order(&format!("write {} 5 7", 2 * MIB + 100));
+        let (sender, owed) = it.live_round(sender, owed);
+        it.last_round(sender, owed);
+        it.assert_equal();
+        assert_eq!(present(&it.destination), 48 * MIB, "{kind}");
+    }
 }
 
 /// A clean page of a shared file that is given back and read again leaves no mark at all: protected as before, and
@@ -322,12 +351,6 @@ fn anonymous_memory_is_given_back_between_rounds() {
     it.source.order(&format!("drop {} {}", 8 * MIB, 40 * MIB));
     let sender = it.connect();
     let (sender, owed) = it.live_round(sender, owed);
-    let present = |victim: &Victim| -> u64 {
-        let mut found = Vec::new();
-        let range = AddressRange::with_len(victim.regions()[0].address, 48 * MIB);
-        Pagemap::open(&victim.process).unwrap().populated(range, &mut found).unwrap();
-        found.iter().map(AddressRange::len).sum()
-    };
     assert_eq!(present(&it.destination), 8 * MIB);
     it.source.order(&format!("drop {} {}", MIB, 4 * MIB));
     let (sender, owed) = it.live_round(sender, owed);

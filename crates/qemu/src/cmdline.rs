@@ -184,7 +184,7 @@ pub const OPTIONS: &[Known] = &[
     flag("ctrl-grab"),
     flag("no-quit"),
     drop("mem-path", true, "the plan for memory says what it is made of"),
-    drop("mem-prealloc", false, "the plan for memory says what it is made of"),
+    flag("mem-prealloc"),
     drop("S", false, "the new QEMU always waits"),
     drop("incoming", true, STARTING),
     drop("loadvm", true, STARTING),

@@ -7,6 +7,7 @@ use proto::limits::PAGE_BYTES;
 use tracee::{AddressRange, Pagemap, Process, RamFile, RamFileKind, RemoteMemory};
 
 use super::place::{Place, find};
+use super::preallocated::Preallocated;
 use super::{BlockWriter, RamError, RamRegion};
 use crate::dirty::DirtyBitmap;
 use crate::lock;
@@ -17,7 +18,8 @@ static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 /// Opens the RAM of a QEMU for writing, block by block, each in the way that fits it.
 ///
 /// To be called before the first page comes: what QEMU itself has put into its RAM by then (firmware) is looked up
-/// here, so that a hole of the source becomes zeros there too.
+/// here, so that a hole of the source becomes zeros there too. A block that is there from end to end was preallocated,
+/// and stays so.
 ///
 /// # Errors
 /// When a block is not where it is said to be, or its file cannot be opened.
@@ -31,20 +33,28 @@ pub fn open_destination(
     let writers =
         regions.iter().zip(places).map(|(region, place)| -> Result<Box<dyn BlockWriter>, RamError> {
             let region = region.clone();
+            let touched = touched(&mut pagemap, &region)?;
+            let is_preallocated = touched.count() == touched.pages();
             let (file, discards, dirty) = match place {
                 Place::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
-                    return Ok(Box::new(FileWriter { region, file, offset }));
+                    return Ok(kept_if(is_preallocated, Box::new(FileWriter { region, file, offset })));
                 }
-                Place::File(file, offset) => (Some((file, offset)), false, touched(&mut pagemap, &region)?),
-                Place::Anonymous => (None, true, touched(&mut pagemap, &region)?),
+                Place::File(file, offset) => (Some((file, offset)), false, touched),
+                Place::Anonymous => (None, true, touched),
                 // What is behind a private mapping of a file shows through wherever nothing was written.
                 Place::PrivateFile(..) | Place::Opaque => (None, false, DirtyBitmap::full(region.bytes)),
             };
             let zeroed = DirtyBitmap::new(region.bytes);
             let state = Mutex::new(State { dirty, zeroed });
-            Ok(Box::new(ProcessWriter { region, memory: Arc::clone(&memory), file, discards, state }))
+            let memory = Arc::clone(&memory);
+            let writer = ProcessWriter { region, memory, file, discards, state };
+            Ok(kept_if(is_preallocated, Box::new(writer)))
         });
     writers.collect()
+}
+
+fn kept_if(is_preallocated: bool, writer: Box<dyn BlockWriter>) -> Box<dyn BlockWriter> {
+    if is_preallocated { Box::new(Preallocated(writer)) } else { writer }
 }
 
 /// The pages of a block that are there already.

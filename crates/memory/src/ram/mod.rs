@@ -10,6 +10,9 @@
 //! | private mapping of a file | `process_vm_readv` what the process has, `pread` the rest | `process_vm_writev` | zeros |
 //! | private huge pages | `process_vm_readv` | `process_vm_writev` | zeros |
 //!
+//! A block that was there from end to end before the first page came was preallocated by the user's wish: nothing of it
+//! is given back, and what has to be empty is filled with zeros.
+//!
 //! Where nothing is (holes of the file, pages neither present nor swapped) nothing is read, and a hole there becomes a
 //! hole here (trap 5). Tracking puts a mark in the place of each page that is not there; what tells a mark from a page
 //! in swap is its entry in `/proc/PID/pagemap`, which only a process with `CAP_SYS_ADMIN` sees. Of huge pages that are
@@ -25,6 +28,7 @@ use tracee::{AddressRange, ProcessError, RamFileError, RemoteError};
 mod destination;
 mod dropped;
 mod place;
+mod preallocated;
 mod source;
 pub mod zero;
 

@@ -200,6 +200,13 @@ fn memory_keeps_its_names() {
         built(numa, &anonymous).contains(&format!("-object qom-type=memory-backend-ram,id=r0,size=1G,{off}"))
     );
     assert_eq!(built("-machine pc-q35-7.2 -display none", &anonymous), "-machine pc-q35-7.2 -display none");
+    // Who wants all of it at once gets it there too.
+    for plan in [&memfd, &anonymous] {
+        assert!(built("-machine pc-q35-7.2 -mem-prealloc -display none", plan).contains(" -mem-prealloc "));
+        let object =
+            "-object memory-backend-ram,id=r0,size=1G,prealloc=on -numa node,memdev=r0 -display none";
+        assert!(built(object, plan).contains(",prealloc=on"));
+    }
     assert_eq!(
         codes("-object memory-backend-file,id=r,size=1G,mem-path=/x,pmem=on", &memfd),
         ["memory-persistent"]

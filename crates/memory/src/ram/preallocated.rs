@@ -1,0 +1,66 @@
+//! Memory that was there before anything came: the user asked QEMU to take all of it at once (`prealloc=on`).
+//!
+//! It shall still be there when the guest runs, so that no first touch has to wait for a page, and none can fail. What
+//! is empty at the source is filled with zeros here where it is not zero already, and nothing is given back.
+
+use std::ops::Range;
+
+use proto::limits::PAGE_BYTES;
+
+use super::zero::is_zero;
+use super::{BlockWriter, RamError};
+
+/// Looked at in one go, and what zeros are written from.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// A block all of whose pages stay.
+pub(super) struct Preallocated(pub(super) Box<dyn BlockWriter>);
+
+impl BlockWriter for Preallocated {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.0.bytes()
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        self.0.read(offset, into)
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
+        self.0.write(offset, data)
+    }
+
+    fn write_runs(&self, runs: &[Range<u64>], data: &[u8]) -> Result<(), RamError> {
+        self.0.write_runs(runs, data)
+    }
+
+    fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
+        let mut bytes = vec![0; ZEROS.len().min((range.end - range.start) as usize)];
+        let mut at = range.start;
+        while at < range.end {
+            let len = bytes.len().min((range.end - at) as usize);
+            let bytes = &mut bytes[..len];
+            self.read(at, bytes)?;
+            let pages = bytes.chunks(PAGE_BYTES as usize);
+            let filled = pages.enumerate().filter(|(_, page)| !is_zero(page));
+            let runs: Vec<Range<u64>> = filled
+                .map(|(nth, page)| {
+                    at + nth as u64 * PAGE_BYTES..at + nth as u64 * PAGE_BYTES + page.len() as u64
+                })
+                .collect();
+            if !runs.is_empty() {
+                let filled = runs.iter().map(|run| (run.end - run.start) as usize).sum::<usize>();
+                self.write_runs(&runs, &ZEROS[..filled])?;
+            }
+            at += len as u64;
+        }
+        Ok(())
+    }
+
+    fn take_discardable(&self) -> Vec<Range<u64>> {
+        Vec::new()
+    }
+}

@@ -31,6 +31,9 @@ pub struct Case {
     pub devices: bool,
     /// Memory of the guest: a shared memfd rather than anonymous.
     pub memfd: bool,
+    /// All of it taken by QEMU when it starts, on both sides.
+    #[serde(default)]
+    pub preallocated: bool,
     /// Bytes per second that the link lets through. None: as fast as this machine can.
     pub link_bytes_per_s: Option<u64>,
     /// Encrypted and authenticated, on both sides of the comparison.
@@ -182,6 +185,7 @@ impl Case {
             regions: 1,
             devices: false,
             memfd: false,
+            preallocated: false,
             link_bytes_per_s: None,
             tls: false,
             patience_s: 90,
@@ -269,6 +273,7 @@ impl Case {
         });
         let more = [
             (self.memfd, "shared memfd"),
+            (self.preallocated, "preallocated"),
             (self.devices, "VGA, USB, disk, network, balloon, random numbers, serial"),
             (self.tls, "TLS"),
         ];

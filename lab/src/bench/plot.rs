@@ -49,9 +49,9 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     if !downtimes.is_empty() {
         draw("downtime", &|canvas| bars(canvas, "downtime, ms (less is better)", &downtimes))?;
     }
-    let growth = lines_by(results, "size-", |case| case.memory_mib as f64, Quantity::Total);
+    let growth = lines_by(results, "size-", |case| case.memory_mib as f64, Quantity::Moving);
     if !growth.is_empty() {
-        let axes = Axes { title: "total time by size of the guest", x: "memory, MiB", y: "total, ms" };
+        let axes = Axes { title: "time after the start, by size of the guest", x: "memory, MiB", y: "ms" };
         draw("sizes", &|canvas| lines(canvas, &axes, &growth))?;
     }
     let rate = |case: &Case| match case.program {

@@ -168,6 +168,8 @@ impl Spread {
 pub enum Quantity {
     /// Total time, ms.
     Total,
+    /// The part of it after the start of the destination's QEMU, ms.
+    Moving,
     /// Downtime from QEMU's event STOP to its event RESUME, ms.
     Downtime,
     /// Downtime from before `stop` to the return of `cont`, ms. QEMU tells no such thing of its own migration.
@@ -195,6 +197,7 @@ impl Quantity {
         let disturbance = run.disturbance.as_ref();
         match self {
             Self::Total => measured.map(|m| m.total_ms),
+            Self::Moving => measured.map(|m| m.total_ms - m.start_ms),
             Self::Downtime => measured.map(|m| m.events_ms.unwrap_or(m.downtime_ms)),
             Self::Standstill => measured.filter(|_| is_whimbrel(run)).map(|m| m.downtime_ms),
             Self::Cpu => measured.map(|m| m.cpu_ms),

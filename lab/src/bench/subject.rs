@@ -18,6 +18,9 @@ use crate::lab::{Lab, vm_address};
 use crate::monitor::Monitor;
 use crate::spec::{Device, Disk, GuestSpec, Load, LoadMode, Net, Ram};
 
+/// QEMU's option to take all memory at once when it starts.
+const PREALLOCATE: &str = "-mem-prealloc";
+
 /// Its name.
 pub(crate) const VM: &str = "bench";
 
@@ -105,12 +108,15 @@ impl Subject {
 
     /// Has a QEMU take as much memory as the guest has, and more, write to it, and give it back. A machine that is
     /// itself virtual may have to get memory from its host at the first touch, which takes several times as long as a
-    /// migration, and hits whoever comes first.
+    /// migration, and hits whoever comes first. Needless where QEMU itself takes it beforehand.
     pub(crate) fn warm_memory(&self, host: &Host, environment: &Environment) -> Result<()> {
+        if self.spec.extra.iter().any(|option| option == PREALLOCATE) {
+            return Ok(());
+        }
         let mut spec = GuestSpec::tiny("warm", Load::default());
         spec.memory_mib = self.spec.memory_mib + 128;
         spec.ram = self.spec.ram.clone();
-        spec.extra = vec!["-S".to_owned(), "-mem-prealloc".to_owned()];
+        spec.extra = vec!["-S".to_owned(), PREALLOCATE.to_owned()];
         Guest::start(host, environment, &spec).map(drop)
     }
 }
@@ -193,6 +199,9 @@ fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> 
     spec.memory_mib = case.memory_mib;
     spec.numa_nodes = case.regions;
     spec.ram = if case.memfd { Ram::Memfd } else { Ram::Anonymous };
+    if case.preallocated {
+        spec.extra.push(PREALLOCATE.to_owned());
+    }
     // Whimbrel's agent holds the first monitor.
     spec.second_monitor = true;
     Ok(spec)

@@ -112,6 +112,7 @@ fn case(options: &CaseOptions) -> Case {
         regions: options.regions,
         devices: options.devices,
         memfd: options.memfd,
+        preallocated: options.preallocated,
         link_bytes_per_s: (options.link.0 > 0).then_some(options.link.0),
         tls: options.tls,
         patience_s: options.patience,

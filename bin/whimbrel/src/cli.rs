@@ -436,6 +436,9 @@ pub(crate) struct CaseOptions {
     /// The guest's memory is a shared memfd
     #[arg(long)]
     pub memfd: bool,
+    /// QEMU takes all of the guest's memory when it starts, on both sides
+    #[arg(long)]
+    pub preallocated: bool,
     /// What the link lets through: 1Gbit, 100Mbit, none
     #[arg(long, default_value = "none", value_name = "RATE")]
     pub link: Rate,

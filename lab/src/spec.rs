@@ -156,6 +156,8 @@ pub struct Load {
     pub port: u16,
     /// Makes contents differ between guests.
     pub seed: u64,
+    /// How much of what it fills looks random, in percent; the rest compresses well.
+    pub noise_percent: u64,
 }
 
 /// How the load generator rewrites pages.
@@ -183,6 +185,7 @@ impl Default for Load {
             address: None,
             port: 0,
             seed: 1,
+            noise_percent: 100,
         }
     }
 }
@@ -340,7 +343,8 @@ impl GuestSpec {
                 "load.fill={} load.wss={} load.rate={}",
                 load.fill_mib, load.wss_mib, load.rate_mib_per_s
             ),
-            format!("load.verify={} load.mode={mode} load.seed={}", load.verify_mib_per_s, load.seed),
+            format!("load.verify={} load.mode={mode}", load.verify_mib_per_s),
+            format!("load.seed={} load.noise={}", load.seed, load.noise_percent),
             format!(
                 "load.disk_threads={} load.disk_writers={} load.disk={} load.port={}",
                 load.disk_threads, load.disk_writers, load.disk_mib, load.port

@@ -37,7 +37,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use disk::DiskLoad;
-use memory::Memory;
+use memory::{Memory, Recipe};
 use options::Options;
 use progress::Progress;
 
@@ -70,7 +70,8 @@ fn main() {
     } else {
         None
     };
-    let memory = Memory::filled(options.seed, options.fill_mib * MIB);
+    let recipe = Recipe { seed: options.seed, noise_percent: options.noise_percent };
+    let memory = Memory::filled(recipe, options.fill_mib * MIB);
     println!("FILLED pages={}", memory.len());
     Load::new(options, memory, disk).run(&commands);
 }

@@ -32,18 +32,38 @@ pub(crate) struct Wrong {
     pub(crate) found: u64,
 }
 
+/// What the content of all pages is made from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Recipe {
+    /// Makes content differ between runs.
+    pub(crate) seed: u64,
+    /// How many of a hundred pieces of memory look random; the others hold small numbers, as much of a program's
+    /// memory does, and compress well.
+    pub(crate) noise_percent: u64,
+}
+
+/// Neighbouring pages that are all random, or none of them, for so it is with memory: 1 MiB.
+const PIECE_PAGES: usize = 256;
+
+impl Recipe {
+    fn is_noise(self, page: usize) -> bool {
+        let piece = (page / PIECE_PAGES) as u64;
+        mix(self.seed ^ mix(piece)) % 100 < self.noise_percent
+    }
+}
+
 /// The pages and what they must contain.
 pub(crate) struct Memory {
-    seed: u64,
+    recipe: Recipe,
     pages: Vec<Page>,
     expected: Vec<Expected>,
 }
 
 impl Memory {
     /// Allocates and writes every page once.
-    pub(crate) fn filled(seed: u64, pages: usize) -> Self {
+    pub(crate) fn filled(recipe: Recipe, pages: usize) -> Self {
         let mut memory = Self {
-            seed,
+            recipe,
             pages: vec![Page([0; WORDS]); pages],
             expected: vec![Expected { base: 0, few: 0, zero: true }; pages],
         };
@@ -65,7 +85,7 @@ impl Memory {
             Mode::Few if !expected.zero => {
                 expected.few = expected.few.wrapping_add(1);
                 let few = *expected;
-                for (at, word) in few_words(self.seed, page, few) {
+                for (at, word) in few_words(self.recipe.seed, page, few) {
                     self.pages[page].0[at] = word;
                 }
                 return;
@@ -79,7 +99,7 @@ impl Memory {
     /// Compares one page with what was written last. A wrong page is mended, so that each wrong is told once.
     pub(crate) fn verify(&mut self, page: usize) -> Option<Wrong> {
         let expected = self.expected[page];
-        let wrong = content(self.seed, page, expected)
+        let wrong = content(self.recipe, page, expected)
             .zip(&self.pages[page].0)
             .enumerate()
             .find(|(_, (expected, found))| expected != *found)
@@ -91,7 +111,7 @@ impl Memory {
     }
 
     fn rewrite(&mut self, page: usize) {
-        let content = content(self.seed, page, self.expected[page]);
+        let content = content(self.recipe, page, self.expected[page]);
         for (to, word) in self.pages[page].0.iter_mut().zip(content) {
             *to = word;
         }
@@ -99,14 +119,15 @@ impl Memory {
 }
 
 /// All words of a page.
-fn content(seed: u64, page: usize, expected: Expected) -> impl Iterator<Item = u64> {
-    let few = few_words(seed, page, expected);
-    words(seed, page as u64, expected.base).enumerate().map(move |(at, base)| {
+fn content(recipe: Recipe, page: usize, expected: Expected) -> impl Iterator<Item = u64> {
+    let few = few_words(recipe.seed, page, expected);
+    let mask = if recipe.is_noise(page) { u64::MAX } else { 0xff };
+    words(recipe.seed, page as u64, expected.base).enumerate().map(move |(at, base)| {
         if expected.zero {
             return 0;
         }
         let few = few.iter().find(|(few_at, _)| expected.few > 0 && *few_at == at);
-        few.map_or(base, |(_, word)| *word)
+        few.map_or(base & mask, |(_, word)| *word)
     })
 }
 
@@ -123,9 +144,28 @@ fn few_words(seed: u64, page: usize, expected: Expected) -> [(usize, u64); 4] {
 mod tests {
     use super::*;
 
+    const ALL_NOISE: Recipe = Recipe { seed: 5, noise_percent: 100 };
+
+    #[test]
+    fn noise_is_as_much_as_was_wished_for_and_lies_together() {
+        let noise = |noise_percent: u64, piece: usize| {
+            let recipe = Recipe { noise_percent, ..ALL_NOISE };
+            let is_noise = recipe.is_noise(piece * PIECE_PAGES);
+            assert!((0..PIECE_PAGES).all(|page| recipe.is_noise(piece * PIECE_PAGES + page) == is_noise));
+            is_noise
+        };
+        assert!((0..100).all(|piece| noise(100, piece) && !noise(0, piece)));
+        let third = (0..1000).filter(|piece| noise(33, *piece)).count();
+        assert!((250..420).contains(&third), "{third}");
+        let mut plain = Memory::filled(Recipe { noise_percent: 0, ..ALL_NOISE }, 2);
+        assert!(plain.pages[1].0.iter().all(|word| *word < 256));
+        plain.write(1, Mode::Random);
+        assert_eq!(plain.verify(1), None);
+    }
+
     #[test]
     fn every_mode_verifies_and_every_change_is_found_once() {
-        let mut memory = Memory::filled(5, 8);
+        let mut memory = Memory::filled(ALL_NOISE, 8);
         for round in 0..12 {
             for page in 0..8 {
                 memory.write(page, [Mode::Random, Mode::Few, Mode::Zero, Mode::Few][(round + page) % 4]);
@@ -141,7 +181,7 @@ mod tests {
     #[test]
     fn a_stale_page_is_found() {
         for mode in [Mode::Random, Mode::Few, Mode::Zero] {
-            let mut memory = Memory::filled(5, 1);
+            let mut memory = Memory::filled(ALL_NOISE, 1);
             let stale = memory.pages[0].clone();
             memory.write(0, mode);
             memory.pages[0] = stale;

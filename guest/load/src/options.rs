@@ -38,6 +38,8 @@ pub(crate) struct Options {
     pub(crate) port: u16,
     /// Makes content differ between runs.
     pub(crate) seed: u64,
+    /// How much of memory looks random, in percent; the rest compresses well. Fixed for the run.
+    pub(crate) noise_percent: u64,
 }
 
 impl Default for Options {
@@ -53,6 +55,7 @@ impl Default for Options {
             disk_mib: 16,
             port: 0,
             seed: 1,
+            noise_percent: 100,
         }
     }
 }
@@ -74,6 +77,7 @@ impl Options {
             "disk" => self.disk_mib = number(key, value)?,
             "port" => self.port = number(key, value)?,
             "seed" => self.seed = number(key, value)?,
+            "noise" => self.noise_percent = number(key, value)?,
             "mode" => {
                 self.mode = match value {
                     "random" => Mode::Random,

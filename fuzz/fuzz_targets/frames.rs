@@ -4,7 +4,8 @@
 use libfuzzer_sys::fuzz_target;
 use proto::frame::{Header, Kind};
 use proto::limits::CHUNK_PAGES;
-use proto::pages::{Content, PagesHeader, decode_ack, decode_round_end, encode_ack, encode_round_end};
+use proto::packed::Packed;
+use proto::pages::{Ack, Content, PagesHeader, decode_round_end, encode_round_end};
 use proto::reference::{Reference, decode_missing, encode_missing};
 
 fuzz_target!(|bytes: &[u8]| {
@@ -45,14 +46,22 @@ fuzz_target!(|bytes: &[u8]| {
                 }
             }
             Kind::Ack => {
-                if let Ok(seq) = decode_ack(payload) {
-                    assert_eq!(encode_ack(seq), payload);
+                if let Ok(ack) = Ack::decode(payload) {
+                    assert_eq!(ack.encode(), payload);
                 }
             }
             Kind::Missing => {
                 if let Ok((seq, pages)) = decode_missing(payload) {
                     assert_eq!(encode_missing(seq, &pages), payload);
                 }
+            }
+            Kind::Packed => {
+                let Ok(packed) = Packed::decode(payload, &mut runs) else { continue };
+                assert!(packed.bytes.len() < packed.data_bytes);
+                let mut again = packed.codec.encode().to_vec();
+                packed.header.encode(&runs, &mut again);
+                again.extend_from_slice(packed.bytes);
+                assert_eq!(again, payload);
             }
             Kind::Message | Kind::Blob => {}
         }

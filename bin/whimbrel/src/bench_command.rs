@@ -93,7 +93,7 @@ fn chosen(command: &BenchCommand) -> Result<Vec<(Case, Vec<Contender>)>, Failure
 }
 
 fn case(options: &CaseOptions) -> Case {
-    let CaseOptions { fill, wss, rate, verify, few, .. } = *options;
+    let CaseOptions { fill, wss, rate, verify, few, noise, .. } = *options;
     Case {
         name: "case".to_owned(),
         qemu: if options.installed_qemu { QemuVersion::Installed } else { QemuVersion::Newer },
@@ -106,6 +106,7 @@ fn case(options: &CaseOptions) -> Case {
                 rate_mib_per_s: rate,
                 verify_mib_per_s: verify,
                 few,
+                noise_percent: noise,
             }
         },
         memory_mib: options.memory,

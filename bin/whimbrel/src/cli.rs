@@ -4,7 +4,7 @@ mod choices;
 
 use std::path::PathBuf;
 
-use agent::api::{BadName, HostId, VmName};
+use agent::api::{BadName, Compress, HostId, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::rate::Rate;
@@ -247,6 +247,10 @@ pub(crate) struct MigrateCommand {
     /// Send all of the disks that are copied, also what the other host has already in its templates or from before
     #[arg(long)]
     pub no_references: bool,
+    /// How pages are compressed: `auto` as hard as link and processors want it, `none`, `lz4`, `zstd`, or `zstd:LEVEL` with a
+    /// level from 1 to 19 (auto)
+    #[arg(long, value_name = "auto|none|lz4|zstd[:LEVEL]")]
+    pub compress: Option<Compress>,
     /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is
     /// not
     #[arg(
@@ -412,9 +416,12 @@ pub(crate) struct CaseOptions {
     /// Memory of the guest, MiB
     #[arg(long, default_value_t = 1024, value_name = "MIB")]
     pub memory: u64,
-    /// Filled with random content, MiB
+    /// Filled, MiB
     #[arg(long, default_value_t = 700, value_name = "MIB")]
     pub fill: u64,
+    /// How much of that is random, in percent; the rest compresses well
+    #[arg(long, default_value_t = 100, value_name = "PERCENT", value_parser = clap::value_parser!(u64).range(..=100))]
+    pub noise: u64,
     /// The part of it that is rewritten, MiB
     #[arg(long, default_value_t = 0, value_name = "MIB")]
     pub wss: u64,

@@ -28,6 +28,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         verify: command.verify,
         throttle_writes: command.throttle_writes.map(Into::into),
         references: command.no_references.then_some(false),
+        compression: command.compress,
         ram: command.ram.into(),
         allow_options: command.allow_options,
         disks: command.disks.into(),

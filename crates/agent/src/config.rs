@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
-use crate::api::{OnLimit, ThrottleWrites};
+use crate::api::{Compress, OnLimit, ThrottleWrites};
 pub use crate::pool::{Pool, PoolFormat};
 
 /// Where the configuration lies if nothing else is said.
@@ -154,6 +154,22 @@ pub struct Limits {
     pub throttle_writes: ThrottleWrites,
     /// Whether pages of disks that the destination has already are referred to, and not sent.
     pub references: bool,
+    /// How pages are compressed.
+    pub compression: Compress,
+    /// Least ratio of data to what is sent for it, in percent, for which it is compressed.
+    pub compression_least_ratio_percent: u32,
+    /// How much is sent as it is behind data that compressed less, in bytes of each stream.
+    pub compression_skip_bytes: u64,
+}
+
+impl Limits {
+    /// What is worth compressing.
+    pub(crate) fn worth(&self) -> memory::Worth {
+        memory::Worth {
+            least_ratio_percent: self.compression_least_ratio_percent,
+            skip_bytes: self.compression_skip_bytes,
+        }
+    }
 }
 
 impl Default for Limits {
@@ -166,6 +182,9 @@ impl Default for Limits {
             on_limit: OnLimit::Abort,
             throttle_writes: ThrottleWrites::Off,
             references: true,
+            compression: Compress::Auto,
+            compression_least_ratio_percent: memory::Worth::default().least_ratio_percent,
+            compression_skip_bytes: memory::Worth::default().skip_bytes,
         }
     }
 }

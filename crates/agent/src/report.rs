@@ -53,6 +53,9 @@ pub struct Report {
     /// Disks that were copied, with the images that they have at the destination.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
+    /// What compression did; absent where there was none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compression: Option<Compression>,
     /// Rounds of pre-copy and the last one, in order.
     pub rounds: Vec<Round>,
     /// How long the guest stood still; absent if it was never stopped.
@@ -130,6 +133,36 @@ pub struct Disk {
     pub path: String,
     /// The image's format.
     pub format: String,
+}
+
+/// What compression did. Data is what is left of pages when zeros, holes and references are taken away.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Compression {
+    /// What was wanted (`auto`, `lz4`, `zstd:3`).
+    pub wanted: String,
+    /// All data, in bytes.
+    pub data_bytes: u64,
+    /// The part of it that was sent compressed, in bytes before that; the rest was not worth it.
+    pub packed_bytes: u64,
+    /// What was sent for all of it, in bytes.
+    pub wire_bytes: u64,
+    /// Processor time of compressing, in microseconds.
+    pub pack_cpu_us: u64,
+    /// What `auto` picked, and when.
+    pub ways: Vec<PickedWay>,
+}
+
+/// A way to compress that was picked.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct PickedWay {
+    /// Since the migration was asked for, in microseconds.
+    pub at_us: u64,
+    /// Which way (`none`, `lz4`, `zstd:3`).
+    pub way: String,
+    /// What the link seemed to carry, in bytes per second.
+    pub link_bytes_per_s: u64,
 }
 
 /// One round.
@@ -316,6 +349,7 @@ impl Report {
             objective,
             ram_blocks: Vec::new(),
             disks: Vec::new(),
+            compression: None,
             rounds: Vec::new(),
             downtime: None,
             sent_bytes: 0,

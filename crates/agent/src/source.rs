@@ -5,6 +5,7 @@
 //! ([`handover`]). Whatever happens outside (a message, a lost link, a user's word, QEMU's end) arrives in one
 //! [`inbox`], so that no phase can miss it.
 
+mod compressing;
 mod conversation;
 mod ending;
 mod handover;
@@ -30,7 +31,7 @@ use proto::{Generation, VmName};
 
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
-use crate::api::{MigrateRequest, OnLimit, ThrottleWrites};
+use crate::api::{Compress, MigrateRequest, OnLimit, ThrottleWrites};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
@@ -60,6 +61,10 @@ pub(crate) struct Aims {
     pub(crate) throttle_writes: ThrottleWrites,
     /// Pages of disks that the destination has already are referred to, and not sent.
     pub(crate) references: bool,
+    /// How pages are compressed.
+    pub(crate) compression: Compress,
+    /// What is worth it.
+    pub(crate) worth: ::memory::Worth,
 }
 
 impl Aims {
@@ -75,6 +80,8 @@ impl Aims {
             verify: request.verify,
             throttle_writes: request.throttle_writes.unwrap_or(limits.throttle_writes),
             references: request.references.unwrap_or(limits.references),
+            compression: request.compression.unwrap_or(limits.compression),
+            worth: limits.worth(),
         }
     }
 

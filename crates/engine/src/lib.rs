@@ -5,11 +5,13 @@
 //!
 //! - [`handover`]: who owns the VM; the two roles' transition functions and the register's compare-and-set.
 //! - [`bulk`]: when disks have gone ahead far enough for memory to begin.
+//! - [`compression`]: which way to compress what is sent.
 //! - [`precopy`]: when to stop the guest.
 //! - [`throttle`]: how fast a guest may write to disks that are copied.
 //! - [`phase`]: the parts of a migration in their order, for progress and report.
 
 pub mod bulk;
+pub mod compression;
 pub mod handover;
 pub mod phase;
 pub mod precopy;

@@ -6,7 +6,9 @@
 
 use std::ops::Range;
 
+use proto::frame::Kind;
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
+use proto::packed::Codec;
 use proto::pages::{Content, PagesHeader, Run};
 use proto::reference::{Library, REFERENCE_BYTES, Reference};
 
@@ -147,11 +149,27 @@ impl FrameBuilder {
         Ok((taken, contents))
     }
 
-    /// The parts of the payload: header with runs, and data.
-    pub(crate) fn payload(&mut self, header: &PagesHeader) -> [&[u8]; 2] {
+    /// The data of all runs.
+    pub(crate) fn data(&self) -> &[u8] {
+        &self.data[..self.filled]
+    }
+
+    /// The frame: its kind, and the parts of its payload, header with runs, and data. Where that was compressed, this
+    /// is sent in its place.
+    pub(crate) fn payload<'a>(
+        &'a mut self,
+        header: &PagesHeader,
+        packed: Option<(Codec, &'a [u8])>,
+    ) -> (Kind, [&'a [u8]; 2]) {
         self.head.clear();
+        if let Some((codec, _)) = packed {
+            self.head.extend_from_slice(&codec.encode());
+        }
         header.encode(&self.runs, &mut self.head);
-        [&self.head, &self.data[..self.filled]]
+        match packed {
+            Some((_, packed)) => (Kind::Packed, [&self.head, packed]),
+            None => (Kind::Pages, [&self.head, &self.data[..self.filled]]),
+        }
     }
 
     /// The names of the pages that are in the frame as data, by their number in the chunk; none where no references

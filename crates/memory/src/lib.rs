@@ -27,6 +27,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 mod background;
 mod chunk;
 pub mod dirty;
+mod pack;
 pub mod ram;
 pub mod receive;
 mod references;
@@ -38,6 +39,7 @@ pub mod wire;
 
 pub use chunk::{Contents, FRAME_PAGES};
 pub use dirty::{ChunkPages, DirtyBitmap};
+pub use pack::{Counted, Packing, Trial, Worth};
 pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, open_destination, open_source};
 pub use receive::{
     AttachError, DestinationRam, Discardable, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
@@ -45,7 +47,7 @@ pub use receive::{
 pub use references::{Known, NAME_BYTES, NoTemplates, PageName, Templates};
 pub use round::{Cleared, DirtyLog, DrainFailed, Owed, Place, Readable, ScanError, ScanFailed, ScanStats};
 pub use send::{
-    Interrupted, Progress, RoundStats, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,
+    Interrupted, Progress, RoundStats, Saving, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,
 };
 pub use tracee::TrackError;
 pub use tracked::{LogError, TrackedRam};

@@ -20,6 +20,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use link::LinkError;
 use proto::Generation;
@@ -29,6 +30,7 @@ use proto::pages::BadPages;
 
 use crate::background::GivesWay;
 use crate::lock;
+use crate::pack::codec::{BadPacked, Unpacker};
 use crate::ram::{BlockWriter, RamError};
 use crate::references::{NoTemplates, Templates};
 use crate::wire::{DataStream, HangUp, is_transient};
@@ -52,6 +54,9 @@ pub enum ReceiveError {
     /// A frame that cannot be read.
     #[error("bad data frame")]
     BadFrame(#[from] BadPages),
+    /// Compressed pages that cannot be unpacked.
+    #[error("bad data frame")]
+    BadPacked(#[from] BadPacked),
     /// A frame was left out or came twice.
     #[error("frame {found} of the data stream came where frame {expected} has to come")]
     WrongSeq {
@@ -301,6 +306,9 @@ impl Receiver {
             bytes_since_ack: 0,
             written: Vec::new(),
             referred: Vec::new(),
+            unpacker: Unpacker::default(),
+            waited: Duration::ZERO,
+            acked_at: None,
             gives_way: None,
             brought_ram: false,
         };

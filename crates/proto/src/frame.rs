@@ -7,7 +7,7 @@
 //! +--------+--------+--------+--------+--------+--------+--------+--------+
 //! ```
 
-use crate::{limits, pages, reference};
+use crate::{limits, packed, pages, reference};
 
 /// Bytes of a frame's header.
 pub const HEADER_BYTES: usize = 8;
@@ -28,6 +28,8 @@ pub enum Kind {
     Ack = 5,
     /// Pages that were only referred to are not there, see [`reference`].
     Missing = 6,
+    /// Pages whose contents are compressed, see [`packed`].
+    Packed = 7,
 }
 
 impl Kind {
@@ -40,11 +42,12 @@ impl Kind {
             Self::RoundEnd => pages::ROUND_END_BYTES,
             Self::Ack => pages::ACK_BYTES,
             Self::Missing => reference::MISSING_BYTES,
+            Self::Packed => packed::MAX_PACKED_BYTES,
         }
     }
 
     fn from_byte(byte: u8) -> Option<Self> {
-        [Self::Message, Self::Blob, Self::Pages, Self::RoundEnd, Self::Ack, Self::Missing]
+        [Self::Message, Self::Blob, Self::Pages, Self::RoundEnd, Self::Ack, Self::Missing, Self::Packed]
             .into_iter()
             .find(|kind| *kind as u8 == byte)
     }

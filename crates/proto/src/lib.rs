@@ -21,7 +21,8 @@
 //! ```
 //!
 //! Where the destination has templates of disks, the source asks for them after `Accept`: `Seek`, and some `Known` come
-//! back. Pages that the destination has are then [referred to](reference).
+//! back. Pages that the destination has are then [referred to](reference). Where the link is slower than compressing,
+//! `Packed` frames stand in the place of some `Pages` ([`packed`]).
 //!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
 //! `Resume`; the destination ends and joins the workers of the old generation, answers `Resumed`, and takes the new
@@ -56,6 +57,7 @@ pub mod frame;
 pub mod ids;
 pub mod limits;
 pub mod message;
+pub mod packed;
 pub mod pages;
 pub mod reference;
 mod valid;

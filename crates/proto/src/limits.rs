@@ -39,6 +39,9 @@ pub const DISK_NAME_BYTES: usize = 255;
 /// Longest disk, in bytes: 2 EiB, so that no number of a chunk or a sector overflows.
 pub const DISK_BYTES: u64 = 2 << 60;
 
+/// Most codecs that a destination may name.
+pub const CODECS: usize = 16;
+
 /// Longest JSON message, in bytes.
 pub const MESSAGE_BYTES: usize = 4 << 20;
 

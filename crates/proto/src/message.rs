@@ -354,6 +354,9 @@ pub struct Acceptance {
     /// How many templates there are to refer to.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub templates: u16,
+    /// Names of the [codecs](crate::packed::Codec) that it unpacks. The source need not know all of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub codecs: Vec<String>,
 }
 
 /// One thing that pre-flight found.

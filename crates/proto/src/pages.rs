@@ -12,9 +12,10 @@
 //! What stands among the data for a run of kind 4 is a [reference](crate::reference): where the destination has the
 //! bytes already.
 //!
-//! All numbers are little-endian. `RoundEnd` is `seq u64 | round u32`. Two frames go the other way: `Ack` is `seq u64`,
-//! everything up to and including that frame has been applied; `Missing` comes before it, see
-//! [there](crate::reference).
+//! All numbers are little-endian. `RoundEnd` is `seq u64 | round u32`. Two frames go the other way: `Ack` is
+//! `seq u64 | waited u32`, everything up to and including that frame has been applied, and for so many µs since the `Ack`
+//! before nothing was there to be applied; `Missing` comes before it, see [there](crate::reference). Pages that
+//! are compressed travel in frames of another kind ([`crate::packed`]).
 
 use crate::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use crate::reference::REFERENCE_BYTES;
@@ -28,7 +29,7 @@ pub const MAX_PAYLOAD_BYTES: usize = FIXED_BYTES + RUN_BYTES * CHUNK_PAGES as us
 /// Payload of a `RoundEnd` frame, in bytes.
 pub const ROUND_END_BYTES: usize = 12;
 /// Payload of an `Ack` frame, in bytes.
-pub const ACK_BYTES: usize = 8;
+pub const ACK_BYTES: usize = 12;
 
 /// What a run of pages holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -132,6 +133,12 @@ pub enum BadPages {
     /// Runs are empty, overlap, go backwards, or leave the chunk.
     #[error("runs are not in ascending order within their chunk")]
     Runs,
+    /// Compressed in a way that this version does not know.
+    #[error("pages compressed by unknown codec {0}")]
+    Codec(u16),
+    /// Compressed data that is empty, or longer than what it stands for.
+    #[error("compressed pages that are none")]
+    Packed,
     /// A reference to nothing that this version knows.
     #[error("a reference that cannot be followed")]
     Reference,
@@ -153,6 +160,20 @@ impl PagesHeader {
 
     /// Reads and checks a payload: header, runs (put into `runs`, which is emptied first), and the data.
     pub fn decode<'a>(payload: &'a [u8], runs: &mut Vec<Run>) -> Result<(Self, &'a [u8]), BadPages> {
+        let (header, data, data_bytes) = Self::decode_runs(payload, runs)?;
+        match data.len().checked_sub(data_bytes) {
+            Some(0) => Ok((header, data)),
+            Some(surplus) => Err(BadPages::Surplus(surplus)),
+            None => Err(BadPages::Truncated),
+        }
+    }
+
+    /// Reads and checks header and runs; returns what stands behind them, and how long the data of the runs is, in
+    /// bytes.
+    pub(crate) fn decode_runs<'a>(
+        payload: &'a [u8],
+        runs: &mut Vec<Run>,
+    ) -> Result<(Self, &'a [u8], usize), BadPages> {
         let mut at = Cursor(payload);
         let header = Self {
             seq: u64::from_le_bytes(at.take()?),
@@ -175,11 +196,7 @@ impl PagesHeader {
             data_bytes += run.data_bytes();
             runs.push(run);
         }
-        match data.len().checked_sub(data_bytes) {
-            Some(0) => Ok((header, data)),
-            Some(surplus) => Err(BadPages::Surplus(surplus)),
-            None => Err(BadPages::Truncated),
-        }
+        Ok((header, data, data_bytes))
     }
 }
 
@@ -198,16 +215,33 @@ pub fn decode_round_end(payload: &[u8]) -> Result<(u64, u32), BadPages> {
     at.finish().map(|()| end)
 }
 
-/// Bytes of an `Ack` payload.
-pub fn encode_ack(seq: u64) -> [u8; ACK_BYTES] {
-    seq.to_le_bytes()
+/// What an `Ack` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ack {
+    /// Everything up to and including this frame has been applied.
+    pub seq: u64,
+    /// For how long since the one before nothing was there to be applied, in microseconds.
+    pub waited_us: u32,
 }
 
-/// Sequence number of an `Ack` payload.
-pub fn decode_ack(payload: &[u8]) -> Result<u64, BadPages> {
-    let mut at = Cursor(payload);
-    let seq = u64::from_le_bytes(at.take()?);
-    at.finish().map(|()| seq)
+impl Ack {
+    /// The payload.
+    pub fn encode(self) -> [u8; ACK_BYTES] {
+        let mut bytes = [0; ACK_BYTES];
+        bytes[..8].copy_from_slice(&self.seq.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.waited_us.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a payload.
+    ///
+    /// # Errors
+    /// When it has another length.
+    pub fn decode(payload: &[u8]) -> Result<Self, BadPages> {
+        let mut at = Cursor(payload);
+        let ack = Self { seq: u64::from_le_bytes(at.take()?), waited_us: u32::from_le_bytes(at.take()?) };
+        at.finish().map(|()| ack)
+    }
 }
 
 pub(crate) struct Cursor<'a>(pub(crate) &'a [u8]);

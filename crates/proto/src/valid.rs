@@ -214,8 +214,10 @@ impl ProposedDisk {
 }
 
 impl Acceptance {
-    /// Checks the list of disks; whether they were proposed is for the source.
+    /// Checks the lists of disks and of codecs; whether the disks were proposed is for the source.
     pub fn validate(&self) -> Result<(), Invalid> {
+        at_most("codecs", self.codecs.len(), limits::CODECS)?;
+        self.codecs.iter().try_for_each(|codec| text("a codec's name", codec, limits::NAME_BYTES))?;
         at_most("copied disks", self.copied.len(), limits::DISKS)?;
         self.copied.iter().try_for_each(|disk| text("a disk's name", &disk.name, limits::DISK_NAME_BYTES))
     }

@@ -9,9 +9,8 @@ use proto::message::{
     Acceptance, CopiedDisk, DiskWish, Finding, Hello, Message, NamedRun, Offer, Ownership, Proposal,
     ProposedDisk, Purpose, RamBlock, RegisterReply, RegisterRequest, Severity, Verdict, Welcome,
 };
-use proto::pages::{
-    self, Content, PagesHeader, Run, decode_ack, decode_round_end, encode_ack, encode_round_end,
-};
+use proto::packed::{Codec, Packed};
+use proto::pages::{self, Ack, Content, PagesHeader, Run, decode_round_end, encode_round_end};
 use proto::reference::{Library, Reference, decode_missing, encode_missing};
 use proto::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
 use whimbrel_proto as proto;
@@ -131,6 +130,7 @@ fn messages() -> Vec<Message> {
             copied: Vec::new(),
             references: false,
             templates: 0,
+            codecs: Vec::new(),
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
@@ -145,6 +145,7 @@ fn messages() -> Vec<Message> {
             }],
             references: false,
             templates: 0,
+            codecs: Vec::new(),
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
@@ -159,6 +160,7 @@ fn messages() -> Vec<Message> {
             }],
             references: true,
             templates: 2,
+            codecs: vec!["lz4".into(), "zstd".into()],
         }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
@@ -271,6 +273,16 @@ fn referring() -> Vec<u8> {
 }
 
 /// One of each kind, in the order of the file. The page of data is checked apart: it would fill the file.
+const ACK: Ack = Ack { seq: 0x0102_0304_0506_0708, waited_us: 0x090a_0b0c };
+
+/// A page of data in three bytes, which no codec could have made; a codec is not what is tried here.
+fn packed() -> Vec<u8> {
+    let mut payload = Codec::Zstd.encode().to_vec();
+    PAGES.encode(&[Run { first_page: 3, pages: 1, content: Content::Data }], &mut payload);
+    payload.extend_from_slice(&[0xaa; 3]);
+    payload
+}
+
 fn frames() -> Vec<Vec<u8>> {
     let mut without_data = Vec::new();
     PAGES.encode(&RUNS, &mut without_data);
@@ -279,9 +291,10 @@ fn frames() -> Vec<Vec<u8>> {
         frame(Kind::Blob, b"QEVM"),
         frame(Kind::Pages, &without_data),
         frame(Kind::RoundEnd, &encode_round_end(0x0102_0304_0506_0708, 0x090a_0b0c)),
-        frame(Kind::Ack, &encode_ack(0x0102_0304_0506_0708)),
+        frame(Kind::Ack, &ACK.encode()),
         frame(Kind::Missing, &encode_missing(0x0102_0304_0506_0708, &[1, 0, 0, 0, 0, 0, 0, 1 << 63])),
         frame(Kind::Pages, &referring()),
+        frame(Kind::Packed, &packed()),
         Header::new(Kind::Pages, pages::MAX_PAYLOAD_BYTES).unwrap().encode().to_vec(),
     ]
 }
@@ -345,19 +358,22 @@ fn frames_are_written_and_read_as_in_version_1() {
         .collect();
     let kinds: Vec<_> = read.iter().map(|(header, _)| header.kind).collect();
     let expected = [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing];
-    assert_eq!(kinds, [&expected[..], &[Kind::Pages; 2]].concat());
-    for (header, payload) in &read[..7] {
+    assert_eq!(kinds, [&expected[..], &[Kind::Pages, Kind::Packed, Kind::Pages]].concat());
+    for (header, payload) in &read[..8] {
         assert_eq!(header.payload_bytes as usize, payload.len());
     }
     let mut runs = Vec::new();
     assert_eq!(PagesHeader::decode(&read[2].1, &mut runs), Ok((PAGES, &[][..])));
     assert_eq!(runs, RUNS);
     assert_eq!(decode_round_end(&read[3].1), Ok((0x0102_0304_0506_0708, 0x090a_0b0c)));
-    assert_eq!(decode_ack(&read[4].1), Ok(0x0102_0304_0506_0708));
+    assert_eq!(Ack::decode(&read[4].1), Ok(ACK));
     assert_eq!(decode_missing(&read[5].1), Ok((0x0102_0304_0506_0708, [1, 0, 0, 0, 0, 0, 0, 1 << 63])));
     let (_, records) = PagesHeader::decode(&read[6].1, &mut runs).unwrap();
     let records: Vec<_> = records.chunks(32).map(|record| Reference::decode(record).unwrap()).collect();
     assert_eq!(records, REFERENCES);
+    let packed = Packed::decode(&read[7].1, &mut runs).unwrap();
+    assert_eq!((packed.header, packed.codec, packed.bytes), (PAGES, Codec::Zstd, &[0xaa; 3][..]));
+    assert_eq!((packed.data_bytes, runs.len()), (4096, 1));
 }
 
 /// Contents follow the runs, in their order, with nothing in between.

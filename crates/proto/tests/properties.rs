@@ -3,14 +3,14 @@
 use proptest::prelude::*;
 use proto::frame::{BadHeader, HEADER_BYTES, Header, Kind};
 use proto::message::{Hello, Message, Welcome};
-use proto::pages::{
-    self, BadPages, Content, PagesHeader, Run, decode_ack, decode_round_end, encode_ack, encode_round_end,
-};
+use proto::packed::{self, Codec, Packed};
+use proto::pages::{self, Ack, BadPages, Content, PagesHeader, Run, decode_round_end, encode_round_end};
 use proto::reference::{CHUNK_WORDS, Library, MISSING_BYTES, Reference, decode_missing, encode_missing};
 use proto::{VmName, limits};
 use whimbrel_proto as proto;
 
-const KINDS: [Kind; 6] = [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing];
+const KINDS: [Kind; 7] =
+    [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing, Kind::Packed];
 const CONTENTS: [Content; 4] = [Content::Data, Content::Zero, Content::Hole, Content::Reference];
 
 /// Runs in order within a chunk. Few pages of data, so that the tests stay quick.
@@ -141,10 +141,43 @@ proptest! {
         prop_assert!(read.len() <= bytes.len() / pages::RUN_BYTES);
     }
 
+    /// What is compressed is shorter than what it stands for, and not empty; nothing else is taken.
+    #[test]
+    fn packed_pages_come_back((header, runs, _) in frame(), lz4: bool, bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        let codec = if lz4 { Codec::Lz4 } else { Codec::Zstd };
+        let mut payload = codec.encode().to_vec();
+        header.encode(&runs, &mut payload);
+        payload.extend_from_slice(&bytes);
+        let mut read = Vec::new();
+        let data_bytes = data_bytes(&runs);
+        match Packed::decode(&payload, &mut read) {
+            Ok(packed) => {
+                prop_assert_eq!((packed.header, packed.codec, packed.bytes), (header, codec, &bytes[..]));
+                prop_assert_eq!((packed.data_bytes, &read), (data_bytes, &runs));
+                prop_assert!(!bytes.is_empty() && bytes.len() < data_bytes);
+            }
+            Err(error) => {
+                prop_assert_eq!(error, BadPages::Packed);
+                prop_assert!(bytes.is_empty() || bytes.len() >= data_bytes);
+            }
+        }
+        payload[0] = 77;
+        prop_assert_eq!(Packed::decode(&payload, &mut read).map(drop), Err(BadPages::Codec(77)));
+        prop_assert_eq!(Packed::decode(&payload[..packed::HEAD_BYTES - 1], &mut read).map(drop), Err(BadPages::Truncated));
+    }
+
+    #[test]
+    fn arbitrary_bytes_as_packed_pages(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+        let mut read = Vec::new();
+        let _ = Packed::decode(&bytes, &mut read);
+        prop_assert!(read.len() <= bytes.len() / pages::RUN_BYTES);
+    }
+
     #[test]
     fn round_ends_and_acks_come_back(seq: u64, round: u32, other in prop::collection::vec(any::<u8>(), 0..80)) {
         prop_assert_eq!(decode_round_end(&encode_round_end(seq, round)), Ok((seq, round)));
-        prop_assert_eq!(decode_ack(&encode_ack(seq)), Ok(seq));
+        let ack = Ack { seq, waited_us: round };
+        prop_assert_eq!(Ack::decode(&ack.encode()), Ok(ack));
         let expected = |len: usize| match other.len().checked_sub(len) {
             None => Err(BadPages::Truncated),
             Some(0) => Ok(()),
@@ -152,7 +185,7 @@ proptest! {
         };
         prop_assert_eq!(decode_missing(&other).map(drop), expected(MISSING_BYTES));
         prop_assert_eq!(decode_round_end(&other).map(drop), expected(pages::ROUND_END_BYTES));
-        prop_assert_eq!(decode_ack(&other).map(drop), expected(pages::ACK_BYTES));
+        prop_assert_eq!(Ack::decode(&other).map(drop), expected(pages::ACK_BYTES));
     }
 
     #[test]

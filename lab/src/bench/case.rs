@@ -58,9 +58,17 @@ pub enum Program {
         verify_mib_per_s: u64,
         /// A few bytes of each page, rather than all of it.
         few: bool,
+        /// How much of what is filled looks random, in percent; the rest compresses well.
+        #[serde(default = "all")]
+        noise_percent: u64,
     },
     /// Debian with nginx and SQLite, that has booted and waits.
     Debian,
+}
+
+/// Of content that looks random.
+const fn all() -> u64 {
+    100
 }
 
 /// Who moves a guest.
@@ -71,8 +79,46 @@ pub enum Contender {
     Nobody,
     /// Whimbrel, with so many data streams; None: as many as it chooses.
     Whimbrel(Option<u16>),
+    /// Whimbrel, told how to compress.
+    Packing(Way),
     /// QEMU's own migration.
     Qemu(Mode),
+}
+
+/// What Whimbrel is told of compression.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Way {
+    /// Not at all.
+    None,
+    /// LZ4.
+    Lz4,
+    /// Zstandard at a level.
+    Zstd(u8),
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Lz4 => f.write_str("lz4"),
+            Self::Zstd(level) => write!(f, "zstd:{level}"),
+        }
+    }
+}
+
+impl FromStr for Way {
+    type Err = ();
+
+    fn from_str(name: &str) -> Result<Self, ()> {
+        match name {
+            "none" => Ok(Self::None),
+            "lz4" => Ok(Self::Lz4),
+            _ => {
+                let level = name.strip_prefix("zstd:").and_then(|level| level.parse().ok());
+                level.filter(|level| (1..=19).contains(level)).map(Self::Zstd).ok_or(())
+            }
+        }
+    }
 }
 
 /// A way to set up QEMU's own migration, as its documentation advises. In all of them the bandwidth is not limited; for
@@ -108,6 +154,20 @@ impl Contender {
         modes.map(Self::Qemu).into_iter().chain([Self::Whimbrel(None)]).collect()
     }
 
+    /// Whether it is Whimbrel, whatever it was told.
+    pub fn is_whimbrel(self) -> bool {
+        matches!(self, Self::Whimbrel(_) | Self::Packing(_))
+    }
+
+    /// What Whimbrel is told on its command line.
+    pub(super) fn options(self) -> Vec<String> {
+        match self {
+            Self::Whimbrel(Some(streams)) => vec![format!("--streams={streams}")],
+            Self::Packing(way) => vec![format!("--compress={way}")],
+            Self::Whimbrel(None) | Self::Nobody | Self::Qemu(_) => Vec::new(),
+        }
+    }
+
     /// Whether it is one of QEMU's own ways.
     pub fn is_qemu(self) -> bool {
         matches!(self, Self::Qemu(_))
@@ -120,6 +180,7 @@ impl fmt::Display for Contender {
             Self::Nobody => f.write_str("nobody"),
             Self::Whimbrel(None) => f.write_str("whimbrel"),
             Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
+            Self::Packing(way) => write!(f, "whimbrel-{way}"),
             Self::Qemu(Mode::Default) => f.write_str("qemu"),
             Self::Qemu(Mode::Multifd(channels)) => write!(f, "multifd-{channels}"),
             Self::Qemu(Mode::MultifdZstd(2)) => f.write_str("multifd-zstd"),
@@ -146,9 +207,10 @@ impl FromStr for Contender {
                 _ => None,
             }
         };
-        fixed.or_else(counted).ok_or_else(|| {
+        let packing = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Packing);
+        fixed.or_else(counted).or_else(packing).ok_or_else(|| {
             let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
-            format!("no such contender: {name}; there are nobody, {known}, and whimbrel-N, multifd-N and multifd-zstd-N for N streams")
+            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4 and -zstd:LEVEL")
         })
     }
 }
@@ -180,6 +242,7 @@ impl Case {
                 rate_mib_per_s: 0,
                 verify_mib_per_s: 4,
                 few: false,
+                noise_percent: 100,
             },
             memory_mib: 1024,
             regions: 1,
@@ -197,6 +260,15 @@ impl Case {
     pub fn writing(mut self, wss: u64, rate: u64, mode: LoadMode) -> Self {
         if let Program::Load { wss_mib, rate_mib_per_s, few, verify_mib_per_s, .. } = &mut self.program {
             (*wss_mib, *rate_mib_per_s, *few, *verify_mib_per_s) = (wss, rate, mode == LoadMode::Few, 0);
+        }
+        self
+    }
+
+    /// The same, but so much of the content looks random; the rest compresses well.
+    #[must_use]
+    pub fn noisy(mut self, percent: u64) -> Self {
+        if let Program::Load { noise_percent, .. } = &mut self.program {
+            *noise_percent = percent;
         }
         self
     }
@@ -252,7 +324,12 @@ impl Case {
         let memory = self.memory_mib;
         let mut words = vec![match &self.program {
             Program::Debian => format!("Debian in {memory} MiB"),
-            Program::Load { fill_mib, .. } => format!("{memory} MiB, {fill_mib} of them random"),
+            Program::Load { fill_mib, noise_percent: 100, .. } => {
+                format!("{memory} MiB, {fill_mib} of them random")
+            }
+            Program::Load { fill_mib, noise_percent, .. } => {
+                format!("{memory} MiB, {fill_mib} of them filled, {noise_percent}% of that random")
+            }
         }];
         match self.program {
             Program::Load { rate_mib_per_s: rate_mib_per_s @ 1.., wss_mib, few, .. } => {
@@ -313,13 +390,18 @@ mod tests {
         let more = [
             Contender::Nobody,
             Contender::Whimbrel(Some(3)),
+            Contender::Packing(Way::None),
+            Contender::Packing(Way::Lz4),
+            Contender::Packing(Way::Zstd(7)),
             Contender::Qemu(Mode::Multifd(8)),
             Contender::Qemu(Mode::MultifdZstd(4)),
         ];
         for contender in Contender::all().into_iter().chain(more) {
             assert_eq!(contender.to_string().parse(), Ok(contender));
         }
-        for wrong in ["", "whimbrel-0", "whimbrel-x", "multifd-", "xbz-3"] {
+        for wrong in
+            ["", "whimbrel-zstd", "whimbrel-zstd:20", "whimbrel-0", "whimbrel-x", "multifd-", "xbz-3"]
+        {
             assert!(wrong.parse::<Contender>().unwrap_err().contains("there are nobody"), "{wrong}");
         }
     }

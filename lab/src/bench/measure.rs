@@ -88,7 +88,7 @@ impl Bench {
     fn measure(&self, contender: Contender, turn: u32, window: Duration) -> Result<Run> {
         let guest = self.subject.start(&self.lab.a, &self.environment)?;
         // Adopting it is done once, whenever that is, and no part of moving it.
-        if matches!(contender, Contender::Whimbrel(_)) {
+        if contender.is_whimbrel() {
             adopt(&self.agents, &self.lab.a, &guest)?;
         }
         let clock = Clock { serial: guest.serial(), tells: self.case.has_load() };
@@ -141,7 +141,7 @@ impl Bench {
             meter: &meter,
         };
         let end = match contender {
-            Contender::Whimbrel(streams) => by_whimbrel(&stage, streams)?,
+            Contender::Whimbrel(_) | Contender::Packing(_) => by_whimbrel(&stage, contender)?,
             Contender::Qemu(mode) => by_qemu(&stage, mode)?,
             Contender::Nobody => End::GivenUp,
         };

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::case::{Case, Mode};
+use super::case::{Case, Contender, Mode};
 use super::subject::{Subject, UNLIMITED, VM, failed};
 use super::usage::{Meter, Used, processes_of};
 use crate::agents::Agents;
@@ -255,10 +255,10 @@ pub(crate) fn is_late(error: &Error) -> bool {
 }
 
 /// Moves the guest by Whimbrel, as a user would.
-pub(super) fn by_whimbrel(stage: &Stage<'_>, streams: Option<u16>) -> Result<End> {
+pub(super) fn by_whimbrel(stage: &Stage<'_>, contender: Contender) -> Result<End> {
     let Stage { lab, agents, meter, .. } = *stage;
-    let streams = streams.map(|streams| format!("--streams={streams}"));
-    let more: Vec<&str> = streams.iter().map(String::as_str).collect();
+    let options = contender.options();
+    let more: Vec<&str> = options.iter().map(String::as_str).collect();
     let told = migrate(agents, &lab.a, &lab.b, VM, &more, Duration::from_secs(stage.case.patience_s))?;
     let arrived = processes_of(&lab.b, is_qemu)?;
     let used = arrived.first().map(|pid| meter.read(*pid)).transpose()?;

@@ -139,9 +139,8 @@ fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64)
     let Some(spread) = result.spread(contender, quantity) else { return " |".to_owned() };
     // Measured when the events were not told yet: with `stop` and `cont`, which take longer.
     let is_longer = |run: &Run| run.measured.as_ref().is_some_and(|measured| measured.events_ms.is_none());
-    let is_most = quantity == Quantity::Downtime
-        && matches!(contender, Contender::Whimbrel(_))
-        && result.runs_of(contender).any(is_longer);
+    let is_most =
+        quantity == Quantity::Downtime && contender.is_whimbrel() && result.runs_of(contender).any(is_longer);
     let beyond = result
         .beyond(contender, Contender::Nobody, quantity)
         .filter(|_| contender != Contender::Nobody && quantity != Quantity::Brownout)

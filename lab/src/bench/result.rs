@@ -215,7 +215,7 @@ impl Quantity {
 }
 
 fn is_whimbrel(run: &Run) -> bool {
-    matches!(run.contender, Contender::Whimbrel(_))
+    run.contender.is_whimbrel()
 }
 
 impl Quantity {

@@ -175,13 +175,14 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> {
     let mut spec = match &case.program {
         Program::Debian => debian_guest(lab, environment, VM, 1)?,
-        Program::Load { fill_mib, wss_mib, rate_mib_per_s, verify_mib_per_s, few } => {
+        Program::Load { fill_mib, wss_mib, rate_mib_per_s, verify_mib_per_s, few, noise_percent } => {
             let mode = if *few { LoadMode::Few } else { LoadMode::Random };
             let load = Load {
                 fill_mib: *fill_mib,
                 wss_mib: *wss_mib,
                 rate_mib_per_s: *rate_mib_per_s,
                 verify_mib_per_s: *verify_mib_per_s,
+                noise_percent: *noise_percent,
                 mode,
                 address: case.devices.then(|| vm_address(1)),
                 ..Load::default()

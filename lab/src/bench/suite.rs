@@ -1,6 +1,6 @@
 //! What `make bench` measures.
 
-use super::case::{Case, Contender, Mode, Program};
+use super::case::{Case, Contender, Mode, Program, Way};
 use crate::environment::QemuVersion;
 use crate::spec::LoadMode;
 
@@ -103,6 +103,24 @@ pub fn suites() -> Vec<Suite> {
         ));
     }
 
+    let ways = [Way::None, Way::Lz4, Way::Zstd(1), Way::Zstd(3)].map(Contender::Packing);
+    let compressed = |rivals: &[Contender]| [&[Contender::Nobody, OURS], &ways[..], rivals].concat();
+    let mixed = |name: &str| idle(name).noisy(33);
+    let mut packing = vec![
+        // What choosing costs where there is nothing to choose.
+        (idle("packing-random"), vec![Contender::Nobody, OURS, ways[0], MULTIFD_2]),
+        (mixed("packing"), compressed(&[MULTIFD_2, ZSTD])),
+    ];
+    for (megabit, name) in [(1_000, "1g"), (100, "100m")] {
+        let (memory, fill) = if megabit == 100 { (256, 128) } else { (1024, 700) };
+        let case = mixed(&format!("packing-{name}")).sized(memory, fill);
+        let case = Case { link_bytes_per_s: Some(megabits(megabit)), ..case };
+        packing.push((case, compressed(&[MULTIFD_2, ZSTD, ZSTD_4, XBZRLE])));
+        let debian = Case { program: Program::Debian, memory_mib: 512, ..idle(&format!("debian-{name}")) };
+        let debian = Case { link_bytes_per_s: Some(megabits(megabit)), ..debian };
+        packing.push((debian, [&[OURS], &ways[..], &[DEFAULT, ZSTD, ZSTD_4, XBZRLE]].concat()));
+    }
+
     let mut sizes = Vec::new();
     for (memory, fill) in [(256, 128), (512, 320), (1024, 800), (2048, 1750), (4096, 3700), (8192, 7600)] {
         // Taken when QEMU starts: a virtual machine that runs this may have to get memory from its host, at a cost that
@@ -129,6 +147,7 @@ pub fn suites() -> Vec<Suite> {
         Suite { name: "streams", about: "Parallel streams", cases: stream_suite },
         Suite { name: "writing", about: "Guests that write", cases: writing },
         Suite { name: "links", about: "Links with a limit", cases: links },
+        Suite { name: "packing", about: "Content that compresses", cases: packing },
         Suite { name: "sizes", about: "How cost grows", cases: sizes },
     ]
 }

@@ -1,10 +1,13 @@
 //! Requests and answers of the API.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use engine::handover::Role;
 use proto::message::{DiskWish, Finding, Severity};
+use proto::packed::{BadCompression, Compression};
 use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 
@@ -193,6 +196,51 @@ pub enum RamChoice {
     Anonymous,
 }
 
+/// How pages are compressed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Compress {
+    /// As the link and the processors want it, at each moment.
+    #[default]
+    Auto,
+    /// In this way, or not at all.
+    Fixed(Compression),
+}
+
+impl fmt::Display for Compress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Fixed(way) => way.fmt(f),
+        }
+    }
+}
+
+impl FromStr for Compress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        text.parse().map(Self::Fixed).map_err(|bad: BadCompression| format!("{bad}, and auto"))
+    }
+}
+
+impl TryFrom<String> for Compress {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<Compress> for String {
+    fn from(choice: Compress) -> Self {
+        choice.to_string()
+    }
+}
+
 /// A migration to be started or checked. What is absent is taken from the agent's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -228,6 +276,9 @@ pub struct MigrateRequest {
     /// Whether pages of disks that the destination has already are referred to, and not sent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub references: Option<bool>,
+    /// How pages are compressed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compression: Option<Compress>,
     /// Kind of RAM at the destination.
     #[serde(default)]
     pub ram: RamChoice,
@@ -257,6 +308,7 @@ impl MigrateRequest {
             verify: false,
             throttle_writes: None,
             references: None,
+            compression: None,
             ram: RamChoice::Auto,
             allow_options: Vec::new(),
             disks: DiskWish::Auto,

@@ -305,6 +305,13 @@ impl Checks<'_> {
     }
 
     fn limits(&self, l: &Limits) -> Result<(), ConfigError> {
+        if l.compression_least_ratio_percent < 100 {
+            let what = format!(
+                "{}% would make what is sent longer; choose 100 or more",
+                l.compression_least_ratio_percent
+            );
+            return Err(self.wrong(&["limits", "compression_least_ratio_percent"], what));
+        }
         if l.streams == 0 || l.streams > limits::STREAMS {
             let what = format!("{} streams; choose 1 to {}", l.streams, limits::STREAMS);
             return Err(self.wrong(&["limits", "streams"], what));

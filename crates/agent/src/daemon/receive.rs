@@ -8,6 +8,7 @@ use engine::handover::destination::DestinationState;
 use link::Connection;
 use proto::MigrationId;
 use proto::message::{Acceptance, Finding, Message, Proposal, Severity};
+use proto::packed::Codec;
 use qemu::qmp::Qmp;
 use tracing::{info, warn};
 
@@ -52,6 +53,7 @@ impl Daemon {
                 copied: considered.copied.iter().map(preflight::Planned::told).collect(),
                 references: true,
                 templates: self.template_count(),
+                codecs: codecs(),
             }),
             Ok(considered) => {
                 self.receive(connection, id, considered);
@@ -190,6 +192,7 @@ impl Daemon {
                         copied: told,
                         references: true,
                         templates,
+                        codecs: codecs(),
                     });
                     driver.run();
                 }
@@ -234,4 +237,9 @@ fn blocker(code: &str, what: String, advice: &str) -> Vec<Finding> {
 fn keep_traces(context: &Context, id: &MigrationId, traces: &Traces) -> Result<(), ArriveError> {
     let details = DestinationDetails { boot_id: context.boot_id.clone(), traces: traces.clone() };
     Ok(context.journal.set_details(id, &details, Durability::Synced)?)
+}
+
+/// Names of all that can be unpacked here.
+fn codecs() -> Vec<String> {
+    Codec::ALL.map(|codec| codec.name().to_owned()).into()
 }

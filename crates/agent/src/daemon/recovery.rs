@@ -124,6 +124,8 @@ impl Daemon {
             verify: false,
             throttle_writes: limits.throttle_writes,
             references: limits.references,
+            compression: limits.compression,
+            worth: limits.worth(),
         };
         let report = self.context.journal.report(record.id()).ok().flatten().unwrap_or_else(|| {
             let terms = &record.terms;

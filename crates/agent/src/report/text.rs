@@ -3,7 +3,7 @@
 use std::fmt::{self, Write as _};
 use std::iter;
 
-use super::{Downtime, Event, Outcome, Report, Round};
+use super::{Compression, Downtime, Event, Outcome, PickedWay, Report, Round};
 
 impl Outcome {
     /// The outcome in words.
@@ -70,6 +70,9 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         report.objective.streams,
         report.reconnections
     )?;
+    if let Some(compression) = &report.compression {
+        writeln!(out, "  compressed  {}", compressed(compression))?;
+    }
     writeln!(
         out,
         "  agents' CPU {} → {}",
@@ -115,6 +118,27 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
 }
 
 /// Two tables, each of which fits on a terminal of 80 columns: how it went, and what was in the rounds.
+/// What compression did, in a line.
+fn compressed(compression: &Compression) -> String {
+    let Compression { wanted, data_bytes, packed_bytes, wire_bytes, pack_cpu_us, ways } = compression;
+    if *packed_bytes == 0 {
+        return format!("nothing of {} ({wanted})", bytes(*data_bytes));
+    }
+    let plain = data_bytes.saturating_sub(*packed_bytes);
+    let picked: Vec<_> = ways
+        .iter()
+        .map(|PickedWay { at_us, way, .. }| format!("{way} from {} on", seconds(*at_us)))
+        .collect();
+    let picked = if picked.is_empty() { String::new() } else { format!(": {}", picked.join(", ")) };
+    format!(
+        "{} of {} to {} in {} of CPU ({wanted}{picked})",
+        bytes(*packed_bytes),
+        bytes(*data_bytes),
+        bytes(wire_bytes.saturating_sub(plain)),
+        seconds(*pack_cpu_us)
+    )
+}
+
 fn rounds(rounds: &[Round]) -> String {
     let number =
         |round: &Round| if round.stopped { format!("{}*", round.round) } else { round.round.to_string() };
@@ -311,6 +335,25 @@ mod tests {
         report.event(1_000, "stopped", "");
         report.end(Outcome::Moved, None, 2_000_000);
         report
+    }
+
+    #[test]
+    fn what_compression_did_is_one_line() {
+        let mut compression = Compression {
+            wanted: "auto".into(),
+            data_bytes: 700 << 20,
+            wire_bytes: 700 << 20,
+            ..Compression::default()
+        };
+        assert_eq!(compressed(&compression), "nothing of 700.0 MiB (auto)");
+        let picked = |at_us, way: &str| PickedWay { at_us, way: way.into(), link_bytes_per_s: 1 };
+        compression.ways = vec![picked(210_000, "lz4"), picked(1_000_000, "zstd:3")];
+        (compression.packed_bytes, compression.wire_bytes) = (500 << 20, 330 << 20);
+        compression.pack_cpu_us = 1_500_000;
+        assert_eq!(
+            compressed(&compression),
+            "500.0 MiB of 700.0 MiB to 130.0 MiB in 1.500 s of CPU (auto: lz4 from 0.210 s on, zstd:3 from 1.000 s on)"
+        );
     }
 
     #[test]

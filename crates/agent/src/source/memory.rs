@@ -6,7 +6,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ::memory::ram::RamError;
-use ::memory::{DirtyBitmap, DirtyLog, Known, Owed, RoundStats, ScanError, ScanStats, SourceRam, TrackedRam};
+use ::memory::{
+    DirtyBitmap, DirtyLog, Known, Owed, Packing, RoundStats, Saving, ScanError, ScanStats, SourceRam,
+    TrackedRam,
+};
 use block::nbd::NbdError;
 use engine::precopy::{Aim, FixedCost, OnLimit, RoundObservation, StopTime, Traced};
 use engine::throttle::Cap;
@@ -67,8 +70,8 @@ pub(crate) struct Cargo {
     disks: Option<DiskLog>,
     /// Where writes to them are to be capped.
     throttling: Option<Throttling>,
-    /// What the destination has already, where it is referred to.
-    known: Option<Arc<Known>>,
+    /// How less of it is sent.
+    saving: Saving,
 }
 
 impl Cargo {
@@ -94,7 +97,7 @@ impl Cargo {
             ram: None,
             disks: log,
             throttling,
-            known: None,
+            saving: Saving::default(),
         })
     }
 
@@ -104,11 +107,16 @@ impl Cargo {
 
     /// What the destination has already is not sent from here on.
     pub(crate) fn refer_to(&mut self, known: Known) {
-        self.known = Some(Arc::new(known));
+        self.saving.known = Some(Arc::new(known));
     }
 
-    pub(crate) fn known(&self) -> Option<Arc<Known>> {
-        self.known.clone()
+    /// What is sent from here on may be compressed.
+    pub(crate) fn pack(&mut self, packing: Arc<Packing>) {
+        self.saving.packing = Some(packing);
+    }
+
+    pub(crate) fn saving(&self) -> Saving {
+        self.saving.clone()
     }
 
     /// What has to be sent first of each disk.
@@ -160,7 +168,7 @@ impl Cargo {
 
     /// From here on memory is part of every round; all of it is owed. Nothing is referred to any more.
     pub(crate) fn add_memory(&mut self, tracked: TrackedRam, owed: &mut Owed) {
-        if let Some(known) = &self.known {
+        if let Some(known) = &self.saving.known {
             known.end();
         }
         self.ram = Some(tracked);

@@ -23,9 +23,11 @@ use ::memory::TrackedRam;
 use engine::handover::source::SourceEvent;
 use link::Writer;
 use proto::message::{Acceptance, CopiedDisk, Finding, Message, Severity};
+use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::warn;
 
+use super::compressing::Compressing;
 use super::memory::Cargo;
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
@@ -90,6 +92,8 @@ pub(super) struct Accepted {
     pub(super) references: bool,
     /// How many templates it has.
     pub(super) templates: u16,
+    /// What it unpacks, of what is known here.
+    pub(super) codecs: Vec<Codec>,
 }
 
 /// READY, as it came.
@@ -103,6 +107,10 @@ impl Driver {
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         let accepted = self.prepare()?;
         let mut cargo = self.cargo(&accepted.copied)?;
+        let compressing = Compressing::begin(&accepted.codecs, &self.controls, &self.telemetry);
+        if let Some(compressing) = &compressing {
+            cargo.pack(compressing.packing());
+        }
         let ready = self.move_to_ready(&accepted, &mut cargo);
         self.say_by(None);
         // A guest that goes on here does so first; what was done to the kernel and to QEMU is undone after that.
@@ -152,15 +160,24 @@ impl Driver {
                     path: copied.path.clone(),
                     format: copied.format.clone(),
                 };
-                let Acceptance { copied, references, templates, ram_kind, qemu_version, findings, .. } =
-                    acceptance;
+                let Acceptance {
+                    copied,
+                    references,
+                    templates,
+                    codecs,
+                    ram_kind,
+                    qemu_version,
+                    findings,
+                    ..
+                } = acceptance;
                 self.controls.report(|report| {
                     report.destination.ram_kind = Some(ram_kind);
                     report.destination.qemu_version = qemu_version;
                     report.findings.extend(findings);
                     report.disks = copied.iter().map(disk).collect();
                 });
-                Ok(Accepted { copied, references, templates })
+                let codecs = codecs.iter().filter_map(|name| Codec::of_name(name)).collect();
+                Ok(Accepted { copied, references, templates, codecs })
             }
             Message::Reject { findings, largest_epoch } => {
                 if let Some(largest) = largest_epoch {

@@ -3,16 +3,17 @@
 
 use std::convert::Infallible;
 use std::ops::Range;
-use std::sync::mpsc;
+use std::sync::{Arc, LazyLock, mpsc};
 use std::time::Instant;
 
 use link::LinkError;
 use proto::frame::Kind;
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
-use proto::pages::{decode_round_end, encode_ack};
+use proto::packed::Compression;
+use proto::pages::{Ack, decode_round_end};
 use whimbrel_memory::{
-    BlockReader, DataStream, DirtyBitmap, DirtyLog, FrameSink, FrameSource, HangUp, Owed, RamError,
-    ScanError, ScanStats, Sender, Sent,
+    BlockReader, DataStream, DirtyBitmap, DirtyLog, FrameSink, FrameSource, HangUp, Owed, Packing, RamError,
+    Saving, ScanError, ScanStats, Sender, Sent, Worth,
 };
 
 use crate::harness::{Amount, Benches};
@@ -28,7 +29,7 @@ impl FrameSink for Sink {
     fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
         if kind == Kind::RoundEnd {
             let (seq, _) = decode_round_end(payload[0]).unwrap();
-            self.0.send(encode_ack(seq).to_vec()).unwrap();
+            self.0.send(Ack { seq, waited_us: 0 }.encode().to_vec()).unwrap();
         }
         Ok(())
     }
@@ -68,6 +69,16 @@ struct Memory {
     chunks: u64,
 }
 
+/// Pages of small numbers, one byte in eight, as much of a program's memory is.
+static NUMBERS: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let mut state = 1_u64;
+    let mut word = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 56).to_le_bytes()
+    };
+    (0..64 * PAGE / 8).flat_map(|_| word()).collect()
+});
+
 impl BlockReader for Memory {
     fn name(&self) -> &'static str {
         "made up"
@@ -80,6 +91,11 @@ impl BlockReader for Memory {
     /// Puts as little into the buffer as tells the kinds apart: what copying costs is not asked here.
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
         for (page, bytes) in (offset / PAGE_BYTES..).zip(into.chunks_exact_mut(PAGE)) {
+            if self.kind == "numbers" {
+                let at = page as usize % 64 * PAGE;
+                bytes.copy_from_slice(&NUMBERS[at..at + PAGE]);
+                continue;
+            }
             let (first, last) = match self.kind {
                 "zeros" | "holes" => (0, 0),
                 "last byte" => (0, 1),
@@ -108,7 +124,7 @@ impl DirtyLog for Written {
 }
 
 /// Rounds of the same pages, one for each call.
-fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap) -> impl FnMut() {
+fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, way: Compression) -> impl FnMut() {
     let (acks, arriving) = mpsc::channel();
     let stream = DataStream {
         sink: Box::new(Sink(acks.clone())),
@@ -116,7 +132,9 @@ fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap) -> impl FnMut()
         hang_up: Box::new(End(acks)),
     };
     let memory: Box<dyn BlockReader> = Box::new(Memory { kind, chunks });
-    let sender = Sender::start([memory].into(), vec![stream]).unwrap();
+    let packing = (way != Compression::None).then(|| Arc::new(Packing::new(way, Worth::default())));
+    let saving = Saving { known: None, packing };
+    let sender = Sender::saving([memory].into(), saving, vec![stream]).unwrap();
     let nothing = Owed::everything([chunks * CHUNK_BYTES]);
     let mut state = Some((sender, nothing));
     let mut log = Written(written);
@@ -136,13 +154,19 @@ pub(crate) fn cases(benches: &mut Benches) {
     for kind in ["zeros", "last byte", "data", "mixed", "holes"] {
         let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
         benches.counted(&format!("frames, build/{kind}"), pages, || {
-            rounds(kind, CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES))
+            rounds(kind, CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), Compression::None)
+        });
+    }
+    for way in [Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Zstd(7)] {
+        let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
+        benches.counted(&format!("frames, pack/{way}"), pages, || {
+            rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), way)
         });
     }
     // Which stream sends what is decided anew in each round.
     benches.counted("round of few pages/64 in 1 GiB", Amount::Of(1, "round"), || {
         let mut written = DirtyBitmap::new(1 << 30);
         (0..64).for_each(|page| written.set(page * 8 * CHUNK_PAGES..page * 8 * CHUNK_PAGES + 1));
-        rounds("data", 512, written)
+        rounds("data", 512, written, Compression::None)
     });
 }

@@ -3,10 +3,12 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
 
 use proto::frame::Kind;
 use proto::limits::CHUNK_BYTES;
-use proto::pages::{Content, PagesHeader, Run, decode_round_end, encode_ack};
+use proto::packed::Packed;
+use proto::pages::{Ack, Content, PagesHeader, Run, decode_round_end};
 use proto::reference::{Library, Reference, encode_missing};
 use tracing::debug;
 
@@ -14,6 +16,7 @@ use super::{Gate, Guard, ReceiveError, ReceiverEvent, Shared};
 use crate::background::GivesWay;
 use crate::dirty::ChunkPages;
 use crate::lock;
+use crate::pack::codec::Unpacker;
 use crate::ram::{BlockWriter, RamError};
 use crate::references::is_meant;
 use crate::send::stream_of;
@@ -23,6 +26,8 @@ use crate::wire::{FrameSink, FrameSource};
 /// acknowledged when a connection breaks is sent again.
 const ACK_FRAMES: u64 = 64;
 const ACK_BYTES: u64 = 8 << 20;
+/// And after so long: what the source knows of this side, it knows by acknowledgements.
+const ACK_AFTER: Duration = Duration::from_millis(50);
 
 pub(super) struct StreamWorker {
     pub(super) guard: Guard,
@@ -39,6 +44,10 @@ pub(super) struct StreamWorker {
     pub(super) written: Vec<Range<u64>>,
     /// Pages that were referred to. Reused.
     pub(super) referred: Vec<u8>,
+    pub(super) unpacker: Unpacker,
+    /// For how long since the last acknowledgement nothing was there to be applied.
+    pub(super) waited: Duration,
+    pub(super) acked_at: Option<Instant>,
     /// In rounds of disks alone and the first of memory, which are the long ones. Whether the guest stands still in a
     /// later one is not known here.
     pub(super) gives_way: Option<GivesWay>,
@@ -53,8 +62,21 @@ impl StreamWorker {
         let mut runs = Vec::new();
         loop {
             let result = self.acknowledge().and_then(|()| {
-                match self.source.receive(&mut payload).map_err(ReceiveError::Stream)? {
-                    Kind::Pages => self.apply(&payload, &mut runs),
+                let waits_since = Instant::now();
+                let kind = self.source.receive(&mut payload).map_err(ReceiveError::Stream)?;
+                self.waited += waits_since.elapsed();
+                match kind {
+                    Kind::Pages => {
+                        let (header, data) = PagesHeader::decode(&payload, &mut runs)?;
+                        self.apply(header, &runs, data, payload.len())
+                    }
+                    Kind::Packed => {
+                        let packed = Packed::decode(&payload, &mut runs)?;
+                        let data = self.unpacker.unpack(packed.codec, packed.bytes, packed.data_bytes)?;
+                        let applied = self.apply(packed.header, &runs, &data, payload.len());
+                        self.unpacker.take_back(data);
+                        applied
+                    }
                     Kind::RoundEnd => self.end_round(&payload),
                     kind => Err(ReceiveError::UnexpectedFrame(kind)),
                 }
@@ -68,20 +90,32 @@ impl StreamWorker {
     /// Acknowledges what was applied, unless more can be applied at once.
     fn acknowledge(&mut self) -> Result<(), ReceiveError> {
         let waiting = self.applied - self.acked;
-        let soon = waiting < ACK_FRAMES && self.bytes_since_ack < ACK_BYTES;
+        let soon = waiting < ACK_FRAMES
+            && self.bytes_since_ack < ACK_BYTES
+            && self.acked_at.is_none_or(|at| at.elapsed() < ACK_AFTER);
         if waiting == 0 || (soon && self.source.has_more()) {
             return Ok(());
         }
-        let sent = self.sink.send(Kind::Ack, &[&encode_ack(self.applied)]);
+        let waited_us = u32::try_from(self.waited.as_micros()).unwrap_or(u32::MAX);
+        let ack = Ack { seq: self.applied, waited_us };
+        let sent = self.sink.send(Kind::Ack, &[&ack.encode()]);
         sent.and_then(|()| self.sink.flush()).map_err(ReceiveError::Stream)?;
         self.acked = self.applied;
         self.bytes_since_ack = 0;
+        self.waited = Duration::ZERO;
+        self.acked_at = Some(Instant::now());
         Ok(())
     }
 
-    fn apply(&mut self, payload: &[u8], runs: &mut Vec<Run>) -> Result<(), ReceiveError> {
+    /// Applies a frame of so many bytes, whose data is that of the runs.
+    fn apply(
+        &mut self,
+        header: PagesHeader,
+        runs: &[Run],
+        data: &[u8],
+        frame_bytes: usize,
+    ) -> Result<(), ReceiveError> {
         let shared = Arc::clone(&self.guard.shared);
-        let (header, data) = PagesHeader::decode(payload, runs)?;
         let PagesHeader { seq, round, block, chunk } = header;
         self.check_place(seq, round)?;
         let outside = ReceiveError::Outside { block, chunk };
@@ -108,7 +142,7 @@ impl StreamWorker {
         let mut rest = data;
         let mut begin = data;
         // Runs do not overlap: it does not matter which comes first.
-        for run in runs.iter() {
+        for run in runs {
             let place = base + run.offset_bytes()..base + run.offset_bytes() + run.len_bytes();
             let offset = place.start;
             let (mine, behind) = rest.split_at(run.data_bytes());
@@ -147,7 +181,7 @@ impl StreamWorker {
         let pages = runs.iter().map(|run| u64::from(run.pages)).sum();
         shared.pages.fetch_add(pages, Ordering::Relaxed);
         self.applied = seq;
-        self.bytes_since_ack += payload.len() as u64;
+        self.bytes_since_ack += frame_bytes as u64;
         Ok(())
     }
 

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //!  send_round(Readable) ─► plan: dirty chunks by stream
-//!     worker 0 ─ read, find zeros, frame ─► stream 0 ─►        ack reader 0 ◄─ Ack
-//!     worker 1 ─ read, find zeros, frame ─► stream 1 ─►        ack reader 1 ◄─ Ack
+//!     worker 0 ─ read, find zeros, pack, frame ─► stream 0 ─►        ack reader 0 ◄─ Ack
+//!     worker 1 ─ read, find zeros, pack, frame ─► stream 1 ─►        ack reader 1 ◄─ Ack
 //!  ◄─ RoundStats when every stream's RoundEnd is acknowledged
 //! ```
 //!
@@ -36,6 +36,7 @@ use proto::limits::STREAMS;
 use proto::pages::BadPages;
 
 use crate::chunk::Contents;
+use crate::pack::Packing;
 use crate::ram::{BlockReader, RamError};
 use crate::references::Known;
 use crate::round::{Owed, Readable};
@@ -58,6 +59,15 @@ const WINDOW_FRAMES: usize = 4096;
 
 /// The blocks of the source's RAM in the order of the proposal.
 pub type SourceRam = Arc<[Box<dyn BlockReader>]>;
+
+/// How less is sent, the same for all generations of a migration.
+#[derive(Clone, Debug, Default)]
+pub struct Saving {
+    /// Pages that the other side has are referred to. It has to have said that it takes references.
+    pub known: Option<Arc<Known>>,
+    /// Data is compressed. The other side has to have named the codecs.
+    pub packing: Option<Arc<Packing>>,
+}
 
 /// Why a round could not be sent.
 #[derive(Debug, thiserror::Error)]
@@ -223,28 +233,27 @@ impl Sender {
     /// # Errors
     /// When the system gives no more threads, or there is no stream.
     pub fn start(ram: SourceRam, streams: Vec<DataStream>) -> io::Result<Self> {
-        Self::with_window(ram, None, streams, WINDOW_FRAMES)
+        Self::saving(ram, Saving::default(), streams)
     }
 
-    /// As [`start`](Self::start), and pages that the other side has are referred to. `known` is the same for all
-    /// generations; the other side has to have said that it takes references.
+    /// As [`start`](Self::start), and sends less.
     ///
     /// # Errors
     /// As there.
-    pub fn referring(ram: SourceRam, known: Arc<Known>, streams: Vec<DataStream>) -> io::Result<Self> {
-        Self::with_window(ram, Some(known), streams, WINDOW_FRAMES)
+    pub fn saving(ram: SourceRam, saving: Saving, streams: Vec<DataStream>) -> io::Result<Self> {
+        Self::with_window(ram, saving, streams, WINDOW_FRAMES)
     }
 
     pub(crate) fn with_window(
         ram: SourceRam,
-        known: Option<Arc<Known>>,
+        saving: Saving,
         streams: Vec<DataStream>,
         window: usize,
     ) -> io::Result<Self> {
         if streams.is_empty() || streams.len() > usize::from(STREAMS) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        let (shared, sources) = Shared::new(ram, known, streams, window);
+        let (shared, sources) = Shared::new(ram, saving, streams, window);
         let mut sender = Self { shared: Arc::new(shared), threads: Vec::new() };
         for (stream, source) in (0_u16..).zip(sources) {
             let shared = Arc::clone(&sender.shared);

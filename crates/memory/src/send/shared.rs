@@ -8,7 +8,7 @@ use std::time::Instant;
 use link::LinkError;
 use proto::frame::{HEADER_BYTES, Kind};
 use proto::limits::CHUNK_PAGES;
-use proto::pages::{PagesHeader, ROUND_END_BYTES, decode_ack, encode_round_end};
+use proto::pages::{Ack, PagesHeader, ROUND_END_BYTES, encode_round_end};
 use proto::reference::decode_missing;
 
 use crate::background::GivesWay;
@@ -18,13 +18,12 @@ use crate::lock;
 use crate::references::Known;
 use crate::send::plan::{Place, Plan};
 use crate::send::stream::{InFlight, Outlet, Stream};
-use crate::send::{Progress, SendError, SourceRam};
+use crate::send::{Progress, Saving, SendError, SourceRam};
 use crate::wire::{DataStream, FrameSource};
 
 pub(super) struct Shared {
     ram: SourceRam,
-    /// What the destination has already, where that is looked up.
-    known: Option<Arc<Known>>,
+    saving: Saving,
     streams: Vec<Stream>,
     /// Pages of the round that are not acknowledged. Emptied by acknowledgements alone.
     owed: Mutex<Vec<DirtyBitmap>>,
@@ -62,7 +61,7 @@ struct Counters {
 impl Shared {
     pub(super) fn new(
         ram: SourceRam,
-        known: Option<Arc<Known>>,
+        saving: Saving,
         streams: Vec<DataStream>,
         window: usize,
     ) -> (Self, Vec<Box<dyn FrameSource>>) {
@@ -76,7 +75,7 @@ impl Shared {
             .collect();
         let shared = Self {
             ram,
-            known,
+            saving,
             streams,
             owed: Mutex::default(),
             state: Mutex::default(),
@@ -225,12 +224,8 @@ impl Shared {
     ) -> Result<(), SendError> {
         let Place { block, chunk } = place;
         let round = plan.round;
-        let (Some(reader), Some(mut left)) = (
-            self.ram.get(usize::from(block)),
-            lock(&self.owed).get(usize::from(block)).map(|pages| pages.chunk(chunk.into())),
-        ) else {
-            return Ok(());
-        };
+        let owed = lock(&self.owed).get(usize::from(block)).map(|pages| pages.chunk(chunk.into()));
+        let Some(mut left) = owed else { return Ok(()) };
         let is_there = |block: u16, page| {
             lock(&self.owed).get(usize::from(block)).is_some_and(|owed| !owed.contains(page))
         };
@@ -246,20 +241,11 @@ impl Shared {
             if self.stopped.load(Ordering::Acquire) {
                 return Err(SendError::Cancelled);
             }
-            let (taken, contents) = outlet
-                .builder
-                .fill(reader.as_ref(), chunk.into(), &left, refer.as_ref())
-                .map_err(|failed| SendError::Memory {
-                    block: reader.what(),
-                    offset: failed.offset,
-                    source: failed.source,
-                })?;
-            let referred = outlet.builder.referred();
-            let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken, referred })?;
-            let header = PagesHeader { seq, round, block, chunk: chunk.into() };
-            let payload = outlet.builder.payload(&header);
-            let bytes = HEADER_BYTES + payload.iter().map(|part| part.len()).sum::<usize>();
-            outlet.sink.send(Kind::Pages, &payload).map_err(|source| not_sent(stream, source))?;
+            let mut work = || self.send_frame(stream, outlet, round, place, &left, refer.as_ref());
+            let (taken, contents, bytes) = match &self.saving.packing {
+                Some(packing) => packing.working(work)?,
+                None => work()?,
+            };
 
             let counters = &self.counters;
             counters.data.fetch_add(contents.data, Ordering::Relaxed);
@@ -276,10 +262,35 @@ impl Shared {
         Ok(())
     }
 
+    /// Sends as many pages of a chunk as fit into a frame. Returns which those are, what they hold, and how long the frame
+    /// is, in bytes.
+    fn send_frame(
+        &self,
+        stream: u16,
+        outlet: &mut Outlet,
+        round: u32,
+        Place { block, chunk }: Place,
+        wanted: &ChunkPages,
+        refer: Option<&Refer<'_>>,
+    ) -> Result<(ChunkPages, Contents, usize), SendError> {
+        let Some(reader) = self.ram.get(usize::from(block)) else { return Err(SendError::Cancelled) };
+        let (taken, contents) =
+            outlet.builder.fill(reader.as_ref(), chunk.into(), wanted, refer).map_err(|failed| {
+                SendError::Memory { block: reader.what(), offset: failed.offset, source: failed.source }
+            })?;
+        let referred = outlet.builder.referred();
+        let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken, referred })?;
+        let header = PagesHeader { seq, round, block, chunk: chunk.into() };
+        let bytes = outlet
+            .send_pages(&header, self.saving.packing.as_deref())
+            .map_err(|source| not_sent(stream, source))?;
+        Ok((taken, contents, bytes))
+    }
+
     /// Whether pages of a chunk may be referred to, and which. Not while the guest stands still: a page that is refused
     /// then would cost a round more.
     fn may_refer(&self, plan: &Plan, place: Place) -> Option<(&Known, ChunkPages)> {
-        let known = self.known.as_deref().filter(|_| plan.deadline.is_none())?;
+        let known = self.saving.known.as_deref().filter(|_| plan.deadline.is_none())?;
         Some((known, known.allowed(place.block, place.chunk.into())?))
     }
 
@@ -317,12 +328,15 @@ impl Shared {
                 Ok(kind) => break SendError::UnexpectedFrame { stream, kind },
                 Err(source) => break SendError::Stream { stream, source },
             }
-            let seq = match decode_ack(&payload) {
-                Ok(seq) => seq,
+            let Ack { seq, waited_us } = match Ack::decode(&payload) {
+                Ok(ack) => ack,
                 Err(source) => break SendError::BadAck { stream, source },
             };
             if let Err(expected) = self.streams[usize::from(stream)].acknowledge(seq, &mut done) {
                 break SendError::WrongAck { stream, seq, expected };
+            }
+            if let Some(packing) = &self.saving.packing {
+                packing.peer_waited(waited_us);
             }
             self.settle(&mut done);
         };
@@ -334,7 +348,7 @@ impl Shared {
     fn take_missing(&self, stream: u16, payload: &[u8]) -> Result<(), SendError> {
         let (seq, pages) = decode_missing(payload).map_err(|source| SendError::BadAck { stream, source })?;
         let wrong = SendError::WrongMissing { stream, seq };
-        let Some(known) = &self.known else { return Err(wrong) };
+        let Some(known) = &self.saving.known else { return Err(wrong) };
         let missing = ChunkPages::from_words(pages);
         let Some((block, chunk)) = self.streams[usize::from(stream)].missing(seq, &missing) else {
             return Err(wrong);

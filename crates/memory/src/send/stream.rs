@@ -3,9 +3,14 @@
 use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex};
 
+use link::LinkError;
+use proto::frame::HEADER_BYTES;
+use proto::pages::PagesHeader;
+
 use crate::chunk::FrameBuilder;
 use crate::dirty::ChunkPages;
 use crate::lock;
+use crate::pack::{Packer, Packing};
 use crate::send::AckRange;
 use crate::wire::{FrameSink, HangUp};
 
@@ -20,6 +25,28 @@ pub(super) enum InFlight {
 pub(super) struct Outlet {
     pub(super) sink: Box<dyn FrameSink>,
     pub(super) builder: FrameBuilder,
+    packer: Packer,
+}
+
+impl Outlet {
+    /// Sends the pages that were put together last, compressed if that is wanted and worth it. Returns how long the
+    /// frame is, in bytes.
+    pub(super) fn send_pages(
+        &mut self,
+        header: &PagesHeader,
+        packing: Option<&Packing>,
+    ) -> Result<usize, LinkError> {
+        let Self { sink, builder, packer } = self;
+        let packed = packing.and_then(|packing| packer.pack(packing, builder.data()));
+        let (kind, payload) = builder.payload(header, packed);
+        let bytes = HEADER_BYTES + payload.iter().map(|part| part.len()).sum::<usize>();
+        let mut send = || sink.send(kind, &payload);
+        match packing {
+            Some(packing) => packing.sending(send),
+            None => send(),
+        }?;
+        Ok(bytes)
+    }
 }
 
 pub(super) struct Stream {
@@ -40,7 +67,7 @@ struct Flight {
 
 impl Stream {
     pub(super) fn new(sink: Box<dyn FrameSink>, hang_up: Box<dyn HangUp>, window: usize) -> Self {
-        let outlet = Mutex::new(Outlet { sink, builder: FrameBuilder::new() });
+        let outlet = Mutex::new(Outlet { sink, builder: FrameBuilder::new(), packer: Packer::new() });
         Self { outlet, hang_up, flight: Mutex::default(), room: Condvar::new(), window }
     }
 

@@ -101,7 +101,7 @@ impl FakeRam {
             }
             return;
         }
-        let what = dice.below(12);
+        let what = dice.below(13);
         for page in first..(first + run).min(block.pages.len() as u64) {
             match what {
                 0..=5 => block.guest_writes(page, dice.next(), (dice.next() % 4096) as usize),
@@ -109,6 +109,8 @@ impl FakeRam {
                 7 => block.guest_writes_last_word(page, dice.next() as u8 | 1),
                 8 | 9 => block.is_punched(page),
                 10 => block.is_reclaimed(page),
+                // Nothing that any codec could shorten.
+                12 => block.guest_fills(page, &std::array::from_fn(|_| dice.next() as u8)),
                 _ => block.guest_reads(page),
             }
         }

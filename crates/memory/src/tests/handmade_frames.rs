@@ -7,10 +7,12 @@ use link::LinkError;
 use proto::Generation;
 use proto::frame::{Header, Kind};
 use proto::limits::CHUNK_PAGES;
-use proto::pages::{Content, PagesHeader, Run, decode_ack, encode_round_end};
+use proto::packed::Codec;
+use proto::pages::{Ack, BadPages, Content, PagesHeader, Run, encode_round_end};
 
 use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{Sink, WHOLE, end};
+use crate::pack::codec::BadPacked;
 use crate::{AttachError, DataStream, ReceiveError, Receiver, ReceiverEvent, lock};
 
 /// A receiver with one stream of two, and what it tells.
@@ -41,6 +43,14 @@ fn frame(seq: u64, round: u32, block: u16, chunk: u64, runs: &[Run]) -> Vec<u8> 
     payload
 }
 
+/// The same, but its data is what somebody says that it is.
+fn packed(codec: Codec, runs: &[Run], bytes: &[u8]) -> Vec<u8> {
+    let mut payload = codec.encode().to_vec();
+    PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 }.encode(runs, &mut payload);
+    payload.extend_from_slice(bytes);
+    payload
+}
+
 fn data(first_page: u16, pages: u16) -> Run {
     Run { first_page, pages, content: Content::Data }
 }
@@ -61,7 +71,7 @@ impl Bench {
     fn acked(&mut self) -> u64 {
         let mut payload = Vec::new();
         assert_eq!(self.peer.source.receive(&mut payload).unwrap(), Kind::Ack);
-        decode_ack(&payload).unwrap()
+        Ack::decode(&payload).unwrap().seq
     }
 
     fn untouched(&self) -> bool {
@@ -99,6 +109,54 @@ fn frames_that_do_not_fit_end_the_stream_and_change_nothing() {
         assert!(!cause.is_connection() && bench.untouched());
         // The peer sees the end of the connection, and no acknowledgement before it.
         assert!(bench.peer.source.receive(&mut Vec::new()).is_err());
+    }
+}
+
+#[test]
+fn compressed_frames_that_do_not_fit_end_the_stream_and_change_nothing() {
+    type Check = fn(&ReceiveError) -> bool;
+    let page = vec![0xab; PAGE];
+    let lz4 = lz4_flex::block::compress(&page);
+    let zstd = zstd::bulk::compress(&page, 3).unwrap();
+    let codec: Check = |e| matches!(e, ReceiveError::BadPacked(BadPacked::Codec { .. }));
+    let short: Check =
+        |e| matches!(e, ReceiveError::BadPacked(BadPacked::Length { expected: 8192, found: 4096 }));
+    let none: Check = |e| matches!(e, ReceiveError::BadFrame(BadPages::Packed));
+    let one = [data(0, 1)];
+    let two = [data(0, 2)];
+    let hole = [Run { first_page: 1, pages: 1, content: Content::Hole }];
+    let cases: Vec<(Vec<u8>, Check)> = vec![
+        // Of another codec, cut off, changed.
+        (packed(Codec::Lz4, &one, &zstd), codec),
+        (packed(Codec::Zstd, &one, &lz4), codec),
+        (packed(Codec::Lz4, &one, &lz4[..lz4.len() - 1]), codec),
+        (packed(Codec::Zstd, &one, &zstd[..zstd.len() - 1]), codec),
+        (packed(Codec::Zstd, &one, &[&zstd[..], &[0]].concat()), codec),
+        // More than the runs take, and less.
+        (packed(Codec::Lz4, &one, &lz4_flex::block::compress(&vec![1; 1 << 19])), codec),
+        (packed(Codec::Zstd, &one, &zstd::bulk::compress(&vec![1; 1 << 20], 1).unwrap()), codec),
+        (packed(Codec::Lz4, &two, &lz4), short),
+        (packed(Codec::Zstd, &two, &zstd), short),
+        // Longer than what it stands for, or nothing at all.
+        (packed(Codec::Lz4, &one, &page), none),
+        (packed(Codec::Lz4, &one, &[]), none),
+        (packed(Codec::Zstd, &hole, &zstd), none),
+        (vec![9, 0, 0, 0], |e| matches!(e, ReceiveError::BadFrame(BadPages::Codec(9)))),
+        (vec![1, 0], |e| matches!(e, ReceiveError::BadFrame(BadPages::Truncated))),
+    ];
+    for (index, (payload, check)) in cases.into_iter().enumerate() {
+        let mut bench = bench(1);
+        bench.send(Kind::Packed, &payload);
+        let cause = bench.broken();
+        assert!(check(&cause), "case {index}: {cause:?}");
+        assert!(!cause.is_connection() && bench.untouched(), "case {index}");
+    }
+    // What is whole is taken.
+    for (codec, bytes) in [(Codec::Lz4, lz4), (Codec::Zstd, zstd)] {
+        let mut bench = bench(1);
+        bench.send(Kind::Packed, &packed(codec, &one, &bytes));
+        assert_eq!(bench.acked(), 1);
+        assert_eq!(bench.ram.0[0].contents(0).unwrap()[..], page);
     }
 }
 

@@ -7,12 +7,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use proto::Generation;
+use proto::packed::Compression;
 
 use super::Dice;
 use super::fake_ram::{FakeLog, FakeRam};
 use super::fake_wire::{WHOLE, connection};
 use super::references::FakeTemplates;
-use crate::{DirtyLog, Known, Owed, Receiver, ReceiverEvent, Sender, Sent, lock};
+use crate::{DirtyLog, Owed, Packing, Receiver, ReceiverEvent, Saving, Sender, Sent, Worth, lock};
 
 /// A drain that does not fail.
 #[allow(clippy::unnecessary_wraps, reason = "what a drain returns")]
@@ -26,8 +27,8 @@ struct Move {
     source: FakeRam,
     destination: FakeRam,
     log: FakeLog,
-    /// What the destination has, where the source looks for it; some of it is not true.
-    known: Option<Arc<Known>>,
+    /// What the destination has, where the source looks for it, of which some is not true; and compression.
+    saving: Saving,
     templates: Arc<FakeTemplates>,
     streams: u16,
     window: usize,
@@ -42,6 +43,8 @@ struct Outcome {
     breaks: u32,
     referred: u64,
     refused: u64,
+    packed_bytes: u64,
+    plain_bytes: u64,
 }
 
 impl Move {
@@ -57,12 +60,15 @@ impl Move {
         let (known, templates) = FakeTemplates::of(&source, dice);
         let window = if dice.one_in(3) { 1 + dice.below(3) as usize } else { 4096 };
         let known = dice.one_in(2).then(|| Arc::new(known));
+        let worth = Worth { least_ratio_percent: dice.below(300) as u32, skip_bytes: dice.below(1 << 20) };
+        let packing = dice.one_in(2).then(|| Arc::new(Packing::new(some_way(dice), worth)));
+        let saving = Saving { known, packing };
         let templates = Arc::new(templates);
         Self {
             source,
             destination,
             log,
-            known,
+            saving,
             templates,
             streams: 1 + dice.below(4) as u16,
             window,
@@ -127,6 +133,10 @@ impl Move {
             });
             let cleared = owed.clear_marks(&mut self.log).unwrap();
             let readable = cleared.drain(|| always(|| self.land_dma())).unwrap();
+            if let Some(packing) = &self.saving.packing {
+                packing.set_way(some_way(dice));
+                packing.try_out(&[some_way(dice), some_way(dice)]);
+            }
             let pages = readable.pages();
             // As the rounds of a guest that stands still are sent: nothing may be left of the last one.
             let sent = if last {
@@ -175,6 +185,12 @@ impl Move {
         assert!(ended.is_sorted_by(|one, next| one < next), "{ended:?}");
         assert!(complete.iter().all(|round| ended.contains(round)), "{ended:?} {complete:?}");
         assert_eq!(receiver.completed_round(), *complete.last().unwrap());
+        if let Some(counted) = self.saving.packing.as_ref().map(|packing| packing.count()) {
+            assert!(counted.packed_bytes <= counted.tried_bytes && counted.tried_bytes <= counted.data_bytes);
+            assert!(counted.wire_bytes <= counted.data_bytes);
+            outcome.packed_bytes = counted.packed_bytes;
+            outcome.plain_bytes = counted.data_bytes - counted.packed_bytes;
+        }
         outcome
     }
 
@@ -193,7 +209,16 @@ impl Move {
             near.push(mine);
             receiver.attach(generation, stream, theirs).unwrap();
         }
-        Sender::with_window(self.source.readers(), self.known.clone(), near, self.window).unwrap()
+        Sender::with_window(self.source.readers(), self.saving.clone(), near, self.window).unwrap()
+    }
+}
+
+fn some_way(dice: &mut Dice) -> Compression {
+    match dice.below(4) {
+        0 => Compression::None,
+        1 => Compression::Lz4,
+        2 => Compression::Zstd(1),
+        _ => Compression::Zstd(1 + dice.below(6) as u8),
     }
 }
 
@@ -207,6 +232,7 @@ fn seeds() -> std::ops::Range<u64> {
 #[test]
 fn every_page_arrives_whatever_breaks() {
     let (mut rounds, mut breaks, mut referred, mut refused) = (0, 0, 0, 0);
+    let (mut packed_bytes, mut plain_bytes) = (0, 0);
     for seed in seeds() {
         let mut dice = Dice(seed);
         let mut it = Move::new(&mut dice);
@@ -217,10 +243,14 @@ fn every_page_arrives_whatever_breaks() {
         breaks += outcome.breaks;
         referred += outcome.referred;
         refused += outcome.refused;
+        packed_bytes += outcome.packed_bytes;
+        plain_bytes += outcome.plain_bytes;
     }
     println!("{rounds} rounds, {breaks} breaks, {referred} pages referred to, {refused} of them not there");
+    println!("{packed_bytes} bytes compressed, {plain_bytes} not, where that was wanted");
     let all = seeds().count() < 2 || (breaks > 0 && refused > 0 && referred > refused);
     assert!(all, "no connection ever broke, or nothing was referred to");
+    assert!(seeds().count() < 2 || (packed_bytes > 0 && plain_bytes > 0), "nothing was compressed, or all");
 }
 
 /// A round without threads at work: what is owed goes over one generation of whole connections.

@@ -5,14 +5,15 @@ use std::sync::{Arc, Mutex};
 use proto::Generation;
 use proto::frame::Kind;
 use proto::limits::PAGE_BYTES;
-use proto::pages::{PagesHeader, encode_ack};
+use proto::pages::{Ack, PagesHeader};
 use proto::reference::encode_missing;
 
 use super::Dice;
 use super::fake_ram::{FakeRam, PAGE, Page};
 use super::fake_wire::{WHOLE, connection};
 use crate::{
-    ChunkPages, Known, Owed, PageName, RamError, Readable, Receiver, SendError, Sender, Sent, Templates, lock,
+    ChunkPages, Known, Owed, PageName, RamError, Readable, Receiver, Saving, SendError, Sender, Sent,
+    Templates, lock,
 };
 
 /// Templates in vectors.
@@ -49,6 +50,10 @@ impl Templates for FakeTemplates {
     }
 }
 
+fn referring(known: Arc<Known>) -> Saving {
+    Saving { known: Some(known), packing: None }
+}
+
 /// A source, a destination with one template, and one stream between them.
 struct Pair {
     source: FakeRam,
@@ -66,7 +71,7 @@ impl Pair {
         receiver.begin(Generation(1));
         let (near, far) = connection(WHOLE, WHOLE);
         receiver.attach(Generation(1), 0, far).unwrap();
-        let sender = Sender::referring(source.readers(), Arc::new(known), vec![near]).unwrap();
+        let sender = Sender::saving(source.readers(), referring(Arc::new(known)), vec![near]).unwrap();
         Self { source, destination, _receiver: receiver, sender }
     }
 
@@ -200,7 +205,7 @@ fn pages_that_were_sent_cannot_be_missed() {
         source.0[0].guest_writes(30, 99, 0);
         let known = Arc::new(known.unwrap_or(template_known));
         let (near, mut far) = connection(WHOLE, WHOLE);
-        let sender = Sender::referring(source.readers(), known, vec![near]).unwrap();
+        let sender = Sender::saving(source.readers(), referring(known), vec![near]).unwrap();
         let peer = std::thread::spawn(move || {
             let (mut payload, mut runs) = (Vec::new(), Vec::new());
             assert_eq!(far.source.receive(&mut payload).unwrap(), Kind::Pages);
@@ -208,11 +213,11 @@ fn pages_that_were_sent_cannot_be_missed() {
             for _ in 0..times {
                 far.sink.send(Kind::Missing, &[&encode_missing(header.seq, pages.words())]).unwrap();
             }
-            far.sink.send(Kind::Ack, &[&encode_ack(header.seq)]).unwrap();
+            far.sink.send(Kind::Ack, &[&Ack { seq: header.seq, waited_us: 0 }.encode()]).unwrap();
             far.sink.flush().unwrap();
             // Until the sender has seen it all.
             while far.source.receive(&mut payload).is_ok() {
-                let _ = far.sink.send(Kind::Ack, &[&encode_ack(header.seq + 1)]);
+                let _ = far.sink.send(Kind::Ack, &[&Ack { seq: header.seq + 1, waited_us: 0 }.encode()]);
                 let _ = far.sink.flush();
             }
         });

@@ -9,7 +9,7 @@ use std::time::Instant;
 use proto::Generation;
 use proto::frame::Kind;
 use proto::limits::CHUNK_PAGES;
-use proto::pages::{Content, PagesHeader, encode_ack};
+use proto::pages::{Ack, Content, PagesHeader};
 
 use super::fake_ram::FakeRam;
 use super::fake_wire::{Sink, WHOLE, connection, end};
@@ -125,7 +125,7 @@ fn a_wrong_acknowledgement_is_an_error_and_counts_for_nothing() {
         let (near, far) = UnixStream::pair().unwrap();
         let sender = Sender::start(ram.readers(), vec![end(near, WHOLE)]).unwrap();
         let mut far = Sink::new(far, WHOLE);
-        far.send(Kind::Ack, &[&encode_ack(wrong)]).unwrap();
+        far.send(Kind::Ack, &[&Ack { seq: wrong, waited_us: 0 }.encode()]).unwrap();
         far.flush().unwrap();
         let interrupted = sender.send_round(all(&ram)).unwrap_err();
         let cause = &interrupted.cause;
@@ -160,7 +160,7 @@ fn what_was_sent_but_not_acknowledged_is_owed() {
             PagesHeader::decode(&payload, &mut runs).unwrap();
             if first == 0 {
                 first = runs.iter().map(|run| u64::from(run.pages)).sum();
-                sink.send(Kind::Ack, &[&encode_ack(1)]).unwrap();
+                sink.send(Kind::Ack, &[&Ack { seq: 1, waited_us: 0 }.encode()]).unwrap();
                 sink.flush().unwrap();
             }
         }
@@ -190,7 +190,7 @@ fn each_chunk_has_its_stream_and_is_told_in_ascending_order_of_pages() {
                     seq += 1;
                     let kind = far.source.receive(&mut payload).unwrap();
                     if kind == Kind::RoundEnd {
-                        far.sink.send(Kind::Ack, &[&encode_ack(seq)]).unwrap();
+                        far.sink.send(Kind::Ack, &[&Ack { seq, waited_us: 0 }.encode()]).unwrap();
                         far.sink.flush().unwrap();
                         return (far, pages);
                     }
@@ -229,7 +229,7 @@ fn contents_are_told_apart() {
         loop {
             seq += 1;
             if far[0].source.receive(&mut payload).unwrap() == Kind::RoundEnd {
-                far[0].sink.send(Kind::Ack, &[&encode_ack(seq)]).unwrap();
+                far[0].sink.send(Kind::Ack, &[&Ack { seq, waited_us: 0 }.encode()]).unwrap();
                 far[0].sink.flush().unwrap();
                 return (far, all);
             }

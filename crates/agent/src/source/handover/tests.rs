@@ -10,7 +10,7 @@ use proto::message::{Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::api::{OnLimit, ThrottleWrites};
+use crate::api::{Compress, OnLimit, ThrottleWrites};
 use crate::journal::State;
 use crate::progress::Publisher;
 use crate::report::{Outcome, Report};
@@ -27,6 +27,8 @@ fn aims() -> Aims {
         verify: false,
         throttle_writes: ThrottleWrites::Off,
         references: true,
+        compression: Compress::Auto,
+        worth: ::memory::Worth::default(),
     }
 }
 

@@ -51,10 +51,7 @@ impl Driver {
         cargo: &Cargo,
         streams: Vec<DataStream>,
     ) -> Result<Sender, Failure> {
-        let started = match cargo.known() {
-            Some(known) => Sender::referring(cargo.readers(), known, streams),
-            None => Sender::start(cargo.readers(), streams),
-        };
+        let started = Sender::saving(cargo.readers(), cargo.saving(), streams);
         let sender = started.map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         self.inbox.interrupts(Some(sender.handle()));
         self.telemetry.follow(Some(sender.handle()));

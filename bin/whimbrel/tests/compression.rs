@@ -1,0 +1,81 @@
+//! Pages that are compressed on their way. Every move compares all of memory by a path of its own (`--verify`), and the
+//! guest itself checks every page that it wrote.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use common::{Cluster, GuestSpec, Load, Setup};
+use lab::Direction;
+use serde_json::Value;
+
+/// A guest that writes. A third of its memory looks random, the rest compresses well.
+fn load() -> Load {
+    Load { fill_mib: 160, wss_mib: 16, rate_mib_per_s: 10, noise_percent: 33, ..Load::default() }
+}
+
+fn number(report: &Value, name: &str) -> u64 {
+    report["compression"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {report:#}"))
+}
+
+/// Some of it was compressed, and some not, because it was not worth it.
+fn was_compressed(report: &Value) {
+    let (data, packed) = (number(report, "data_bytes"), number(report, "packed_bytes"));
+    assert!(0 < packed && packed < data, "{report:#}");
+    assert!(number(report, "wire_bytes") < data * 9 / 10, "{report:#}");
+    assert!(number(report, "pack_cpu_us") > 0, "{report:#}");
+}
+
+#[test]
+fn what_was_wished_for_is_done() {
+    let cluster = Cluster::new();
+    let _guest = cluster.guest(&GuestSpec::tiny("vm1", load()));
+    let hosts = ["a", "b"];
+    for (turn, way) in ["lz4", "zstd:1", "zstd", "none"].into_iter().enumerate() {
+        let (from, to) = (hosts[turn % 2], hosts[(turn + 1) % 2]);
+        let report = cluster.migrate("vm1", from, to, &["--compress", way]);
+        if way == "none" {
+            assert_eq!(report["compression"], Value::Null, "{report:#}");
+        } else {
+            was_compressed(&report);
+            assert_eq!(report["compression"]["wanted"], if way == "zstd" { "zstd:3" } else { way });
+            assert!(number(&report, "wire_bytes") <= report["sent_bytes"].as_u64().unwrap(), "{report:#}");
+        }
+        cluster.guest_is_whole(to, "vm1");
+    }
+}
+
+/// On a link that is waited for, without being told to; and nobody is told twice.
+#[test]
+fn a_slow_link_is_reason_enough() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let _guest = cluster.guest(&GuestSpec::tiny("vm1", load()));
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    was_compressed(&report);
+    assert_eq!(report["compression"]["wanted"], "auto");
+    let ways: Vec<_> = report["compression"]["ways"].as_array().unwrap().iter().collect();
+    assert!(!ways.is_empty() && ways.windows(2).all(|pair| pair[0]["way"] != pair[1]["way"]), "{report:#}");
+    assert!(ways.iter().all(|way| way["link_bytes_per_s"].as_u64().unwrap() > 0), "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
+/// A cut in the middle: compressed frames that were not acknowledged are sent again.
+#[test]
+fn a_cut_link_loses_nothing_that_was_compressed() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let _guest = cluster.guest(&GuestSpec::tiny("vm1", load()));
+    let words = ["migrate", "vm1", "--to", "b", "--verify", "--compress", "zstd:1", "--on-limit", "stop"];
+    let migration = cluster.a.begin(&words);
+    cluster.wait_for_sent(20 << 20);
+    cluster.lab.cut(Direction::AToB).unwrap();
+    cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
+    cluster.lab.heal().unwrap();
+    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(report["reconnections"].as_u64().unwrap() >= 1, "{report:#}");
+    assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+    was_compressed(&report);
+    cluster.guest_is_whole("b", "vm1");
+}

@@ -1,0 +1,240 @@
+//! Compression of what is sent.
+//!
+//! Each stream's worker compresses its own frames, one after the other, so that order within a chunk stays what it is
+//! (trap 6); as many are compressed at once as there are streams. What is compressed waits in the socket's buffer: while
+//! the link takes it from there, the worker reads and compresses the next frame. That buffer is what bounds memory, and
+//! a worker that finds it full waits, so that nobody compresses faster than the link carries.
+//!
+//! Not all data is worth it ([`select`]), and how it is done best depends on the link and on the processors: whoever owns
+//! a [`Packing`] may change its way while pages are sent, by what it counted ([`Packing::count`]).
+
+pub(crate) mod codec;
+pub(crate) mod select;
+
+use std::fmt;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use proto::packed::{Codec, Compression};
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::lock;
+use codec::Encoders;
+use select::Selector;
+pub use select::Worth;
+
+/// Shorter data is sent as it is.
+const LEAST_BYTES: usize = 512;
+
+/// Compression of a migration, shared by all streams of all its generations.
+#[derive(Debug)]
+pub struct Packing {
+    worth: Worth,
+    orders: Mutex<Orders>,
+    counters: Counters,
+    trials: Mutex<Vec<Trial>>,
+}
+
+#[derive(Debug)]
+struct Orders {
+    way: Compression,
+    /// To be tried on the next frame, one after the other.
+    to_try: Vec<Compression>,
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    data_bytes: AtomicU64,
+    tried_bytes: AtomicU64,
+    packed_bytes: AtomicU64,
+    wire_bytes: AtomicU64,
+    pack_ns: AtomicU64,
+    cpu_ns: AtomicU64,
+    blocked_ns: AtomicU64,
+    peer_waited_us: AtomicU64,
+}
+
+/// What was counted since a migration began, all streams together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counted {
+    /// Data to be sent, in bytes.
+    pub data_bytes: u64,
+    /// The part of it that was given to a codec, in bytes; the rest was not worth it.
+    pub tried_bytes: u64,
+    /// The part of it that went compressed, in bytes before that.
+    pub packed_bytes: u64,
+    /// What went for all of it, in bytes.
+    pub wire_bytes: u64,
+    /// Processor time of compressing, in nanoseconds.
+    pub pack_ns: u64,
+    /// Processor time of the workers, compressing included, in nanoseconds.
+    pub cpu_ns: u64,
+    /// For how long workers waited until the connection took more, in nanoseconds.
+    pub blocked_ns: u64,
+    /// For how long the other side's workers had nothing to apply, in microseconds.
+    pub peer_waited_us: u64,
+}
+
+/// What a way made of a frame's data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Trial {
+    /// Which way.
+    pub way: Compression,
+    /// Data, in bytes.
+    pub data_bytes: u64,
+    /// What became of it, in bytes.
+    pub packed_bytes: u64,
+    /// Processor time, in nanoseconds.
+    pub pack_ns: u64,
+}
+
+impl Packing {
+    /// Begins in a way.
+    pub fn new(way: Compression, worth: Worth) -> Self {
+        Self {
+            worth,
+            orders: Mutex::new(Orders { way, to_try: Vec::new() }),
+            counters: Counters::default(),
+            trials: Mutex::default(),
+        }
+    }
+
+    /// From the next frame of each stream on.
+    pub fn set_way(&self, way: Compression) {
+        lock(&self.orders).way = way;
+    }
+
+    /// Has these ways tried on frames that are sent, each once; what comes of it is thrown away.
+    pub fn try_out(&self, ways: &[Compression]) {
+        ways.clone_into(&mut lock(&self.orders).to_try);
+    }
+
+    /// What was tried since the last call.
+    pub fn take_trials(&self) -> Vec<Trial> {
+        std::mem::take(&mut lock(&self.trials))
+    }
+
+    /// What was counted up to now.
+    pub fn count(&self) -> Counted {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counters = &self.counters;
+        Counted {
+            data_bytes: get(&counters.data_bytes),
+            tried_bytes: get(&counters.tried_bytes),
+            packed_bytes: get(&counters.packed_bytes),
+            wire_bytes: get(&counters.wire_bytes),
+            pack_ns: get(&counters.pack_ns),
+            cpu_ns: get(&counters.cpu_ns),
+            blocked_ns: get(&counters.blocked_ns),
+            peer_waited_us: get(&counters.peer_waited_us),
+        }
+    }
+
+    /// The other side has said how long it waited.
+    pub(crate) fn peer_waited(&self, us: u32) {
+        self.counters.peer_waited_us.fetch_add(us.into(), Ordering::Relaxed);
+    }
+
+    /// Runs what a worker does for a frame, and counts what that took.
+    pub(crate) fn working<T>(&self, work: impl FnOnce() -> T) -> T {
+        let (done, took) = timed(work);
+        self.counters.cpu_ns.fetch_add(took.cpu_ns, Ordering::Relaxed);
+        done
+    }
+
+    /// Runs what gives a frame to the connection, and counts how long that was waited for.
+    pub(crate) fn sending<T>(&self, send: impl FnOnce() -> T) -> T {
+        let (sent, took) = timed(send);
+        self.counters.blocked_ns.fetch_add(took.wall_ns.saturating_sub(took.cpu_ns), Ordering::Relaxed);
+        sent
+    }
+
+    fn orders(&self) -> (Compression, Option<Compression>) {
+        let mut orders = lock(&self.orders);
+        (orders.way, orders.to_try.pop())
+    }
+}
+
+/// What compresses the frames of one stream.
+pub(crate) struct Packer {
+    encoders: Encoders,
+    selector: Selector,
+    out: Vec<u8>,
+}
+
+/// How long something took.
+struct Took {
+    wall_ns: u64,
+    cpu_ns: u64,
+}
+
+impl Packer {
+    pub(crate) fn new() -> Self {
+        Self { encoders: Encoders::default(), selector: Selector::default(), out: Vec::new() }
+    }
+
+    /// Compresses a frame's data as is ordered; none if it is to be sent as it is.
+    pub(crate) fn pack(&mut self, packing: &Packing, data: &[u8]) -> Option<(Codec, &[u8])> {
+        let counters = &packing.counters;
+        let bytes = data.len() as u64;
+        counters.data_bytes.fetch_add(bytes, Ordering::Relaxed);
+        let (way, to_try) = packing.orders();
+        if let Some(way) = to_try.filter(|_| data.len() >= LEAST_BYTES) {
+            self.try_out(packing, way, data);
+        }
+        let packed = if way == Compression::None || data.len() < LEAST_BYTES {
+            None
+        } else {
+            let began = cpu_ns();
+            let packed = self.pack_if_worth(packing, way, data);
+            counters.pack_ns.fetch_add(cpu_ns().saturating_sub(began), Ordering::Relaxed);
+            packed
+        };
+        let wire_bytes = packed.map_or(bytes, |(_, packed)| packed as u64);
+        counters.wire_bytes.fetch_add(wire_bytes, Ordering::Relaxed);
+        let (codec, packed) = packed?;
+        counters.packed_bytes.fetch_add(bytes, Ordering::Relaxed);
+        Some((codec, &self.out[..packed]))
+    }
+
+    fn pack_if_worth(&mut self, packing: &Packing, way: Compression, data: &[u8]) -> Option<(Codec, usize)> {
+        let Self { encoders, selector, out, .. } = self;
+        if !selector.wants(&packing.worth, data, |sample| {
+            encoders.encode(Compression::Lz4, sample, out).map_or(sample.len(), |(_, packed)| packed)
+        }) {
+            return None;
+        }
+        packing.counters.tried_bytes.fetch_add(data.len() as u64, Ordering::Relaxed);
+        let (codec, packed) = encoders.encode(way, data, out)?;
+        let is_worth = selector.learn(&packing.worth, data.len(), packed);
+        is_worth.then_some((codec, packed))
+    }
+
+    fn try_out(&mut self, packing: &Packing, way: Compression, data: &[u8]) {
+        let began = cpu_ns();
+        let packed = self.encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
+        let pack_ns = cpu_ns().saturating_sub(began);
+        let packed_bytes = packed.min(data.len()) as u64;
+        lock(&packing.trials).push(Trial { way, data_bytes: data.len() as u64, packed_bytes, pack_ns });
+    }
+}
+
+impl fmt::Debug for Packer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Packer").finish_non_exhaustive()
+    }
+}
+
+fn timed<T>(run: impl FnOnce() -> T) -> (T, Took) {
+    let (began, cpu_began) = (Instant::now(), cpu_ns());
+    let done = run();
+    let cpu_ns = cpu_ns().saturating_sub(cpu_began);
+    (done, Took { wall_ns: began.elapsed().as_nanos() as u64, cpu_ns })
+}
+
+/// Processor time of this thread, in nanoseconds.
+fn cpu_ns() -> u64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}

@@ -1,0 +1,127 @@
+//! Which data is worth compressing: selective compression (Yang, Hong, *VM live migration speedup in Xen*).
+//!
+//! How well memory compresses obeys, somewhat, the principle of locality: what lies behind data that did not compress
+//! does not either. So where the ratio was too small, so many bytes of the stream are sent as they are without a look.
+//! After that a sample is looked at first, which costs a hundredth of compressing all.
+
+use proto::limits::PAGE_BYTES;
+
+/// Sampled of a frame: a page at its beginning and one in its middle.
+const SAMPLE_PAGES: usize = 2;
+
+/// What is worth compressing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Worth {
+    /// Least ratio of what goes in to what comes out, in percent: the paper's y:1.
+    pub least_ratio_percent: u32,
+    /// How much is sent as it is behind data with a smaller ratio, in bytes of each stream: the paper's x MB.
+    pub skip_bytes: u64,
+}
+
+impl Default for Worth {
+    fn default() -> Self {
+        Self { least_ratio_percent: 115, skip_bytes: 2 << 20 }
+    }
+}
+
+impl Worth {
+    fn holds(self, data: usize, packed: usize) -> bool {
+        data as u64 * 100 >= packed as u64 * u64::from(self.least_ratio_percent) && packed < data
+    }
+}
+
+/// What a stream has learnt of its data.
+#[derive(Debug, Default)]
+pub(super) struct Selector {
+    /// So much is still to be sent as it is, in bytes.
+    skip_bytes: u64,
+    /// What was compressed last was not worth it.
+    is_wary: bool,
+}
+
+impl Selector {
+    /// Whether to compress this data; `measure` tells how long a sample becomes.
+    pub(super) fn wants(&mut self, worth: &Worth, data: &[u8], measure: impl FnOnce(&[u8]) -> usize) -> bool {
+        if self.skip_bytes > 0 {
+            self.skip_bytes = self.skip_bytes.saturating_sub(data.len() as u64);
+            return false;
+        }
+        if !self.is_wary {
+            return true;
+        }
+        let page = PAGE_BYTES as usize;
+        let mut sample = [0; SAMPLE_PAGES * PAGE_BYTES as usize];
+        let middle = (data.len() / 2).max(page.min(data.len()));
+        let mut filled = 0;
+        for from in [0, middle] {
+            let part = &data[from..data.len().min(from + page)];
+            sample[filled..filled + part.len()].copy_from_slice(part);
+            filled += part.len();
+        }
+        let sample = &sample[..filled];
+        self.learn(worth, sample.len(), measure(sample))
+    }
+
+    /// What became of data; returns whether that was worth it.
+    pub(super) fn learn(&mut self, worth: &Worth, data: usize, packed: usize) -> bool {
+        let is_worth = worth.holds(data, packed);
+        self.is_wary = !is_worth;
+        if !is_worth {
+            self.skip_bytes = worth.skip_bytes;
+        }
+        is_worth
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const WORTH: Worth = Worth { least_ratio_percent: 200, skip_bytes: 100_000 };
+
+    #[test]
+    fn behind_what_did_not_compress_nothing_is_tried_for_a_while() {
+        let mut selector = Selector::default();
+        let data = vec![7; 50_000];
+        let unasked = |_: &[u8]| -> usize { panic!("nobody has to look") };
+        assert!(selector.wants(&WORTH, &data, unasked));
+        assert!(selector.learn(&WORTH, 50_000, 25_000));
+        assert!(selector.wants(&WORTH, &data, unasked));
+        assert!(!selector.learn(&WORTH, 50_000, 25_001));
+        // The paper's x MB, no more and no less.
+        assert!(!selector.wants(&WORTH, &data, unasked));
+        assert!(!selector.wants(&WORTH, &data, unasked));
+        // Then a sample decides: a bad one skips on, a good one ends it.
+        assert!(!selector.wants(&WORTH, &data, <[u8]>::len));
+        assert!(!selector.wants(&WORTH, &data, unasked));
+        assert!(!selector.wants(&WORTH, &data, unasked));
+        assert!(selector.wants(&WORTH, &data, |sample| sample.len() / 2));
+        assert!(selector.wants(&WORTH, &data, unasked));
+    }
+
+    #[test]
+    fn a_sample_is_of_the_beginning_and_of_the_middle() {
+        let mut selector = Selector { is_wary: true, skip_bytes: 0 };
+        let mut data = vec![0; 16 * 4096];
+        data[..4096].fill(1);
+        data[8 * 4096..9 * 4096].fill(2);
+        let seen = |sample: &[u8]| {
+            assert_eq!(sample, [vec![1; 4096], vec![2; 4096]].concat());
+            1
+        };
+        assert!(selector.wants(&WORTH, &data, seen));
+        for short in [1, 4095, 4096, 4097, 8191, 8192] {
+            selector.is_wary = true;
+            assert!(selector.wants(&WORTH, &data[..short], |sample| {
+                assert!((short.min(4096)..=short).contains(&sample.len()), "{short}");
+                0
+            }));
+        }
+    }
+
+    #[test]
+    fn what_grows_is_never_worth_it() {
+        let any = Worth { least_ratio_percent: 0, skip_bytes: 0 };
+        assert!(any.holds(100, 99) && !any.holds(100, 100) && !any.holds(100, 101));
+    }
+}

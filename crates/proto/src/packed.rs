@@ -1,0 +1,193 @@
+//! Pages whose contents are compressed.
+//!
+//! A `Packed` frame says what a `Pages` frame says ([`crate::pages`]), but for the data of all its runs together, which
+//! is compressed as one piece:
+//!
+//! ```text
+//! codec u16 (1 LZ4 block, 2 Zstandard frame) | zero u16 | header and runs as in `Pages` | compressed data
+//! ```
+//!
+//! How long the data is when it is unpacked follows from the runs and is never said by the compressed bytes, so that
+//! nobody allocates what a peer claims. Compressed data is shorter than what it stands for, or is not sent. A
+//! destination names the codecs that it unpacks when it accepts ([`crate::message::Acceptance`]); no other comes.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::pages::{BadPages, Cursor, MAX_PAYLOAD_BYTES, PagesHeader, Run};
+
+/// Bytes before what stands in a `Pages` frame too.
+pub const HEAD_BYTES: usize = 4;
+/// Longest payload of a `Packed` frame, in bytes.
+pub const MAX_PACKED_BYTES: usize = HEAD_BYTES + MAX_PAYLOAD_BYTES;
+
+/// A format of compressed data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u16)]
+pub enum Codec {
+    /// A block of LZ4, without a frame around it.
+    Lz4 = 1,
+    /// A frame of Zstandard.
+    Zstd = 2,
+}
+
+impl Codec {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Lz4, Self::Zstd];
+
+    /// Its name between agents and for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lz4 => "lz4",
+            Self::Zstd => "zstd",
+        }
+    }
+
+    /// The codec of a name; none that this program knows.
+    pub fn of_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|codec| codec.name() == name)
+    }
+
+    /// The beginning of a frame's payload.
+    pub fn encode(self) -> [u8; HEAD_BYTES] {
+        let [low, high] = (self as u16).to_le_bytes();
+        [low, high, 0, 0]
+    }
+}
+
+/// What a `Packed` frame holds.
+#[derive(Debug)]
+pub struct Packed<'a> {
+    /// Where its pages belong.
+    pub header: PagesHeader,
+    /// How its data is compressed.
+    pub codec: Codec,
+    /// The compressed data.
+    pub bytes: &'a [u8],
+    /// How long the data of all runs is, in bytes.
+    pub data_bytes: usize,
+}
+
+impl<'a> Packed<'a> {
+    /// Reads and checks a payload: codec, header, runs (put into `runs`, which is emptied first).
+    ///
+    /// # Errors
+    /// When it is none, or its compressed data is empty or no shorter than what it stands for.
+    pub fn decode(payload: &'a [u8], runs: &mut Vec<Run>) -> Result<Self, BadPages> {
+        let mut at = Cursor(payload);
+        let codec = u16::from_le_bytes(at.take()?);
+        let codec = match (codec, at.take()?) {
+            (1, [0, 0]) => Codec::Lz4,
+            (2, [0, 0]) => Codec::Zstd,
+            _ => return Err(BadPages::Codec(codec)),
+        };
+        let (header, bytes, data_bytes) = PagesHeader::decode_runs(at.0, runs)?;
+        if bytes.is_empty() || bytes.len() >= data_bytes {
+            return Err(BadPages::Packed);
+        }
+        Ok(Self { header, codec, bytes, data_bytes })
+    }
+}
+
+/// What is done to data before it is sent: a codec, and how hard it tries.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Compression {
+    /// Nothing.
+    #[default]
+    None,
+    /// [`Codec::Lz4`].
+    Lz4,
+    /// [`Codec::Zstd`] at a level, 1 to 19.
+    Zstd(u8),
+}
+
+impl Compression {
+    /// Hardest level of Zstandard.
+    pub const MAX_LEVEL: u8 = 19;
+    /// Its level where none is given.
+    pub const DEFAULT_LEVEL: u8 = 3;
+
+    /// The format that comes of it; none where nothing is done.
+    pub fn codec(self) -> Option<Codec> {
+        match self {
+            Self::None => None,
+            Self::Lz4 => Some(Codec::Lz4),
+            Self::Zstd(_) => Some(Codec::Zstd),
+        }
+    }
+}
+
+impl fmt::Display for Compression {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Lz4 => f.write_str("lz4"),
+            Self::Zstd(level) => write!(f, "zstd:{level}"),
+        }
+    }
+}
+
+/// No way to compress has this name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no way to compress; there are none, lz4, zstd and zstd:LEVEL with levels from 1 to {max}", max = Compression::MAX_LEVEL)]
+pub struct BadCompression(pub String);
+
+impl FromStr for Compression {
+    type Err = BadCompression;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let bad = || BadCompression(text.to_owned());
+        match text.split_once(':') {
+            None => match text {
+                "none" => Ok(Self::None),
+                "lz4" => Ok(Self::Lz4),
+                "zstd" => Ok(Self::Zstd(Self::DEFAULT_LEVEL)),
+                _ => Err(bad()),
+            },
+            Some(("zstd", level)) => level
+                .parse()
+                .ok()
+                .filter(|level| (1..=Self::MAX_LEVEL).contains(level))
+                .map(Self::Zstd)
+                .ok_or_else(bad),
+            Some(_) => Err(bad()),
+        }
+    }
+}
+
+impl TryFrom<String> for Compression {
+    type Error = BadCompression;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
+    }
+}
+
+impl From<Compression> for String {
+    fn from(compression: Compression) -> Self {
+        compression.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ways_are_found_by_their_names() {
+        for way in [Compression::None, Compression::Lz4, Compression::Zstd(1), Compression::Zstd(19)] {
+            assert_eq!(way.to_string().parse(), Ok(way));
+        }
+        assert_eq!("zstd".parse(), Ok(Compression::Zstd(3)));
+        for wrong in ["", "gzip", "zstd:", "zstd:0", "zstd:20", "zstd:x", "lz4:1", "zstd:3:4"] {
+            assert_eq!(wrong.parse::<Compression>(), Err(BadCompression(wrong.to_owned())));
+        }
+        for codec in Codec::ALL {
+            assert_eq!(Codec::of_name(codec.name()), Some(codec));
+        }
+        assert_eq!(Codec::of_name("brotli"), None);
+    }
+}

@@ -30,6 +30,8 @@ const AS_GOOD: f64 = 0.95;
 const OF_IDLE: f64 = 0.75;
 /// A link that is not waited for may carry more than was seen: looks, and by how much more is expected after each.
 const MORE: f64 = 1.01;
+/// No way takes less processor time for a byte, in nanoseconds: where that alone is too much, nothing is tried out.
+const LEAST_PACKING_NS: f64 = 0.5;
 /// Looks from one trial to the next.
 const TRIAL_LOOKS: u32 = 20;
 /// Looks for which a way that the destination could not follow is not taken again.
@@ -118,12 +120,13 @@ impl Chooser {
     /// The way from now on, and what to try out. Begins without compression.
     pub fn decide(&mut self, observed: &Observation) -> Decision {
         self.learn(&observed.trials);
-        if observed.data_bytes > 0 && observed.interval_ns > 0 && observed.workers > 0 {
+        let tells = observed.data_bytes > 0 && observed.interval_ns > 0 && observed.workers > 0;
+        if tells {
             self.look(observed);
         }
         Decision {
             way: WAYS[self.present],
-            try_out: self.due_trials(),
+            try_out: if tells { self.due_trials(observed) } else { Vec::new() },
             link_bytes_per_s: self.link_bytes_per_s.map(|rate| rate as u64),
         }
     }
@@ -167,10 +170,7 @@ impl Chooser {
 
     fn choose(&mut self, observed: &Observation, link: f64) {
         let data_bytes = observed.data_bytes as f64;
-        let handling_ns = observed.cpu_ns.saturating_sub(observed.pack_ns) as f64 / data_bytes;
-        let idle = observed.idle_ns as f64 * OF_IDLE;
-        let processors =
-            ((observed.cpu_ns as f64 + idle) / observed.interval_ns as f64).min(f64::from(observed.workers));
+        let handled_at = |packing_ns| handled_bytes_per_s(observed, packing_ns);
         // Not all data is worth it: of the present way it is known how much less it does than in its trials.
         let (share_saved, share_spent) = match self.seen[self.present] {
             Some(seen) if self.present > 0 => {
@@ -187,16 +187,17 @@ impl Chooser {
                 }
                 _ => (1.0, 0.0),
             };
-            (link / ratio.max(0.001)).min(processors * 1e9 / (handling_ns + packing_ns).max(0.001))
+            (link / ratio.max(0.001)).min(handled_at(packing_ns))
         };
         let allowed = self.banned.map_or(WAYS.len(), |(way, _)| way);
         let best = (0..allowed).map(rate).fold(0.0, f64::max);
         self.present = (0..allowed).find(|way| rate(*way) >= best * AS_GOOD).unwrap_or(0);
     }
 
-    /// Nothing is tried out before the link was waited for.
-    fn due_trials(&mut self) -> Vec<Compression> {
-        if self.link_bytes_per_s.is_none() {
+    /// Nothing is tried out before the link was waited for, nor where the processors could not follow it.
+    fn due_trials(&mut self, observed: &Observation) -> Vec<Compression> {
+        let Some(link) = self.link_bytes_per_s else { return Vec::new() };
+        if self.present == 0 && handled_bytes_per_s(observed, LEAST_PACKING_NS) < link {
             return Vec::new();
         }
         let looks = self.looks_since_trial.map_or(TRIAL_LOOKS, |looks| looks + 1);
@@ -207,6 +208,15 @@ impl Chooser {
         self.looks_since_trial = Some(0);
         WAYS[1..].to_vec()
     }
+}
+
+/// How fast the processors that there are can handle data, each byte of which takes so long to compress.
+fn handled_bytes_per_s(observed: &Observation, packing_ns: f64) -> f64 {
+    let handling_ns = observed.cpu_ns.saturating_sub(observed.pack_ns) as f64 / observed.data_bytes as f64;
+    let idle_ns = observed.idle_ns as f64 * OF_IDLE;
+    let processors =
+        ((observed.cpu_ns as f64 + idle_ns) / observed.interval_ns as f64).min(f64::from(observed.workers));
+    processors * 1e9 / (handling_ns + packing_ns).max(0.001)
 }
 
 #[cfg(test)]
@@ -372,6 +382,19 @@ mod tests {
         let noise = World { ratios: NOISE, ..World::new(12, 2.0) };
         run(&mut chooser, &noise, 200);
         assert_eq!(WAYS[chooser.present], Compression::None);
+    }
+
+    /// A worker that waits for a processor looks as if it waited for the link. Trials would take from what is short.
+    #[test]
+    fn a_host_without_idle_processors_tries_nothing() {
+        let world = World { processors: 1.0, peer_bytes_per_s: 5e9, ..World::new(1_800, 1.0) };
+        let mut chooser = Chooser::default();
+        for _ in 0..100 {
+            let observed = world.interval(&Decision::default());
+            assert!(observed.blocked_ns > 0 && observed.peer_waited_ns > 0);
+            let decision = chooser.decide(&observed);
+            assert_eq!((decision.way, decision.try_out), (Compression::None, Vec::new()));
+        }
     }
 
     #[test]

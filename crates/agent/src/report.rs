@@ -53,7 +53,7 @@ pub struct Report {
     /// Disks that were copied, with the images that they have at the destination.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<Disk>,
-    /// What compression did; absent where there was none.
+    /// What compression did; absent where it was told to do nothing. Of a link that nobody waited for it is nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compression: Option<Compression>,
     /// Rounds of pre-copy and the last one, in order.
@@ -147,9 +147,9 @@ pub struct Compression {
     pub packed_bytes: u64,
     /// What was sent for all of it, in bytes.
     pub wire_bytes: u64,
-    /// Processor time of compressing, in microseconds.
+    /// Processor time of compressing, and of trying ways out, in microseconds.
     pub pack_cpu_us: u64,
-    /// What `auto` picked, and when.
+    /// What `auto` picked, and when: the first hundred times.
     pub ways: Vec<PickedWay>,
 }
 

@@ -28,8 +28,12 @@ const NO_PAUSE: f64 = 0.1;
 const AS_GOOD: f64 = 0.95;
 /// The part of idle processors that is reckoned with: guests come first.
 const OF_IDLE: f64 = 0.75;
-/// A link that is not waited for may carry more than was seen: looks, and by how much more is expected after each.
+/// A link that is not waited for may carry more than was seen: by how much more is expected after each look, and at most,
+/// of what it carries then.
 const MORE: f64 = 1.01;
+const MOST_MORE: f64 = 4.0;
+/// An estimate that is so many times what a link carries is none.
+const FAR_OFF: f64 = 2.0;
 /// No way takes less processor time for a byte, in nanoseconds: where that alone is too much, nothing is tried out.
 const LEAST_PACKING_NS: f64 = 0.5;
 /// Looks from one trial to the next.
@@ -102,6 +106,13 @@ impl Seen {
     }
 }
 
+/// What a way saves and spends, to what it did in its trials.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Shares {
+    saved: f64,
+    spent: f64,
+}
+
 /// Chooses a way again and again.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Chooser {
@@ -112,6 +123,8 @@ pub struct Chooser {
     looks_since_trial: Option<u32>,
     /// For which part of the time the destination's workers had nothing to do: a mean, for it tells of it in lumps.
     pause: Option<f64>,
+    /// Not all data is worth it: by how much less is saved and spent than in trials, as it was seen last.
+    shares: Option<Shares>,
     /// Ways from this one on are not taken, for so many looks.
     banned: Option<(usize, u32)>,
 }
@@ -149,8 +162,9 @@ impl Chooser {
         let wire_bytes_per_s = observed.wire_bytes as f64 * 1e9 / observed.interval_ns as f64;
         if of_workers(observed.blocked_ns) < WAITS {
             // Nobody waits. The link carries what it did, and maybe more.
-            let more = self.link_bytes_per_s.map(|link| (link * MORE).max(wire_bytes_per_s));
-            self.link_bytes_per_s = more;
+            let more =
+                |link: f64| (link * MORE).min(link.max(wire_bytes_per_s * MOST_MORE)).max(wire_bytes_per_s);
+            self.link_bytes_per_s = self.link_bytes_per_s.map(more);
         } else if pause < NO_PAUSE {
             if self.present > 0 {
                 self.banned = Some((self.present, BAN_LOOKS));
@@ -158,7 +172,8 @@ impl Chooser {
             }
             return;
         } else {
-            let link = self.link_bytes_per_s.unwrap_or(wire_bytes_per_s);
+            let known = self.link_bytes_per_s.filter(|link| *link < wire_bytes_per_s * FAR_OFF);
+            let link = known.unwrap_or(wire_bytes_per_s);
             self.link_bytes_per_s = Some(link + (wire_bytes_per_s - link) * WEIGHT);
         }
         if let Some(link) = self.link_bytes_per_s
@@ -171,20 +186,20 @@ impl Chooser {
     fn choose(&mut self, observed: &Observation, link: f64) {
         let data_bytes = observed.data_bytes as f64;
         let handled_at = |packing_ns| handled_bytes_per_s(observed, packing_ns);
-        // Not all data is worth it: of the present way it is known how much less it does than in its trials.
-        let (share_saved, share_spent) = match self.seen[self.present] {
-            Some(seen) if self.present > 0 => {
-                let saved = 1.0 - observed.wire_bytes as f64 / data_bytes;
-                let spent = observed.pack_ns as f64 / data_bytes;
-                (saved / (1.0 - seen.ratio).max(0.01), spent / seen.pack_ns.max(0.001))
-            }
-            _ => (1.0, 1.0),
-        };
+        if self.present > 0
+            && let Some(seen) = self.seen[self.present]
+        {
+            let saved = 1.0 - observed.wire_bytes as f64 / data_bytes;
+            let spent = observed.pack_ns as f64 / data_bytes;
+            self.shares = Some(Shares {
+                saved: (saved / (1.0 - seen.ratio).max(0.01)).clamp(0.0, 1.0),
+                spent: (spent / seen.pack_ns.max(0.001)).clamp(0.0, 2.0),
+            });
+        }
+        let Shares { saved, spent } = self.shares.unwrap_or(Shares { saved: 1.0, spent: 1.0 });
         let rate = |way: usize| -> f64 {
             let (ratio, packing_ns) = match self.seen[way] {
-                Some(seen) if way > 0 => {
-                    (1.0 - (1.0 - seen.ratio) * share_saved.clamp(0.0, 1.0), seen.pack_ns * share_spent)
-                }
+                Some(seen) if way > 0 => (1.0 - (1.0 - seen.ratio) * saved, seen.pack_ns * spent),
                 _ => (1.0, 0.0),
             };
             (link / ratio.max(0.001)).min(handled_at(packing_ns))
@@ -206,6 +221,10 @@ impl Chooser {
             return Vec::new();
         }
         self.looks_since_trial = Some(0);
+        // What was not worth it when it was done last may be by now: new trials count in full.
+        if self.present == 0 {
+            self.shares = None;
+        }
         WAYS[1..].to_vec()
     }
 }
@@ -395,6 +414,34 @@ mod tests {
             let decision = chooser.decide(&observed);
             assert_eq!((decision.way, decision.try_out), (Compression::None, Vec::new()));
         }
+    }
+
+    /// Text, and then noise: of what a way did to the noise the next look knows as well.
+    #[test]
+    fn content_that_changes_is_followed_without_going_back_and_forth() {
+        let mut chooser = Chooser::default();
+        run(&mut chooser, &World::new(118, 2.0), 60);
+        let noise = World { ratios: NOISE, ..World::new(118, 2.0) };
+        let ways = run(&mut chooser, &noise, 200);
+        let changes = ways.windows(2).filter(|pair| pair[0] != pair[1]).count();
+        assert!(changes < 20, "{changes}: {ways:?}");
+        assert_eq!(ways[199], Compression::None);
+    }
+
+    #[test]
+    fn what_a_link_may_carry_has_its_bounds() {
+        let mut chooser = Chooser::default();
+        run(&mut chooser, &World::new(118, 2.0), 20);
+        // An hour of looks in which nobody waits.
+        let calm = Observation {
+            blocked_ns: 0,
+            ..World::new(118, 2.0).interval(&Decision { way: Compression::Zstd(3), ..Decision::default() })
+        };
+        (0..72_000).for_each(|_| drop(chooser.decide(&calm)));
+        let link = chooser.link_bytes_per_s.unwrap();
+        assert!(link <= 4.1 * 118e6, "{link}");
+        run(&mut chooser, &World::new(118, 2.0), 5);
+        assert!((chooser.link_bytes_per_s.unwrap() - 118e6).abs() < 1e6);
     }
 
     #[test]

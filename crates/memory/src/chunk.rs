@@ -149,6 +149,11 @@ impl FrameBuilder {
         Ok((taken, contents))
     }
 
+    /// Whether any pages are in the frame with their bytes.
+    pub(crate) fn has_data(&self) -> bool {
+        self.runs.iter().any(|run| run.content == Content::Data)
+    }
+
     /// The data of all runs.
     pub(crate) fn data(&self) -> &[u8] {
         &self.data[..self.filled]

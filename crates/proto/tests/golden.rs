@@ -272,7 +272,6 @@ fn referring() -> Vec<u8> {
     payload
 }
 
-/// One of each kind, in the order of the file. The page of data is checked apart: it would fill the file.
 const ACK: Ack = Ack { seq: 0x0102_0304_0506_0708, waited_us: 0x090a_0b0c };
 
 /// A page of data in three bytes, which no codec could have made; a codec is not what is tried here.
@@ -283,6 +282,7 @@ fn packed() -> Vec<u8> {
     payload
 }
 
+/// One of each kind, in the order of the file. The page of data is checked apart: it would fill the file.
 fn frames() -> Vec<Vec<u8>> {
     let mut without_data = Vec::new();
     PAGES.encode(&RUNS, &mut without_data);

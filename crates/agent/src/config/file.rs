@@ -305,9 +305,9 @@ impl Checks<'_> {
     }
 
     fn limits(&self, l: &Limits) -> Result<(), ConfigError> {
-        if l.compression_least_ratio_percent < 100 {
+        if !(100..=1000).contains(&l.compression_least_ratio_percent) {
             let what = format!(
-                "{}% would make what is sent longer; choose 100 or more",
+                "{}% is no ratio of data to what is sent for it; choose 100 to 1000",
                 l.compression_least_ratio_percent
             );
             return Err(self.wrong(&["limits", "compression_least_ratio_percent"], what));

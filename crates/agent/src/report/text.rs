@@ -117,7 +117,6 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     Ok(())
 }
 
-/// Two tables, each of which fits on a terminal of 80 columns: how it went, and what was in the rounds.
 /// What compression did, in a line.
 fn compressed(compression: &Compression) -> String {
     let Compression { wanted, data_bytes, packed_bytes, wire_bytes, pack_cpu_us, ways } = compression;
@@ -139,6 +138,7 @@ fn compressed(compression: &Compression) -> String {
     )
 }
 
+/// Two tables, each of which fits on a terminal of 80 columns: how it went, and what was in the rounds.
 fn rounds(rounds: &[Round]) -> String {
     let number =
         |round: &Round| if round.stopped { format!("{}*", round.round) } else { round.round.to_string() };

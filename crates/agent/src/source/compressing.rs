@@ -21,6 +21,9 @@ const LOOK: Duration = Duration::from_millis(50);
 const LEAST_DATA_BYTES: u64 = 2 << 20;
 const LONGEST: Duration = Duration::from_millis(500);
 
+/// Most ways of which the report tells.
+const MOST_TOLD: usize = 100;
+
 /// Compression of a migration. Dropping it ends the looks.
 #[derive(Debug)]
 pub(super) struct Compressing {
@@ -63,12 +66,12 @@ impl Compressing {
 
 impl Drop for Compressing {
     fn drop(&mut self) {
-        let Counted { data_bytes, packed_bytes, wire_bytes, pack_ns, .. } = self.packing.count();
+        let Counted { data_bytes, packed_bytes, wire_bytes, pack_ns, trial_ns, .. } = self.packing.count();
         let wanted = self.wanted.to_string();
         self.controls.report(|report| {
             let compression = report.compression.get_or_insert_default();
             let ways = std::mem::take(&mut compression.ways);
-            let pack_cpu_us = pack_ns / 1000;
+            let pack_cpu_us = (pack_ns + trial_ns) / 1000;
             *compression = Compression { wanted, data_bytes, packed_bytes, wire_bytes, pack_cpu_us, ways };
         });
     }
@@ -81,10 +84,11 @@ fn look_again_and_again(packing: Arc<Packing>, workers: u16, controls: Arc<Contr
         let (mut chooser, mut before) = (Chooser::default(), Look::now(&packing));
         let mut present = Way::None;
         while stopped.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-            let now = Look::now(&packing);
-            if now.data_bytes_since(&before) < LEAST_DATA_BYTES && now.at - before.at < LONGEST {
+            let data_bytes = packing.count().data_bytes - before.counted.data_bytes;
+            if data_bytes == 0 || (data_bytes < LEAST_DATA_BYTES && before.at.elapsed() < LONGEST) {
                 continue;
             }
+            let now = Look::now(&packing);
             let decision = chooser.decide(&now.since(&before, workers, packing.take_trials()));
             before = now;
             if !decision.try_out.is_empty() {
@@ -99,7 +103,12 @@ fn look_again_and_again(packing: Arc<Packing>, workers: u16, controls: Arc<Contr
                     way: present.to_string(),
                     link_bytes_per_s: decision.link_bytes_per_s.unwrap_or(0),
                 };
-                controls.report(|report| report.compression.get_or_insert_default().ways.push(picked));
+                controls.report(|report| {
+                    let ways = &mut report.compression.get_or_insert_default().ways;
+                    if ways.len() < MOST_TOLD {
+                        ways.push(picked);
+                    }
+                });
             }
         }
     };
@@ -118,10 +127,6 @@ impl Look {
         Self { at: Instant::now(), counted: packing.count(), idle_ns: cpu::idle_ns() }
     }
 
-    fn data_bytes_since(&self, before: &Self) -> u64 {
-        self.counted.data_bytes - before.counted.data_bytes
-    }
-
     fn since(&self, before: &Self, workers: u16, trials: Vec<::memory::Trial>) -> Observation {
         let (now, then) = (&self.counted, &before.counted);
         let trial = |trial: ::memory::Trial| {
@@ -131,10 +136,10 @@ impl Look {
         Observation {
             interval_ns: self.at.duration_since(before.at).as_nanos() as u64,
             workers: workers.into(),
-            data_bytes: self.data_bytes_since(before),
+            data_bytes: now.data_bytes - then.data_bytes,
             wire_bytes: now.wire_bytes - then.wire_bytes,
             pack_ns: now.pack_ns - then.pack_ns,
-            cpu_ns: now.cpu_ns - then.cpu_ns,
+            cpu_ns: (now.cpu_ns - then.cpu_ns).saturating_sub(now.trial_ns - then.trial_ns),
             blocked_ns: now.blocked_ns - then.blocked_ns,
             peer_waited_ns: (now.peer_waited_us - then.peer_waited_us) * 1000,
             idle_ns: self.idle_ns.saturating_sub(before.idle_ns),

@@ -130,6 +130,7 @@ impl Unpacker {
     /// [`Unpacker::take_back`].
     pub(crate) fn unpack(&mut self, codec: Codec, packed: &[u8], bytes: usize) -> Result<Vec<u8>, BadPacked> {
         let mut data = std::mem::take(&mut self.data);
+        data.clear();
         data.resize(bytes, 0);
         let failed = |source| BadPacked::Codec { codec, source };
         let found = match codec {

@@ -14,7 +14,7 @@ pub(crate) mod select;
 use std::fmt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
 use proto::packed::{Codec, Compression};
@@ -26,6 +26,8 @@ pub use select::Worth;
 
 /// Shorter data is sent as it is.
 const LEAST_BYTES: usize = 512;
+/// Nothing is tried out on shorter data: what is done once for each piece would count too much.
+const LEAST_TRIAL_BYTES: usize = 32 << 10;
 
 /// Compression of a migration, shared by all streams of all its generations.
 #[derive(Debug)]
@@ -39,7 +41,7 @@ pub struct Packing {
 #[derive(Debug)]
 struct Orders {
     way: Compression,
-    /// To be tried on the next frame, one after the other.
+    /// To be tried, all on the same frame.
     to_try: Vec<Compression>,
 }
 
@@ -50,6 +52,7 @@ struct Counters {
     packed_bytes: AtomicU64,
     wire_bytes: AtomicU64,
     pack_ns: AtomicU64,
+    trial_ns: AtomicU64,
     cpu_ns: AtomicU64,
     blocked_ns: AtomicU64,
     peer_waited_us: AtomicU64,
@@ -66,9 +69,11 @@ pub struct Counted {
     pub packed_bytes: u64,
     /// What went for all of it, in bytes.
     pub wire_bytes: u64,
-    /// Processor time of compressing, in nanoseconds.
+    /// Processor time of compressing what was sent, in nanoseconds.
     pub pack_ns: u64,
-    /// Processor time of the workers, compressing included, in nanoseconds.
+    /// Processor time of trying ways out, in nanoseconds.
+    pub trial_ns: u64,
+    /// Processor time of the workers, compressing and trials included, in nanoseconds.
     pub cpu_ns: u64,
     /// For how long workers waited until the connection took more, in nanoseconds.
     pub blocked_ns: u64,
@@ -105,7 +110,7 @@ impl Packing {
         lock(&self.orders).way = way;
     }
 
-    /// Has these ways tried on frames that are sent, each once; what comes of it is thrown away.
+    /// Has these ways tried on one frame that is sent while the guest runs; what comes of it is thrown away.
     pub fn try_out(&self, ways: &[Compression]) {
         ways.clone_into(&mut lock(&self.orders).to_try);
     }
@@ -125,6 +130,7 @@ impl Packing {
             packed_bytes: get(&counters.packed_bytes),
             wire_bytes: get(&counters.wire_bytes),
             pack_ns: get(&counters.pack_ns),
+            trial_ns: get(&counters.trial_ns),
             cpu_ns: get(&counters.cpu_ns),
             blocked_ns: get(&counters.blocked_ns),
             peer_waited_us: get(&counters.peer_waited_us),
@@ -145,14 +151,17 @@ impl Packing {
 
     /// Runs what gives a frame to the connection, and counts how long that was waited for.
     pub(crate) fn sending<T>(&self, send: impl FnOnce() -> T) -> T {
-        let (sent, took) = timed(send);
-        self.counters.blocked_ns.fetch_add(took.wall_ns.saturating_sub(took.cpu_ns), Ordering::Relaxed);
+        let (sent, waited) = waited(send);
+        self.counters.blocked_ns.fetch_add(waited.as_nanos() as u64, Ordering::Relaxed);
         sent
     }
 
-    fn orders(&self) -> (Compression, Option<Compression>) {
+    /// The way for so much data, and others to be tried on it.
+    fn orders(&self, data_bytes: usize, guest_runs: bool) -> (Compression, Vec<Compression>) {
         let mut orders = lock(&self.orders);
-        (orders.way, orders.to_try.pop())
+        let fits = guest_runs && data_bytes >= LEAST_TRIAL_BYTES;
+        let to_try = if fits { std::mem::take(&mut orders.to_try) } else { Vec::new() };
+        (if data_bytes < LEAST_BYTES { Compression::None } else { orders.way }, to_try)
     }
 }
 
@@ -174,16 +183,22 @@ impl Packer {
         Self { encoders: Encoders::default(), selector: Selector::default(), out: Vec::new() }
     }
 
-    /// Compresses a frame's data as is ordered; none if it is to be sent as it is.
-    pub(crate) fn pack(&mut self, packing: &Packing, data: &[u8]) -> Option<(Codec, &[u8])> {
+    /// Compresses a frame's data as is ordered; none if it is to be sent as it is. A guest that stands still does not
+    /// wait for trials.
+    pub(crate) fn pack(
+        &mut self,
+        packing: &Packing,
+        data: &[u8],
+        guest_runs: bool,
+    ) -> Option<(Codec, &[u8])> {
         let counters = &packing.counters;
         let bytes = data.len() as u64;
         counters.data_bytes.fetch_add(bytes, Ordering::Relaxed);
-        let (way, to_try) = packing.orders();
-        if let Some(way) = to_try.filter(|_| data.len() >= LEAST_BYTES) {
+        let (way, to_try) = packing.orders(data.len(), guest_runs);
+        for way in to_try {
             self.try_out(packing, way, data);
         }
-        let packed = if way == Compression::None || data.len() < LEAST_BYTES {
+        let packed = if way == Compression::None {
             None
         } else {
             let began = cpu_ns();
@@ -201,7 +216,7 @@ impl Packer {
     fn pack_if_worth(&mut self, packing: &Packing, way: Compression, data: &[u8]) -> Option<(Codec, usize)> {
         let Self { encoders, selector, out, .. } = self;
         if !selector.wants(&packing.worth, data, |sample| {
-            encoders.encode(Compression::Lz4, sample, out).map_or(sample.len(), |(_, packed)| packed)
+            encoders.encode(way, sample, out).map_or(sample.len(), |(_, packed)| packed)
         }) {
             return None;
         }
@@ -215,7 +230,9 @@ impl Packer {
         let began = cpu_ns();
         let packed = self.encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
         let pack_ns = cpu_ns().saturating_sub(began);
-        let packed_bytes = packed.min(data.len()) as u64;
+        packing.counters.trial_ns.fetch_add(pack_ns, Ordering::Relaxed);
+        // What is not worth it is sent as it is.
+        let packed_bytes = if packing.worth.holds(data.len(), packed) { packed } else { data.len() } as u64;
         lock(&packing.trials).push(Trial { way, data_bytes: data.len() as u64, packed_bytes, pack_ns });
     }
 }
@@ -224,6 +241,12 @@ impl fmt::Debug for Packer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Packer").finish_non_exhaustive()
     }
+}
+
+/// Runs it, and tells how long nothing was done for it: something was waited for.
+pub(crate) fn waited<T>(run: impl FnOnce() -> T) -> (T, Duration) {
+    let (done, took) = timed(run);
+    (done, Duration::from_nanos(took.wall_ns.saturating_sub(took.cpu_ns)))
 }
 
 fn timed<T>(run: impl FnOnce() -> T) -> (T, Took) {

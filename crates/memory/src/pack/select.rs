@@ -26,7 +26,7 @@ impl Default for Worth {
 }
 
 impl Worth {
-    fn holds(self, data: usize, packed: usize) -> bool {
+    pub(super) fn holds(self, data: usize, packed: usize) -> bool {
         data as u64 * 100 >= packed as u64 * u64::from(self.least_ratio_percent) && packed < data
     }
 }
@@ -38,7 +38,12 @@ pub(super) struct Selector {
     skip_bytes: u64,
     /// What was compressed last was not worth it.
     is_wary: bool,
+    /// Frames since all of one was compressed.
+    sampled: u32,
 }
+
+/// A sample is not everything: so often, all of a frame is compressed whatever its sample says.
+const ALL_AFTER_SAMPLES: u32 = 16;
 
 impl Selector {
     /// Whether to compress this data; `measure` tells how long a sample becomes.
@@ -47,9 +52,11 @@ impl Selector {
             self.skip_bytes = self.skip_bytes.saturating_sub(data.len() as u64);
             return false;
         }
-        if !self.is_wary {
+        if !self.is_wary || self.sampled >= ALL_AFTER_SAMPLES {
+            self.sampled = 0;
             return true;
         }
+        self.sampled += 1;
         let mut sample = [0; SAMPLE_PIECES * SAMPLE_PIECE_BYTES];
         let mut filled = 0;
         let step = data.len().div_ceil(SAMPLE_PIECES).max(SAMPLE_PIECE_BYTES);
@@ -100,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_sample_is_of_all_parts() {
-        let mut selector = Selector { is_wary: true, skip_bytes: 0 };
+        let mut selector = Selector { is_wary: true, ..Selector::default() };
         let data: Vec<u8> = (0..64 * 4096_usize).map(|at| (at / (8 * 4096)) as u8).collect();
         let seen = |sample: &[u8]| {
             assert_eq!(sample, (0..8).flat_map(|part| [part; 512]).collect::<Vec<u8>>());
@@ -114,6 +121,15 @@ mod tests {
                 0
             }));
         }
+    }
+
+    #[test]
+    fn bad_samples_are_not_believed_for_ever() {
+        let mut selector = Selector { is_wary: true, ..Selector::default() };
+        let worth = Worth { skip_bytes: 0, ..WORTH };
+        let looks: Vec<bool> = (0..40).map(|_| selector.wants(&worth, &[7; 5000], <[u8]>::len)).collect();
+        let compressed: Vec<_> = (0..40).filter(|look| looks[*look]).collect();
+        assert_eq!(compressed, [16, 33]);
     }
 
     #[test]

@@ -17,6 +17,7 @@ use crate::background::GivesWay;
 use crate::dirty::ChunkPages;
 use crate::lock;
 use crate::pack::codec::Unpacker;
+use crate::pack::waited;
 use crate::ram::{BlockWriter, RamError};
 use crate::references::is_meant;
 use crate::send::stream_of;
@@ -62,10 +63,9 @@ impl StreamWorker {
         let mut runs = Vec::new();
         loop {
             let result = self.acknowledge().and_then(|()| {
-                let waits_since = Instant::now();
-                let kind = self.source.receive(&mut payload).map_err(ReceiveError::Stream)?;
-                self.waited += waits_since.elapsed();
-                match kind {
+                let (kind, waited) = waited(|| self.source.receive(&mut payload));
+                self.waited += waited;
+                match kind.map_err(ReceiveError::Stream)? {
                     Kind::Pages => {
                         let (header, data) = PagesHeader::decode(&payload, &mut runs)?;
                         self.apply(header, &runs, data, payload.len())

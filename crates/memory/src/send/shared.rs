@@ -223,7 +223,6 @@ impl Shared {
         place: Place,
     ) -> Result<(), SendError> {
         let Place { block, chunk } = place;
-        let round = plan.round;
         let owed = lock(&self.owed).get(usize::from(block)).map(|pages| pages.chunk(chunk.into()));
         let Some(mut left) = owed else { return Ok(()) };
         let is_there = |block: u16, page| {
@@ -241,7 +240,7 @@ impl Shared {
             if self.stopped.load(Ordering::Acquire) {
                 return Err(SendError::Cancelled);
             }
-            let mut work = || self.send_frame(stream, outlet, round, place, &left, refer.as_ref());
+            let mut work = || self.send_frame(stream, outlet, plan, place, &left, refer.as_ref());
             let (taken, contents, bytes) = match &self.saving.packing {
                 Some(packing) => packing.working(work)?,
                 None => work()?,
@@ -268,7 +267,7 @@ impl Shared {
         &self,
         stream: u16,
         outlet: &mut Outlet,
-        round: u32,
+        plan: &Plan,
         Place { block, chunk }: Place,
         wanted: &ChunkPages,
         refer: Option<&Refer<'_>>,
@@ -280,9 +279,9 @@ impl Shared {
             })?;
         let referred = outlet.builder.referred();
         let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken, referred })?;
-        let header = PagesHeader { seq, round, block, chunk: chunk.into() };
+        let header = PagesHeader { seq, round: plan.round, block, chunk: chunk.into() };
         let bytes = outlet
-            .send_pages(&header, self.saving.packing.as_deref())
+            .send_pages(&header, self.saving.packing.as_deref(), plan.deadline.is_none())
             .map_err(|source| not_sent(stream, source))?;
         Ok((taken, contents, bytes))
     }

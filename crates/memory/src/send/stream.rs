@@ -35,9 +35,13 @@ impl Outlet {
         &mut self,
         header: &PagesHeader,
         packing: Option<&Packing>,
+        guest_runs: bool,
     ) -> Result<usize, LinkError> {
         let Self { sink, builder, packer } = self;
-        let packed = packing.and_then(|packing| packer.pack(packing, builder.data()));
+        // References are hashes for the most part.
+        let packed = packing
+            .filter(|_| builder.has_data())
+            .and_then(|packing| packer.pack(packing, builder.data(), guest_runs));
         let (kind, payload) = builder.payload(header, packed);
         let bytes = HEADER_BYTES + payload.iter().map(|part| part.len()).sum::<usize>();
         let mut send = || sink.send(kind, &payload);

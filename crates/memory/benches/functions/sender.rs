@@ -27,8 +27,15 @@ impl FrameSink for Sink {
     fn set_deadline(&mut self, _: Option<Instant>) {}
 
     fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
-        if kind == Kind::RoundEnd {
-            let (seq, _) = decode_round_end(payload[0]).unwrap();
+        let seq = match kind {
+            Kind::RoundEnd => Some(decode_round_end(payload[0]).unwrap().0),
+            // Before the sender waits for it.
+            Kind::Pages => {
+                payload[0].first_chunk().map(|seq| u64::from_le_bytes(*seq)).filter(|seq| seq % 1024 == 0)
+            }
+            _ => None,
+        };
+        if let Some(seq) = seq {
             self.0.send(Ack { seq, waited_us: 0 }.encode().to_vec()).unwrap();
         }
         Ok(())

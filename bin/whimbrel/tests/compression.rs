@@ -6,7 +6,6 @@
 mod common;
 
 use common::{Cluster, GuestSpec, Load, Setup};
-use lab::Direction;
 use serde_json::Value;
 
 /// A guest that writes. A third of its memory looks random, the rest compresses well.
@@ -66,16 +65,7 @@ fn a_cut_link_loses_nothing_that_was_compressed() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
     let cluster = Cluster::with(&Setup { link, ..Setup::default() });
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", load()));
-    let words = ["migrate", "vm1", "--to", "b", "--verify", "--compress", "zstd:1", "--on-limit", "stop"];
-    let migration = cluster.a.begin(&words);
-    cluster.wait_for_sent(20 << 20);
-    cluster.lab.cut(Direction::AToB).unwrap();
-    cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
-    cluster.lab.heal().unwrap();
-    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
-    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-    assert!(report["reconnections"].as_u64().unwrap() >= 1, "{report:#}");
-    assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+    let report = cluster.migrate_through_a_cut("vm1", &["--compress", "zstd:1"]);
     was_compressed(&report);
     cluster.guest_is_whole("b", "vm1");
 }

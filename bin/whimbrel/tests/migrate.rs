@@ -372,15 +372,7 @@ fn cut_and_resumed(plain: bool) {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
     let cluster = Cluster::with(&Setup { link, plain, ..Setup::default() });
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", busy()));
-    let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop"]);
-    cluster.wait_for_sent(20 << 20);
-    cluster.lab.cut(Direction::AToB).unwrap();
-    cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
-    cluster.lab.heal().unwrap();
-    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
-    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-    assert!(report["reconnections"].as_u64().unwrap() >= 1, "{report:#}");
-    assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+    cluster.migrate_through_a_cut("vm1", &[]);
     cluster.guest_is_whole("b", "vm1");
 }
 

@@ -14,7 +14,7 @@
 //! counts as the work goes on. Taken is the cheapest way whose rate is next to the best one. Where the destination is
 //! what is waited for, because its workers have no pause, nothing helps, and least is done.
 
-use proto::packed::Compression;
+use proto::packed::{Compression, Trial};
 
 /// Ways to choose from, the cheapest first.
 pub const WAYS: [Compression; 5] =
@@ -66,19 +66,6 @@ pub struct Observation {
     pub idle_ns: u64,
     /// What was tried out.
     pub trials: Vec<Trial>,
-}
-
-/// What a way made of some data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Trial {
-    /// Which way.
-    pub way: Compression,
-    /// Data, in bytes.
-    pub data_bytes: u64,
-    /// What became of it, in bytes.
-    pub packed_bytes: u64,
-    /// Processor time, in nanoseconds.
-    pub pack_ns: u64,
 }
 
 /// What to do until the next look.

@@ -40,7 +40,7 @@ pub mod wire;
 pub use chunk::{Contents, FRAME_PAGES};
 pub use dirty::{ChunkPages, DirtyBitmap};
 pub use pack::codec::BadPacked;
-pub use pack::{Counted, Packing, Trial, Worth};
+pub use pack::{Counted, Packing, Worth};
 pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, open_destination, open_source};
 pub use receive::{
     AttachError, DestinationRam, Discardable, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,

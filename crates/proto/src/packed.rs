@@ -130,6 +130,19 @@ impl fmt::Display for Compression {
     }
 }
 
+/// What a way made of some data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Trial {
+    /// Which way.
+    pub way: Compression,
+    /// Data, in bytes.
+    pub data_bytes: u64,
+    /// What became of it, in bytes.
+    pub packed_bytes: u64,
+    /// Processor time, in nanoseconds.
+    pub pack_ns: u64,
+}
+
 /// No way to compress has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is no way to compress; there are none, lz4, zstd and zstd:LEVEL with levels from 1 to {max}", max = Compression::MAX_LEVEL)]

@@ -224,6 +224,24 @@ impl Cluster {
         report
     }
 
+    /// Moves a VM from the first host to the second over a link that is cut in the middle of memory, and mended. Returns
+    /// the report.
+    #[track_caller]
+    pub fn migrate_through_a_cut(&self, vm: &str, more: &[&str]) -> Value {
+        let mut words = vec!["migrate", vm, "--to", "b", "--verify", "--on-limit", "stop"];
+        words.extend(more);
+        let migration = self.a.begin(&words);
+        self.wait_for_sent(20 << 20);
+        self.lab.cut(lab::Direction::AToB).unwrap();
+        self.wait_for_progress(|progress| progress["phase"] == "reconnecting");
+        self.lab.heal().unwrap();
+        assert!(migration.wait_with_output().unwrap().status.success(), "{}", self.a.log());
+        let report = self.a.cli(&["report", vm]).ok().json();
+        assert!(report["reconnections"].as_u64().unwrap() >= 1, "{report:#}");
+        assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+        report
+    }
+
     /// Starts to move a VM from the first host to the second, as slowly as is asked for; it is compared in the end.
     pub fn migrate_slowly(&self, vm: &str, bandwidth: &str) -> Child {
         let words = ["migrate", vm, "--to", "b", "--verify", "--on-limit", "stop", "--bandwidth", bandwidth];

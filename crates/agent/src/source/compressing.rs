@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{Counted, Packing};
-use engine::compression::{Chooser, Observation, Trial, WAYS};
-use proto::packed::{Codec, Compression as Way};
+use engine::compression::{Chooser, Observation, WAYS};
+use proto::packed::{Codec, Compression as Way, Trial};
 
 use super::{Aims, Controls, Telemetry};
 use crate::api::Compress;
@@ -127,12 +127,8 @@ impl Look {
         Self { at: Instant::now(), counted: packing.count(), idle_ns: cpu::idle_ns() }
     }
 
-    fn since(&self, before: &Self, workers: u16, trials: Vec<::memory::Trial>) -> Observation {
+    fn since(&self, before: &Self, workers: u16, trials: Vec<Trial>) -> Observation {
         let (now, then) = (&self.counted, &before.counted);
-        let trial = |trial: ::memory::Trial| {
-            let ::memory::Trial { way, data_bytes, packed_bytes, pack_ns } = trial;
-            Trial { way, data_bytes, packed_bytes, pack_ns }
-        };
         Observation {
             interval_ns: self.at.duration_since(before.at).as_nanos() as u64,
             workers: workers.into(),
@@ -143,7 +139,7 @@ impl Look {
             blocked_ns: now.blocked_ns - then.blocked_ns,
             peer_waited_ns: (now.peer_waited_us - then.peer_waited_us) * 1000,
             idle_ns: self.idle_ns.saturating_sub(before.idle_ns),
-            trials: trials.into_iter().map(trial).collect(),
+            trials,
         }
     }
 }

@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
-use proto::packed::{Codec, Compression};
+use proto::packed::{Codec, Compression, Trial};
 
 use crate::lock;
 use codec::Encoders;
@@ -79,19 +79,6 @@ pub struct Counted {
     pub blocked_ns: u64,
     /// For how long the other side's workers had nothing to apply, in microseconds.
     pub peer_waited_us: u64,
-}
-
-/// What a way made of a frame's data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Trial {
-    /// Which way.
-    pub way: Compression,
-    /// Data, in bytes.
-    pub data_bytes: u64,
-    /// What became of it, in bytes.
-    pub packed_bytes: u64,
-    /// Processor time, in nanoseconds.
-    pub pack_ns: u64,
 }
 
 impl Packing {

@@ -8,7 +8,7 @@ use agent::api::{BadName, Compress, HostId, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::rate::Rate;
-use choices::{DisksArg, OnLimitArg, RamArg, ThrottleArg, one_disk};
+use choices::{DeltasArg, DisksArg, OnLimitArg, RamArg, ThrottleArg, one_disk};
 
 fn vm_name(name: &str) -> Result<VmName, BadName> {
     VmName::new(name)
@@ -251,6 +251,10 @@ pub(crate) struct MigrateCommand {
     /// level from 1 to 19 (auto)
     #[arg(long, value_name = "auto|none|lz4|zstd[:LEVEL]")]
     pub compress: Option<Compress>,
+    /// Of pages that are sent again only what changed: `auto` where the link is slower than finding that out, `always`,
+    /// `never` (auto)
+    #[arg(long, value_name = "auto|always|never", hide_possible_values = true)]
+    pub deltas: Option<DeltasArg>,
     /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is
     /// not
     #[arg(

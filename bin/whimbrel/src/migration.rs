@@ -29,6 +29,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         throttle_writes: command.throttle_writes.map(Into::into),
         references: command.no_references.then_some(false),
         compression: command.compress,
+        deltas: command.deltas.map(Into::into),
         ram: command.ram.into(),
         allow_options: command.allow_options,
         disks: command.disks.into(),

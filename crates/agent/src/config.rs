@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
-use crate::api::{Compress, OnLimit, ThrottleWrites};
+use crate::api::{Compress, Deltas, OnLimit, ThrottleWrites};
 pub use crate::pool::{Pool, PoolFormat};
 
 /// Where the configuration lies if nothing else is said.
@@ -160,6 +160,11 @@ pub struct Limits {
     pub compression_least_ratio_percent: u32,
     /// How much is sent as it is behind data that compressed less, in bytes of each stream.
     pub compression_skip_bytes: u64,
+    /// Whether only what changed is sent of pages that are sent again.
+    pub deltas: Deltas,
+    /// How much the source remembers of pages that it sent, to find out what changed of them, in MiB: 1 MiB is enough for
+    /// 16 MiB of memory.
+    pub deltas_memory_mib: u32,
 }
 
 impl Limits {
@@ -169,6 +174,11 @@ impl Limits {
             least_ratio_percent: self.compression_least_ratio_percent,
             skip_bytes: self.compression_skip_bytes,
         }
+    }
+
+    /// How much is remembered of pages that were sent, in bytes.
+    pub(crate) fn deltas_bytes(&self) -> usize {
+        (self.deltas_memory_mib as usize) << 20
     }
 }
 
@@ -185,6 +195,8 @@ impl Default for Limits {
             compression: Compress::Auto,
             compression_least_ratio_percent: memory::Worth::default().least_ratio_percent,
             compression_skip_bytes: memory::Worth::default().skip_bytes,
+            deltas: Deltas::Auto,
+            deltas_memory_mib: 32,
         }
     }
 }

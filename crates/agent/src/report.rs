@@ -56,6 +56,9 @@ pub struct Report {
     /// What compression did; absent where it was told to do nothing. Of a link that nobody waited for it is nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compression: Option<Compression>,
+    /// What became of pages that were sent again; absent where none were marked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deltas: Option<Deltas>,
     /// Rounds of pre-copy and the last one, in order.
     pub rounds: Vec<Round>,
     /// How long the guest stood still; absent if it was never stopped.
@@ -153,6 +156,22 @@ pub struct Compression {
     pub ways: Vec<PickedWay>,
 }
 
+/// Pages of which only what changed was sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Deltas {
+    /// When pages began to be marked, since the migration was asked for, in microseconds.
+    pub since_us: u64,
+    /// How many pages.
+    pub pages: u64,
+    /// How long they are, in bytes.
+    pub page_bytes: u64,
+    /// What was sent for them, before it was compressed, in bytes.
+    pub changed_bytes: u64,
+    /// Processor time of marking all pages and of comparing the marks, in microseconds.
+    pub mark_cpu_us: u64,
+}
+
 /// A way to compress that was picked.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -185,7 +204,9 @@ pub struct Round {
     pub hole_pages: u64,
     /// Pages of disks that the destination had already, and that were referred to.
     pub reference_pages: u64,
-    /// Those of them that it did not have after all: they were sent in the next round.
+    /// Pages sent before, of which only what changed was sent.
+    pub delta_pages: u64,
+    /// Those of both that it did not have after all, or not as was believed: they were sent in the next round.
     pub refused_pages: u64,
     /// Sent on the data streams, in bytes on the wire.
     pub sent_bytes: u64,
@@ -350,6 +371,7 @@ impl Report {
             ram_blocks: Vec::new(),
             disks: Vec::new(),
             compression: None,
+            deltas: None,
             rounds: Vec::new(),
             downtime: None,
             sent_bytes: 0,

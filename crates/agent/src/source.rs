@@ -5,7 +5,6 @@
 //! ([`handover`]). Whatever happens outside (a message, a lost link, a user's word, QEMU's end) arrives in one
 //! [`inbox`], so that no phase can miss it.
 
-mod compressing;
 mod conversation;
 mod ending;
 mod handover;
@@ -14,6 +13,7 @@ mod leavings;
 mod memory;
 mod phases;
 mod references;
+mod sparing;
 mod telemetry;
 mod throttling;
 mod vm;
@@ -31,7 +31,7 @@ use proto::{Generation, VmName};
 
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
-use crate::api::{Compress, MigrateRequest, OnLimit, ThrottleWrites};
+use crate::api::{Compress, Deltas, MigrateRequest, OnLimit, ThrottleWrites};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
@@ -65,6 +65,10 @@ pub(crate) struct Aims {
     pub(crate) compression: Compress,
     /// What is worth it.
     pub(crate) worth: ::memory::Worth,
+    /// Whether only what changed is sent of pages that are sent again.
+    pub(crate) deltas: Deltas,
+    /// How much is remembered of pages for that, in bytes.
+    pub(crate) deltas_bytes: usize,
 }
 
 impl Aims {
@@ -82,6 +86,8 @@ impl Aims {
             references: request.references.unwrap_or(limits.references),
             compression: request.compression.unwrap_or(limits.compression),
             worth: limits.worth(),
+            deltas: request.deltas.unwrap_or(limits.deltas),
+            deltas_bytes: limits.deltas_bytes(),
         }
     }
 

@@ -13,6 +13,10 @@
 //! most of what was idle beside them. Ratio and packing of a way are tried out on a few frames now and then; the rest
 //! counts as the work goes on. Taken is the cheapest way whose rate is next to the best one. Where the destination is
 //! what is waited for, because its workers have no pause, nothing helps, and least is done.
+//!
+//! Where the link is waited for it pays as well to know of every page what was sent, so that of what is sent again only
+//! changes go. Marking pages takes processor time long before anything comes of it, and so it is begun only then, and is
+//! not ended any more: what is not marked in one round is not known in the next.
 
 use proto::packed::{Compression, Trial};
 
@@ -36,6 +40,10 @@ const MOST_MORE: f64 = 4.0;
 const FAR_OFF: f64 = 2.0;
 /// No way takes less processor time for a byte, in nanoseconds: where that alone is too much, nothing is tried out.
 const LEAST_PACKING_NS: f64 = 0.5;
+/// Processor time of marking a byte, in nanoseconds.
+const MARKING_NS: f64 = 0.15;
+/// A link is slow when so many looks in a row found that it was waited for.
+const SLOW_LOOKS: u32 = 2;
 /// Looks from one trial to the next.
 const TRIAL_LOOKS: u32 = 20;
 /// Looks for which a way that the destination could not follow is not taken again.
@@ -77,6 +85,8 @@ pub struct Decision {
     pub try_out: Vec<Compression>,
     /// What the link seems to carry, in bytes per second; absent as long as nobody waited for it.
     pub link_bytes_per_s: Option<u64>,
+    /// Pages are to be marked, and what changed of those that are marked is to be sent.
+    pub deltas: bool,
 }
 
 /// What a way is like, by its trials: bytes out and nanoseconds, both for a byte in.
@@ -106,6 +116,9 @@ pub struct Chooser {
     /// Place of the present way in [`WAYS`].
     present: usize,
     link_bytes_per_s: Option<f64>,
+    /// For how many looks in a row the link was waited for, where processors could have done more.
+    slow_looks: u32,
+    deltas: bool,
     seen: [Option<Seen>; WAYS.len()],
     looks_since_trial: Option<u32>,
     /// For which part of the time the destination's workers had nothing to do: a mean, for it tells of it in lumps.
@@ -128,6 +141,7 @@ impl Chooser {
             way: WAYS[self.present],
             try_out: if tells { self.due_trials(observed) } else { Vec::new() },
             link_bytes_per_s: self.link_bytes_per_s.map(|rate| rate as u64),
+            deltas: self.deltas,
         }
     }
 
@@ -149,6 +163,7 @@ impl Chooser {
         let wire_bytes_per_s = observed.wire_bytes as f64 * 1e9 / observed.interval_ns as f64;
         if of_workers(observed.blocked_ns) < WAITS {
             // Nobody waits. The link carries what it did, and maybe more.
+            self.slow_looks = 0;
             let more =
                 |link: f64| (link * MORE).min(link.max(wire_bytes_per_s * MOST_MORE)).max(wire_bytes_per_s);
             self.link_bytes_per_s = self.link_bytes_per_s.map(more);
@@ -161,7 +176,11 @@ impl Chooser {
         } else {
             let known = self.link_bytes_per_s.filter(|link| *link < wire_bytes_per_s * FAR_OFF);
             let link = known.unwrap_or(wire_bytes_per_s);
-            self.link_bytes_per_s = Some(link + (wire_bytes_per_s - link) * WEIGHT);
+            let link = link + (wire_bytes_per_s - link) * WEIGHT;
+            self.link_bytes_per_s = Some(link);
+            let is_slow = handled_bytes_per_s(observed, MARKING_NS) >= link;
+            self.slow_looks = if is_slow { self.slow_looks + 1 } else { 0 };
+            self.deltas |= self.slow_looks >= SLOW_LOOKS;
         }
         if let Some(link) = self.link_bytes_per_s
             && self.seen[1..].iter().all(Option::is_some)
@@ -236,7 +255,7 @@ mod tests {
     const HANDLING: f64 = 0.5;
 
     /// A host, a link and content.
-    #[derive(Clone, Copy)]
+    #[derive(Clone, Copy, Debug)]
     struct World {
         link_bytes_per_s: f64,
         processors: f64,
@@ -324,6 +343,27 @@ mod tests {
             let decision = chooser.decide(&world.interval(&Decision::default()));
             assert_eq!(decision, Decision::default(), "nothing is even tried out");
         }
+    }
+
+    #[test]
+    fn pages_are_marked_where_the_link_is_slow_and_from_then_on() {
+        for (world, marked) in [
+            (World::new(118, 2.0), true),
+            (World { ratios: NOISE, ..World::new(1_200, 3.5) }, true),
+            // Processors are what is waited for, or the destination.
+            (World::new(100_000, 2.0), false),
+            (World { peer_bytes_per_s: 5e9, ..World::new(1_800, 1.0) }, false),
+            (World { peer_bytes_per_s: 0.9e9, ..World::new(1_200, 3.5) }, false),
+        ] {
+            let mut chooser = Chooser::default();
+            run(&mut chooser, &world, 10);
+            assert_eq!(chooser.deltas, marked, "{world:?}");
+            run(&mut chooser, &World { peer_bytes_per_s: 1e12, ..World::new(100_000, 2.0) }, 10);
+            assert_eq!(chooser.deltas, marked, "{world:?}");
+        }
+        let slow = World::new(118, 2.0);
+        let mut chooser = Chooser::default();
+        assert!(!chooser.decide(&slow.interval(&Decision::default())).deltas, "one look may be wrong");
     }
 
     #[test]

@@ -6,12 +6,17 @@
 
 use std::ops::Range;
 
+use proto::delta::{Delta, MOST_PIECES};
 use proto::frame::Kind;
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Codec;
 use proto::pages::{Content, PagesHeader, Run};
 use proto::reference::{Library, REFERENCE_BYTES, Reference};
 
+use xxhash_rust::xxh3::xxh3_64;
+
+use crate::clock::timed;
+use crate::deltas::ChunkMarks;
 use crate::dirty::ChunkPages;
 use crate::ram::zero::is_zero;
 use crate::ram::{BlockReader, RamError};
@@ -36,12 +41,14 @@ pub struct Contents {
     pub hole: u64,
     /// Pages that were referred to, because the destination has them.
     pub reference: u64,
+    /// Pages of which only what changed was sent.
+    pub delta: u64,
 }
 
 impl Contents {
     /// All of them.
     pub fn pages(&self) -> u64 {
-        self.data + self.zero + self.hole + self.reference
+        self.data + self.zero + self.hole + self.reference + self.delta
     }
 }
 
@@ -57,8 +64,20 @@ pub(crate) struct FrameBuilder {
     open: Option<OpenReference>,
     /// Pages of data and their names, where references are looked for.
     names: Vec<(u64, PageName)>,
-    /// Pages that are referred to.
-    referred: ChunkPages,
+    /// Pages that the other side may not have, or not as is believed: those that are referred to, and those of which
+    /// only what changed is sent.
+    presumed: ChunkPages,
+    /// What of a page changed, before its place is known to be free.
+    delta: Vec<u8>,
+    /// Processor time of looking for what changed, in nanoseconds.
+    mark_ns: u64,
+}
+
+/// What is known of a chunk's pages, so that less of them is sent.
+#[derive(Default)]
+pub(crate) struct Knowledge<'a> {
+    pub(crate) refer: Option<Refer<'a>>,
+    pub(crate) marks: Option<ChunkMarks>,
 }
 
 /// Shortest run of pages that is referred to: each costs the destination a question to a server and an answer, and on a
@@ -109,27 +128,31 @@ impl FrameBuilder {
             filled: 0,
             open: None,
             names: Vec::new(),
-            referred: ChunkPages::EMPTY,
+            presumed: ChunkPages::EMPTY,
+            delta: Vec::new(),
+            mark_ns: 0,
         }
     }
 
     /// Reads pages of a chunk, in ascending order, as many as fit. Returns which ones the frame holds now. Those that
-    /// the destination has are referred to, where that is wanted.
+    /// the destination has are referred to, and of those that it has in an earlier version what changed is taken, where
+    /// that is known.
     pub(crate) fn fill(
         &mut self,
         reader: &dyn BlockReader,
         chunk: u64,
         wanted: &ChunkPages,
-        refer: Option<&Refer<'_>>,
+        knowledge: &mut Knowledge<'_>,
     ) -> Result<(ChunkPages, Contents), ReadFailed> {
         self.runs.clear();
         self.names.clear();
-        self.referred = ChunkPages::EMPTY;
+        self.presumed = ChunkPages::EMPTY;
         self.filled = 0;
+        self.mark_ns = 0;
         let base = chunk * CHUNK_BYTES;
         let mut taken = ChunkPages::EMPTY;
         for run in wanted.runs() {
-            let end = self.fill_run(reader, base, run.clone(), refer)?;
+            let end = self.fill_run(reader, base, run.clone(), knowledge)?;
             taken.insert(&ChunkPages::from_range(run.start..end));
             if end < run.end || self.room() == 0 {
                 break;
@@ -143,15 +166,28 @@ impl FrameBuilder {
                 Content::Zero => &mut contents.zero,
                 Content::Hole => &mut contents.hole,
                 Content::Reference => &mut contents.reference,
+                Content::Delta { .. } => &mut contents.delta,
             };
             *count += u64::from(run.pages);
+            if let Some(marks) = &mut knowledge.marks
+                && !matches!(run.content, Content::Data | Content::Delta { .. })
+            {
+                marks.forget(&pages_of(*run));
+            }
         }
         Ok((taken, contents))
     }
 
-    /// Whether any pages are in the frame with their bytes.
+    /// Whether any pages are in the frame with their bytes, or some of them.
     pub(crate) fn has_data(&self) -> bool {
-        self.runs.iter().any(|run| run.content == Content::Data)
+        self.runs.iter().any(|run| matches!(run.content, Content::Data | Content::Delta { .. }))
+    }
+
+    /// How many pieces of pages are in the frame, and how much processor time went into finding them, in nanoseconds.
+    pub(crate) fn pieces(&self) -> (u64, u64) {
+        let pieces =
+            |run: &Run| if let Content::Delta { pieces } = run.content { u64::from(pieces) } else { 0 };
+        (self.runs.iter().map(pieces).sum(), self.mark_ns)
     }
 
     /// The data of all runs.
@@ -183,9 +219,9 @@ impl FrameBuilder {
         &self.names
     }
 
-    /// Which pages the frame only refers to.
-    pub(crate) fn referred(&self) -> ChunkPages {
-        self.referred
+    /// Which pages the other side may ask for, because their bytes are not in the frame, or not all of them.
+    pub(crate) fn presumed(&self) -> ChunkPages {
+        self.presumed
     }
 
     fn room(&self) -> u64 {
@@ -198,7 +234,7 @@ impl FrameBuilder {
         reader: &dyn BlockReader,
         base: u64,
         run: Range<u64>,
-        refer: Option<&Refer<'_>>,
+        knowledge: &mut Knowledge<'_>,
     ) -> Result<u64, ReadFailed> {
         let mut at = run.start;
         while at < run.end {
@@ -214,7 +250,7 @@ impl FrameBuilder {
             }
             let end = run.end.min(at + self.room());
             if at < end {
-                self.read(reader, base, at..end, refer)?;
+                self.read(reader, base, at..end, knowledge)?;
             }
             at = end;
         }
@@ -227,7 +263,7 @@ impl FrameBuilder {
         reader: &dyn BlockReader,
         base: u64,
         pages: Range<u64>,
-        refer: Option<&Refer<'_>>,
+        knowledge: &mut Knowledge<'_>,
     ) -> Result<(), ReadFailed> {
         let offset = base + pages.start * PAGE_BYTES;
         let start = self.filled;
@@ -253,8 +289,12 @@ impl FrameBuilder {
                 let present = first_present(reader, base, page..end)?;
                 self.push(page..present, Content::Hole);
                 self.push(present..end, Content::Zero);
-            } else if let Some(refer) = refer {
+            } else if let Some(refer) = &knowledge.refer {
                 (page..end).for_each(|page| self.refer_or_keep(page, place(page), refer));
+            } else if let Some(marks) = &mut knowledge.marks {
+                let compare = || (page..end).for_each(|page| self.change_or_keep(page, place(page), marks));
+                let ((), took) = timed(compare);
+                self.mark_ns += took.cpu_ns;
             } else {
                 self.keep(page..end, place(page));
             }
@@ -272,6 +312,21 @@ impl FrameBuilder {
         }
         self.filled += bytes;
         self.push(pages, Content::Data);
+    }
+
+    /// Takes of the page at `from` in the buffer what changed since it was sent last, if that is known, and not all.
+    fn change_or_keep(&mut self, page: u64, from: usize, marks: &mut ChunkMarks) {
+        let bytes = &self.data[from..from + PAGE];
+        let changed = marks.renew(page, bytes).filter(|changed| changed.count_ones() <= MOST_PIECES);
+        let Some(changed) = changed else { return self.keep(page..page + 1, from) };
+        self.delta.clear();
+        Delta::encode(bytes, xxh3_64(bytes), changed, &mut self.delta);
+        self.close();
+        let end = self.filled + self.delta.len();
+        self.data[self.filled..end].copy_from_slice(&self.delta);
+        self.filled = end;
+        self.presumed.insert(&ChunkPages::from_range(page..page + 1));
+        self.push(page..page + 1, Content::Delta { pieces: changed.count_ones() as u16 });
     }
 
     /// Refers to the page at `from` in the buffer if the destination has it.
@@ -347,7 +402,7 @@ impl FrameBuilder {
         }
         let reference = Reference { library, first_page, hash: hash.finish() };
         self.data[record..record + REFERENCE_BYTES].copy_from_slice(&reference.encode());
-        self.referred.insert(&ChunkPages::from_range(first..first + pages));
+        self.presumed.insert(&ChunkPages::from_range(first..first + pages));
     }
 
     /// Adds a run, or lengthens the last one.
@@ -358,14 +413,30 @@ impl FrameBuilder {
         self.close();
         let count = (pages.end - pages.start) as u16;
         if let Some(last) = self.runs.last_mut()
-            && last.content == content
+            && let Some(content) = together(last.content, content)
             && u64::from(last.first_page + last.pages) == pages.start
         {
             last.pages += count;
+            last.content = content;
             return;
         }
         self.runs.push(Run { first_page: pages.start as u16, pages: count, content });
     }
+}
+
+/// What two runs hold together, if one run can hold it.
+fn together(one: Content, other: Content) -> Option<Content> {
+    match (one, other) {
+        (Content::Delta { pieces }, Content::Delta { pieces: more }) => {
+            Some(Content::Delta { pieces: pieces + more })
+        }
+        _ => (one == other).then_some(one),
+    }
+}
+
+fn pages_of(run: Run) -> ChunkPages {
+    let first = u64::from(run.first_page);
+    ChunkPages::from_range(first..first + u64::from(run.pages))
 }
 
 /// [`BlockReader::first_present`] in pages of a chunk.

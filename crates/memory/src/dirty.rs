@@ -87,6 +87,19 @@ impl ChunkPages {
         self.0.iter().zip(other.0).all(|(mine, theirs)| mine & !theirs == 0)
     }
 
+    /// Whether none of its pages is in another set.
+    pub fn is_disjoint(&self, other: &Self) -> bool {
+        self.0.iter().zip(other.0).all(|(mine, theirs)| mine & theirs == 0)
+    }
+
+    /// How many of its pages come before one.
+    pub fn count_before(&self, page: u64) -> u64 {
+        let (word, bit) = ((page / 64) as usize, page % 64);
+        let whole: u32 = self.0.iter().take(word).map(|word| word.count_ones()).sum();
+        let part = self.0.get(word).map_or(0, |word| (word & ((1 << bit) - 1)).count_ones());
+        u64::from(whole + part)
+    }
+
     /// Neighbouring pages as ranges, ascending, as long as can be.
     pub fn runs(&self) -> Runs {
         Runs { left: *self, from: 0 }

@@ -16,6 +16,8 @@
 //! | [`TrackedRam`] | the dirty log of a real QEMU |
 //! | [`send`], [`receive`] | the two ends of the streams |
 //! | [`Known`] | what the destination has already, and need not be sent |
+//! | [`Deltas`] | what of a page changed since it was sent |
+//! | [`Packing`] | compression of what is sent |
 //! | [`verify`] | whether both sides are equal, found by another path |
 //! | [`wire`] | what is needed of a connection |
 //!
@@ -26,6 +28,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod background;
 mod chunk;
+mod clock;
+mod deltas;
 pub mod dirty;
 mod pack;
 pub mod ram;
@@ -38,6 +42,7 @@ pub mod verify;
 pub mod wire;
 
 pub use chunk::{Contents, FRAME_PAGES};
+pub use deltas::{Deltas, DeltasCounted};
 pub use dirty::{ChunkPages, DirtyBitmap};
 pub use pack::codec::BadPacked;
 pub use pack::{Counted, Packing, Worth};

@@ -305,7 +305,7 @@ impl Receiver {
             acked: 0,
             bytes_since_ack: 0,
             written: Vec::new(),
-            referred: Vec::new(),
+            found: Vec::new(),
             unpacker: Unpacker::default(),
             waited: Duration::ZERO,
             acked_at: None,

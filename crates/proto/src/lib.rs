@@ -21,8 +21,9 @@
 //! ```
 //!
 //! Where the destination has templates of disks, the source asks for them after `Accept`: `Seek`, and some `Known` come
-//! back. Pages that the destination has are then [referred to](reference). Where the link is slower than compressing,
-//! `Packed` frames stand in the place of some `Pages` ([`packed`]).
+//! back. Pages that the destination has are then [referred to](reference). Of pages that were sent before, only
+//! [what changed](delta) is sent again. Where the link is slower than compressing, `Packed` frames stand in the place of
+//! some `Pages` ([`packed`]).
 //!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
 //! `Resume`; the destination ends and joins the workers of the old generation, answers `Resumed`, and takes the new
@@ -53,6 +54,7 @@
 //! Every length that a peer claims is compared with [`limits`] before anything is allocated for it, and what a message
 //! says is checked before anybody acts on it ([`Message::validate`]).
 
+pub mod delta;
 pub mod frame;
 pub mod ids;
 pub mod limits;

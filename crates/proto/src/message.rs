@@ -357,6 +357,9 @@ pub struct Acceptance {
     /// Names of the [codecs](crate::packed::Codec) that it unpacks. The source need not know all of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub codecs: Vec<String>,
+    /// Whether of pages that were sent before what [changed](crate::delta) may be sent.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub deltas: bool,
 }
 
 /// One thing that pre-flight found.

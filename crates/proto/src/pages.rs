@@ -6,17 +6,19 @@
 //!
 //! ```text
 //! seq u64 | round u32 | block u16 | runs u16 | chunk u64 | run ... | data ...
-//! run: first page u16 | pages u16 | content u16 (1 data, 2 zero, 3 hole, 4 reference) | zero u16
+//! run: first page u16 | pages u16 | content u16 (1 data, 2 zero, 3 hole, 4 reference, 5 delta) | pieces u16
 //! ```
 //!
 //! What stands among the data for a run of kind 4 is a [reference](crate::reference): where the destination has the
-//! bytes already.
+//! bytes already; for one of kind 5 a [delta](crate::delta) of each page: what changed since it was sent before. *pieces*
+//! is how much that is in all, and zero for the other kinds.
 //!
 //! All numbers are little-endian. `RoundEnd` is `seq u64 | round u32`. Two frames go the other way: `Ack` is
 //! `seq u64 | waited u32`, everything up to and including that frame has been applied, and for so many µs since the `Ack`
 //! before nothing was there to be applied; `Missing` comes before it, see [there](crate::reference). Pages that
 //! are compressed travel in frames of another kind ([`crate::packed`]).
 
+use crate::delta::{self, PIECE_BYTES};
 use crate::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use crate::reference::REFERENCE_BYTES;
 
@@ -33,16 +35,47 @@ pub const ACK_BYTES: usize = 12;
 
 /// What a run of pages holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u16)]
 pub enum Content {
     /// Bytes that follow in the frame.
-    Data = 1,
+    Data,
     /// Zeros that occupy memory.
-    Zero = 2,
+    Zero,
     /// Nothing: never touched, or given back. Reads as zeros.
-    Hole = 3,
+    Hole,
     /// What the destination has elsewhere already; a [`Reference`](crate::reference::Reference) follows in the frame.
-    Reference = 4,
+    Reference,
+    /// What the destination has in an earlier version; a [`Delta`](delta::Delta) of each page follows in the frame.
+    Delta {
+        /// How many pieces follow, of all pages of the run together.
+        pieces: u16,
+    },
+}
+
+impl Content {
+    /// As in a run: the kind, and how many pieces there are.
+    fn encode(self) -> (u16, u16) {
+        match self {
+            Self::Data => (1, 0),
+            Self::Zero => (2, 0),
+            Self::Hole => (3, 0),
+            Self::Reference => (4, 0),
+            Self::Delta { pieces } => (5, pieces),
+        }
+    }
+
+    /// Reads what a run of so many pages holds.
+    fn decode(kind: u16, pieces: u16, pages: u16) -> Result<Self, BadPages> {
+        let content = match kind {
+            1 => Self::Data,
+            2 => Self::Zero,
+            3 => Self::Hole,
+            4 => Self::Reference,
+            5 if u32::from(pieces) <= u32::from(pages) * delta::MOST_PIECES => Self::Delta { pieces },
+            5 => return Err(BadPages::Delta),
+            other => return Err(BadPages::Content(other)),
+        };
+        if content.encode().1 == pieces { Ok(content) } else { Err(BadPages::Runs) }
+    }
 }
 
 /// Neighbouring pages of a chunk with the same kind of content.
@@ -72,6 +105,9 @@ impl Run {
         match self.content {
             Content::Data => self.len_bytes() as usize,
             Content::Reference => REFERENCE_BYTES,
+            Content::Delta { pieces } => {
+                usize::from(self.pages) * delta::HEAD_BYTES + usize::from(pieces) * PIECE_BYTES
+            }
             Content::Zero | Content::Hole => 0,
         }
     }
@@ -79,24 +115,19 @@ impl Run {
     fn encode(self) -> [u8; RUN_BYTES] {
         let [f0, f1] = self.first_page.to_le_bytes();
         let [p0, p1] = self.pages.to_le_bytes();
-        let [c0, c1] = (self.content as u16).to_le_bytes();
-        [f0, f1, p0, p1, c0, c1, 0, 0]
+        let (kind, pieces) = self.content.encode();
+        let ([c0, c1], [n0, n1]) = (kind.to_le_bytes(), pieces.to_le_bytes());
+        [f0, f1, p0, p1, c0, c1, n0, n1]
     }
 
     /// Reads a run that begins at `next_page` or later.
     fn decode(bytes: [u8; RUN_BYTES], next_page: u64) -> Result<Self, BadPages> {
-        let [f0, f1, p0, p1, c0, c1, reserved @ ..] = bytes;
-        let content = match u16::from_le_bytes([c0, c1]) {
-            1 => Content::Data,
-            2 => Content::Zero,
-            3 => Content::Hole,
-            4 => Content::Reference,
-            other => return Err(BadPages::Content(other)),
-        };
-        let run =
-            Self { first_page: u16::from_le_bytes([f0, f1]), pages: u16::from_le_bytes([p0, p1]), content };
+        let [f0, f1, p0, p1, c0, c1, n0, n1] = bytes;
+        let [first_page, pages, kind, pieces] =
+            [[f0, f1], [p0, p1], [c0, c1], [n0, n1]].map(u16::from_le_bytes);
+        let run = Self { first_page, pages, content: Content::decode(kind, pieces, pages)? };
         let in_order = u64::from(run.first_page) >= next_page && run.end_page() <= CHUNK_PAGES;
-        if reserved == [0; 2] && run.pages > 0 && in_order { Ok(run) } else { Err(BadPages::Runs) }
+        if run.pages > 0 && in_order { Ok(run) } else { Err(BadPages::Runs) }
     }
 
     /// The first page after it.
@@ -139,6 +170,9 @@ pub enum BadPages {
     /// Compressed data that is empty, or longer than what it stands for.
     #[error("compressed pages that are none")]
     Packed,
+    /// A delta that is longer than it may be, or shorter or longer than its run says.
+    #[error("changes of a page that do not fit their run")]
+    Delta,
     /// A reference to nothing that this version knows.
     #[error("a reference that cannot be followed")]
     Reference,

@@ -4,6 +4,7 @@
 //! `golden/v1.messages` holds a JSON message a line, `golden/v1.frames` a frame a line, in hexadecimal.
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
+use proto::delta::Delta;
 use proto::frame::{Header, Kind};
 use proto::message::{
     Acceptance, CopiedDisk, DiskWish, Finding, Hello, Message, NamedRun, Offer, Ownership, Proposal,
@@ -131,6 +132,7 @@ fn messages() -> Vec<Message> {
             references: false,
             templates: 0,
             codecs: Vec::new(),
+            deltas: false,
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
@@ -146,6 +148,7 @@ fn messages() -> Vec<Message> {
             references: false,
             templates: 0,
             codecs: Vec::new(),
+            deltas: false,
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
@@ -161,6 +164,7 @@ fn messages() -> Vec<Message> {
             references: true,
             templates: 2,
             codecs: vec!["lz4".into(), "zstd".into()],
+            deltas: true,
         }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
@@ -272,6 +276,15 @@ fn referring() -> Vec<u8> {
     payload
 }
 
+/// A frame with what changed of two pages, three pieces in all.
+fn changed() -> Vec<u8> {
+    let mut payload = Vec::new();
+    PAGES.encode(&[Run { first_page: 4, pages: 2, content: Content::Delta { pieces: 3 } }], &mut payload);
+    Delta::encode(&[0xaa; 4096], 0x0102_0304_0506_0708, 1 << 63 | 1, &mut payload);
+    Delta::encode(&[0xbb; 4096], 0x090a_0b0c_0d0e_0f10, 1 << 9, &mut payload);
+    payload
+}
+
 const ACK: Ack = Ack { seq: 0x0102_0304_0506_0708, waited_us: 0x090a_0b0c };
 
 /// A page of data in three bytes, which no codec could have made; a codec is not what is tried here.
@@ -295,6 +308,7 @@ fn frames() -> Vec<Vec<u8>> {
         frame(Kind::Missing, &encode_missing(0x0102_0304_0506_0708, &[1, 0, 0, 0, 0, 0, 0, 1 << 63])),
         frame(Kind::Pages, &referring()),
         frame(Kind::Packed, &packed()),
+        frame(Kind::Pages, &changed()),
         Header::new(Kind::Pages, pages::MAX_PAYLOAD_BYTES).unwrap().encode().to_vec(),
     ]
 }
@@ -358,8 +372,8 @@ fn frames_are_written_and_read_as_in_version_1() {
         .collect();
     let kinds: Vec<_> = read.iter().map(|(header, _)| header.kind).collect();
     let expected = [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing];
-    assert_eq!(kinds, [&expected[..], &[Kind::Pages, Kind::Packed, Kind::Pages]].concat());
-    for (header, payload) in &read[..8] {
+    assert_eq!(kinds, [&expected[..], &[Kind::Pages, Kind::Packed, Kind::Pages, Kind::Pages]].concat());
+    for (header, payload) in &read[..9] {
         assert_eq!(header.payload_bytes as usize, payload.len());
     }
     let mut runs = Vec::new();
@@ -374,6 +388,12 @@ fn frames_are_written_and_read_as_in_version_1() {
     let packed = Packed::decode(&read[7].1, &mut runs).unwrap();
     assert_eq!((packed.header, packed.codec, packed.bytes), (PAGES, Codec::Zstd, &[0xaa; 3][..]));
     assert_eq!((packed.data_bytes, runs.len()), (4096, 1));
+    let (_, mut changes) = PagesHeader::decode(&read[8].1, &mut runs).unwrap();
+    assert_eq!(runs, [Run { first_page: 4, pages: 2, content: Content::Delta { pieces: 3 } }]);
+    let first = Delta { hash: 0x0102_0304_0506_0708, changed: 1 << 63 | 1, pieces: &[0xaa; 128] };
+    let second = Delta { hash: 0x090a_0b0c_0d0e_0f10, changed: 1 << 9, pieces: &[0xbb; 64] };
+    assert_eq!([Delta::take(&mut changes), Delta::take(&mut changes)], [Ok(first), Ok(second)]);
+    assert!(changes.is_empty());
 }
 
 /// Contents follow the runs, in their order, with nothing in between.

@@ -11,18 +11,27 @@ use whimbrel_proto as proto;
 
 const KINDS: [Kind; 7] =
     [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing, Kind::Packed];
-const CONTENTS: [Content; 4] = [Content::Data, Content::Zero, Content::Hole, Content::Reference];
+
+fn content(kind: u8, pages: u16, pieces: u16) -> Content {
+    match kind {
+        0 => Content::Data,
+        1 => Content::Zero,
+        2 => Content::Hole,
+        3 => Content::Reference,
+        _ => Content::Delta { pieces: pieces % (pages * 63 + 1) },
+    }
+}
 
 /// Runs in order within a chunk. Few pages of data, so that the tests stay quick.
 fn runs() -> impl Strategy<Value = Vec<Run>> {
-    prop::collection::vec((0_u16..20, 1_u16..12, 0..4_usize), 0..40).prop_map(|steps| {
+    prop::collection::vec((0_u16..20, 1_u16..12, 0..5_u8, any::<u16>()), 0..40).prop_map(|steps| {
         let mut next = 0;
         let mut runs = Vec::new();
-        for (gap, pages, content) in steps {
+        for (gap, pages, kind, pieces) in steps {
             let first_page = next + gap;
             next = first_page + pages;
             if u64::from(next) <= limits::CHUNK_PAGES {
-                runs.push(Run { first_page, pages, content: CONTENTS[content] });
+                runs.push(Run { first_page, pages, content: content(kind, pages, pieces) });
             }
         }
         runs

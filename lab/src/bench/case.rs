@@ -79,8 +79,10 @@ pub enum Contender {
     Nobody,
     /// Whimbrel, with so many data streams; None: as many as it chooses.
     Whimbrel(Option<u16>),
-    /// Whimbrel, told how to compress.
+    /// Whimbrel, told how to compress; where not at all, it sends pages in full, too.
     Packing(Way),
+    /// Whimbrel, told to send pages in full that it sent before.
+    Whole,
     /// QEMU's own migration.
     Qemu(Mode),
 }
@@ -156,14 +158,16 @@ impl Contender {
 
     /// Whether it is Whimbrel, whatever it was told.
     pub fn is_whimbrel(self) -> bool {
-        matches!(self, Self::Whimbrel(_) | Self::Packing(_))
+        matches!(self, Self::Whimbrel(_) | Self::Packing(_) | Self::Whole)
     }
 
     /// What Whimbrel is told on its command line.
     pub(super) fn options(self) -> Vec<String> {
         match self {
             Self::Whimbrel(Some(streams)) => vec![format!("--streams={streams}")],
+            Self::Packing(Way::None) => vec!["--compress=none".to_owned(), "--deltas=never".to_owned()],
             Self::Packing(way) => vec![format!("--compress={way}")],
+            Self::Whole => vec!["--deltas=never".to_owned()],
             Self::Whimbrel(None) | Self::Nobody | Self::Qemu(_) => Vec::new(),
         }
     }
@@ -181,6 +185,7 @@ impl fmt::Display for Contender {
             Self::Whimbrel(None) => f.write_str("whimbrel"),
             Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
             Self::Packing(way) => write!(f, "whimbrel-{way}"),
+            Self::Whole => f.write_str("whimbrel-whole"),
             Self::Qemu(Mode::Default) => f.write_str("qemu"),
             Self::Qemu(Mode::Multifd(channels)) => write!(f, "multifd-{channels}"),
             Self::Qemu(Mode::MultifdZstd(2)) => f.write_str("multifd-zstd"),
@@ -196,7 +201,8 @@ impl FromStr for Contender {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        let fixed = [Self::Nobody].into_iter().chain(Self::all()).find(|one| one.to_string() == name);
+        let fixed =
+            [Self::Nobody, Self::Whole].into_iter().chain(Self::all()).find(|one| one.to_string() == name);
         let counted = || {
             let (kind, count) = name.rsplit_once('-')?;
             let channels = || count.parse().ok().filter(|count| *count > 0);
@@ -210,7 +216,7 @@ impl FromStr for Contender {
         let packing = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Packing);
         fixed.or_else(counted).or_else(packing).ok_or_else(|| {
             let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
-            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4 and -zstd:LEVEL")
+            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL and -whole")
         })
     }
 }

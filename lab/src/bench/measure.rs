@@ -141,7 +141,9 @@ impl Bench {
             meter: &meter,
         };
         let end = match contender {
-            Contender::Whimbrel(_) | Contender::Packing(_) => by_whimbrel(&stage, contender)?,
+            Contender::Whimbrel(_) | Contender::Packing(_) | Contender::Whole => {
+                by_whimbrel(&stage, contender)?
+            }
             Contender::Qemu(mode) => by_qemu(&stage, mode)?,
             Contender::Nobody => End::GivenUp,
         };

@@ -121,6 +121,11 @@ pub fn suites() -> Vec<Suite> {
         packing.push((debian, [&[OURS], &ways[..], &[DEFAULT, ZSTD, ZSTD_4, XBZRLE]].concat()));
     }
 
+    // A few bytes of each page, faster than the link carries pages.
+    let case = idle("changes-1g").sized(512, 300).writing(128, 150, LoadMode::Few);
+    let case = Case { link_bytes_per_s: Some(megabits(1_000)), ..case };
+    packing.push((case, vec![Contender::Nobody, OURS, Contender::Whole, MULTIFD_2, ZSTD, XBZRLE]));
+
     let mut sizes = Vec::new();
     for (memory, fill) in [(256, 128), (512, 320), (1024, 800), (2048, 1750), (4096, 3700), (8192, 7600)] {
         // Taken when QEMU starts: a virtual machine that runs this may have to get memory from its host, at a cost that
@@ -147,7 +152,11 @@ pub fn suites() -> Vec<Suite> {
         Suite { name: "streams", about: "Parallel streams", cases: stream_suite },
         Suite { name: "writing", about: "Guests that write", cases: writing },
         Suite { name: "links", about: "Links with a limit", cases: links },
-        Suite { name: "packing", about: "Content that compresses", cases: packing },
+        Suite {
+            name: "packing",
+            about: "Content that compresses, and changes of a few bytes",
+            cases: packing,
+        },
         Suite { name: "sizes", about: "How cost grows", cases: sizes },
     ]
 }

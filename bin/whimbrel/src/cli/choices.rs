@@ -1,6 +1,6 @@
 //! What can be chosen for a migration, as words of the command line.
 
-use agent::api::{DiskWish, OnLimit, RamChoice, ThrottleWrites};
+use agent::api::{Deltas, DiskWish, OnLimit, RamChoice, ThrottleWrites};
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -36,6 +36,24 @@ impl From<ThrottleArg> for ThrottleWrites {
             ThrottleArg::Off => Self::Off,
             ThrottleArg::Drain => Self::Drain,
             ThrottleArg::Threshold => Self::Threshold,
+        }
+    }
+}
+
+/// See [`Deltas`].
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+pub(crate) enum DeltasArg {
+    Auto,
+    Always,
+    Never,
+}
+
+impl From<DeltasArg> for Deltas {
+    fn from(arg: DeltasArg) -> Self {
+        match arg {
+            DeltasArg::Auto => Self::Auto,
+            DeltasArg::Always => Self::Always,
+            DeltasArg::Never => Self::Never,
         }
     }
 }

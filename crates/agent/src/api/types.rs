@@ -183,6 +183,19 @@ pub enum ThrottleWrites {
     Threshold,
 }
 
+/// Whether only what changed is sent of pages that are sent again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Deltas {
+    /// Where the link is slower than finding out what changed.
+    #[default]
+    Auto,
+    /// From the first page on.
+    Always,
+    /// Pages are sent in full.
+    Never,
+}
+
 /// Which kind of RAM the destination gives the VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -279,6 +292,9 @@ pub struct MigrateRequest {
     /// How pages are compressed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub compression: Option<Compress>,
+    /// Whether only what changed is sent of pages that are sent again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deltas: Option<Deltas>,
     /// Kind of RAM at the destination.
     #[serde(default)]
     pub ram: RamChoice,
@@ -309,6 +325,7 @@ impl MigrateRequest {
             throttle_writes: None,
             references: None,
             compression: None,
+            deltas: None,
             ram: RamChoice::Auto,
             allow_options: Vec::new(),
             disks: DiskWish::Auto,

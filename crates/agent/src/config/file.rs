@@ -312,6 +312,11 @@ impl Checks<'_> {
             );
             return Err(self.wrong(&["limits", "compression_least_ratio_percent"], what));
         }
+        if l.deltas_memory_mib > 1 << 20 {
+            let what =
+                format!("{} MiB are more than a host has; choose at most 1048576", l.deltas_memory_mib);
+            return Err(self.wrong(&["limits", "deltas_memory_mib"], what));
+        }
         if l.streams == 0 || l.streams > limits::STREAMS {
             let what = format!("{} streams; choose 1 to {}", l.streams, limits::STREAMS);
             return Err(self.wrong(&["limits", "streams"], what));

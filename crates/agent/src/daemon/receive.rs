@@ -54,6 +54,7 @@ impl Daemon {
                 references: true,
                 templates: self.template_count(),
                 codecs: codecs(),
+                deltas: true,
             }),
             Ok(considered) => {
                 self.receive(connection, id, considered);
@@ -193,6 +194,7 @@ impl Daemon {
                         references: true,
                         templates,
                         codecs: codecs(),
+                        deltas: true,
                     });
                     driver.run();
                 }

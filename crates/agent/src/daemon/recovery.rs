@@ -126,6 +126,8 @@ impl Daemon {
             references: limits.references,
             compression: limits.compression,
             worth: limits.worth(),
+            deltas: limits.deltas,
+            deltas_bytes: limits.deltas_bytes(),
         };
         let report = self.context.journal.report(record.id()).ok().flatten().unwrap_or_else(|| {
             let terms = &record.terms;

@@ -3,7 +3,7 @@
 use std::fmt::{self, Write as _};
 use std::iter;
 
-use super::{Compression, Downtime, Event, Outcome, PickedWay, Report, Round};
+use super::{Compression, Deltas, Downtime, Event, Outcome, PickedWay, Report, Round};
 
 impl Outcome {
     /// The outcome in words.
@@ -72,6 +72,10 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     )?;
     if let Some(compression) = &report.compression {
         writeln!(out, "  compressed  {}", compressed(compression))?;
+    }
+    if let Some(Deltas { pages, page_bytes, changed_bytes, mark_cpu_us, .. }) = &report.deltas {
+        let (all, changed, cpu) = (bytes(*page_bytes), bytes(*changed_bytes), seconds(*mark_cpu_us));
+        writeln!(out, "  changes     {changed} of {pages} pages ({all}), found in {cpu} of CPU")?;
     }
     writeln!(
         out,
@@ -159,7 +163,7 @@ fn rounds(rounds: &[Round]) -> String {
             round.dirty_pages.to_string(),
             round.data_pages.to_string(),
             round.zero_pages.saturating_add(round.hole_pages).to_string(),
-            round.reference_pages.to_string(),
+            round.reference_pages.saturating_add(round.delta_pages).to_string(),
             milliseconds(round.scan_us),
             milliseconds(round.drain_us),
         ]
@@ -408,6 +412,7 @@ mod tests {
             zero_pages: 1_000_000_000,
             hole_pages: 1_000_000_000,
             reference_pages: 1_000_000_000,
+            delta_pages: 1_000_000_000,
             refused_pages: 1_000_000_000,
             sent_bytes: 1000 << 40,
             duration_us: 999_999_900,

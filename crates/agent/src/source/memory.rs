@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use ::memory::ram::RamError;
 use ::memory::{
-    DirtyBitmap, DirtyLog, Known, Owed, Packing, RoundStats, Saving, ScanError, ScanStats, SourceRam,
+    Deltas, DirtyBitmap, DirtyLog, Known, Owed, Packing, RoundStats, Saving, ScanError, ScanStats, SourceRam,
     TrackedRam,
 };
 use block::nbd::NbdError;
@@ -113,6 +113,18 @@ impl Cargo {
     /// What is sent from here on may be compressed.
     pub(crate) fn pack(&mut self, packing: Arc<Packing>) {
         self.saving.packing = Some(packing);
+    }
+
+    /// Of pages that are sent again what changed is sent, where that is known.
+    pub(crate) fn send_changes(&mut self, deltas: Arc<Deltas>) {
+        self.saving.deltas = Some(deltas);
+    }
+
+    /// From here on all pages are sent in full: what the other side does not take of the last round would be missing.
+    pub(crate) fn end_changes(&self) {
+        if let Some(deltas) = &self.saving.deltas {
+            deltas.end();
+        }
     }
 
     pub(crate) fn saving(&self) -> Saving {
@@ -320,6 +332,7 @@ pub(crate) fn round_report(stats: &RoundStats) -> Round {
         zero_pages: stats.contents.zero,
         hole_pages: stats.contents.hole,
         reference_pages: stats.contents.reference,
+        delta_pages: stats.contents.delta,
         refused_pages: stats.refused_pages,
         sent_bytes: stats.wire_bytes,
         duration_us: stats.duration_us,

@@ -27,8 +27,8 @@ use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::warn;
 
-use super::compressing::Compressing;
 use super::memory::Cargo;
+use super::sparing::Sparing;
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
 use crate::journal::Durability;
@@ -94,6 +94,8 @@ pub(super) struct Accepted {
     pub(super) templates: u16,
     /// What it unpacks, of what is known here.
     pub(super) codecs: Vec<Codec>,
+    /// Whether it makes pages of what changed of them.
+    pub(super) deltas: bool,
 }
 
 /// READY, as it came.
@@ -107,9 +109,12 @@ impl Driver {
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         let accepted = self.prepare()?;
         let mut cargo = self.cargo(&accepted.copied)?;
-        let compressing = Compressing::begin(&accepted.codecs, &self.controls, &self.telemetry);
-        if let Some(compressing) = &compressing {
-            cargo.pack(compressing.packing());
+        let sparing = Sparing::begin(&accepted, cargo.ram_blocks(), &self.controls, &self.telemetry);
+        if let Some(packing) = sparing.packing() {
+            cargo.pack(packing);
+        }
+        if let Some(deltas) = sparing.deltas() {
+            cargo.send_changes(deltas);
         }
         let ready = self.move_to_ready(&accepted, &mut cargo);
         self.say_by(None);
@@ -165,6 +170,7 @@ impl Driver {
                     references,
                     templates,
                     codecs,
+                    deltas,
                     ram_kind,
                     qemu_version,
                     findings,
@@ -177,7 +183,7 @@ impl Driver {
                     report.disks = copied.iter().map(disk).collect();
                 });
                 let codecs = codecs.iter().filter_map(|name| Codec::of_name(name)).collect();
-                Ok(Accepted { copied, references, templates, codecs })
+                Ok(Accepted { copied, references, templates, codecs, deltas })
             }
             Message::Reject { findings, largest_epoch } => {
                 if let Some(largest) = largest_epoch {

@@ -12,8 +12,8 @@ use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Compression;
 use proto::pages::{Ack, decode_round_end};
 use whimbrel_memory::{
-    BlockReader, DataStream, DirtyBitmap, DirtyLog, FrameSink, FrameSource, HangUp, Owed, Packing, RamError,
-    Saving, ScanError, ScanStats, Sender, Sent, Worth,
+    BlockReader, DataStream, Deltas, DirtyBitmap, DirtyLog, FrameSink, FrameSource, HangUp, Owed, Packing,
+    RamError, Saving, ScanError, ScanStats, Sender, Sent, Worth,
 };
 
 use crate::harness::{Amount, Benches};
@@ -131,7 +131,7 @@ impl DirtyLog for Written {
 }
 
 /// Rounds of the same pages, one for each call.
-fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, way: Compression) -> impl FnMut() {
+fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, saving: Saving) -> impl FnMut() {
     let (acks, arriving) = mpsc::channel();
     let stream = DataStream {
         sink: Box::new(Sink(acks.clone())),
@@ -139,8 +139,6 @@ fn rounds(kind: &'static str, chunks: u64, written: DirtyBitmap, way: Compressio
         hang_up: Box::new(End(acks)),
     };
     let memory: Box<dyn BlockReader> = Box::new(Memory { kind, chunks });
-    let packing = (way != Compression::None).then(|| Arc::new(Packing::new(way, Worth::default())));
-    let saving = Saving { known: None, packing };
     let sender = Sender::saving([memory].into(), saving, vec![stream]).unwrap();
     let nothing = Owed::everything([chunks * CHUNK_BYTES]);
     let mut state = Some((sender, nothing));
@@ -161,19 +159,27 @@ pub(crate) fn cases(benches: &mut Benches) {
     for kind in ["zeros", "last byte", "data", "mixed", "holes"] {
         let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
         benches.counted(&format!("frames, build/{kind}"), pages, || {
-            rounds(kind, CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), Compression::None)
+            rounds(kind, CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), Saving::default())
         });
     }
     for way in [Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Zstd(7)] {
         let pages = Amount::Of(CHUNKS * CHUNK_PAGES, "page");
         benches.counted(&format!("frames, pack/{way}"), pages, || {
-            rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), way)
+            let packing = Some(Arc::new(Packing::new(way, Worth::default())));
+            let saving = Saving { packing, ..Saving::default() };
+            rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
         });
     }
+    benches.counted("frames, pages as they were", Amount::Of(CHUNKS * CHUNK_PAGES, "page"), || {
+        let deltas = Deltas::new(1, (CHUNKS * CHUNK_BYTES) as usize / 16);
+        deltas.set(true);
+        let saving = Saving { deltas: Some(Arc::new(deltas)), ..Saving::default() };
+        rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)
+    });
     // Which stream sends what is decided anew in each round.
     benches.counted("round of few pages/64 in 1 GiB", Amount::Of(1, "round"), || {
         let mut written = DirtyBitmap::new(1 << 30);
         (0..64).for_each(|page| written.set(page * 8 * CHUNK_PAGES..page * 8 * CHUNK_PAGES + 1));
-        rounds("data", 512, written, Compression::None)
+        rounds("data", 512, written, Saving::default())
     });
 }

@@ -14,11 +14,10 @@ pub(crate) mod select;
 use std::fmt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
-use nix::time::{ClockId, clock_gettime};
 use proto::packed::{Codec, Compression, Trial};
 
+use crate::clock::{cpu_ns, timed, waited};
 use crate::lock;
 use codec::Encoders;
 use select::Selector;
@@ -159,12 +158,6 @@ pub(crate) struct Packer {
     out: Vec<u8>,
 }
 
-/// How long something took.
-struct Took {
-    wall_ns: u64,
-    cpu_ns: u64,
-}
-
 impl Packer {
     pub(crate) fn new() -> Self {
         Self { encoders: Encoders::default(), selector: Selector::default(), out: Vec::new() }
@@ -228,24 +221,4 @@ impl fmt::Debug for Packer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Packer").finish_non_exhaustive()
     }
-}
-
-/// Runs it, and tells how long nothing was done for it: something was waited for.
-pub(crate) fn waited<T>(run: impl FnOnce() -> T) -> (T, Duration) {
-    let (done, took) = timed(run);
-    (done, Duration::from_nanos(took.wall_ns.saturating_sub(took.cpu_ns)))
-}
-
-fn timed<T>(run: impl FnOnce() -> T) -> (T, Took) {
-    let (began, cpu_began) = (Instant::now(), cpu_ns());
-    let done = run();
-    let cpu_ns = cpu_ns().saturating_sub(cpu_began);
-    (done, Took { wall_ns: began.elapsed().as_nanos() as u64, cpu_ns })
-}
-
-/// Processor time of this thread, in nanoseconds. Asked of the C library, because valgrind has none of the kernel's own
-/// page for it.
-fn cpu_ns() -> u64 {
-    clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
-        .map_or(0, |time| time.tv_sec() as u64 * 1_000_000_000 + time.tv_nsec() as u64)
 }

@@ -5,19 +5,21 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use proto::delta::Delta;
 use proto::frame::Kind;
-use proto::limits::CHUNK_BYTES;
+use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use proto::packed::Packed;
-use proto::pages::{Ack, Content, PagesHeader, Run, decode_round_end};
+use proto::pages::{Ack, BadPages, Content, PagesHeader, Run, decode_round_end};
 use proto::reference::{Library, Reference, encode_missing};
 use tracing::debug;
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Gate, Guard, ReceiveError, ReceiverEvent, Shared};
 use crate::background::GivesWay;
+use crate::clock::waited;
 use crate::dirty::ChunkPages;
 use crate::lock;
 use crate::pack::codec::Unpacker;
-use crate::pack::waited;
 use crate::ram::{BlockWriter, RamError};
 use crate::references::is_meant;
 use crate::send::stream_of;
@@ -29,6 +31,8 @@ const ACK_FRAMES: u64 = 64;
 const ACK_BYTES: u64 = 8 << 20;
 /// And after so long: what the source knows of this side, it knows by acknowledgements.
 const ACK_AFTER: Duration = Duration::from_millis(50);
+
+const PAGE: usize = PAGE_BYTES as usize;
 
 pub(super) struct StreamWorker {
     pub(super) guard: Guard,
@@ -43,8 +47,8 @@ pub(super) struct StreamWorker {
     pub(super) bytes_since_ack: u64,
     /// Where the data of a frame goes. Reused.
     pub(super) written: Vec<Range<u64>>,
-    /// Pages that were referred to. Reused.
-    pub(super) referred: Vec<u8>,
+    /// Pages that were referred to, or changed. Reused.
+    pub(super) found: Vec<u8>,
     pub(super) unpacker: Unpacker,
     /// For how long since the last acknowledgement nothing was there to be applied.
     pub(super) waited: Duration,
@@ -152,15 +156,17 @@ impl StreamWorker {
                 Content::Zero | Content::Hole => {
                     writer.drop_pages(place).map_err(|source| failed(offset, source))?;
                 }
-                Content::Reference => {
+                Content::Reference | Content::Delta { .. } => {
                     // What is written at once is one piece of the frame's data.
                     let data = &begin[..begin.len() - rest.len() - mine.len()];
                     self.write(writer.as_ref(), data).map_err(|(at, source)| failed(at, source))?;
                     begin = rest;
-                    if self.follow(&shared, &Reference::decode(mine)?, run.len_bytes()) {
-                        writer.write(offset, &self.referred).map_err(|source| failed(offset, source))?;
+                    let first = u64::from(run.first_page);
+                    if run.content != Content::Reference {
+                        self.change(writer.as_ref(), place, first, mine, &mut missing)?;
+                    } else if self.follow(&shared, &Reference::decode(mine)?, run.len_bytes()) {
+                        writer.write(offset, &self.found).map_err(|source| failed(offset, source))?;
                     } else {
-                        let first = u64::from(run.first_page);
                         missing.insert(&ChunkPages::from_range(first..first + u64::from(run.pages)));
                     }
                 }
@@ -196,20 +202,54 @@ impl StreamWorker {
 
     /// Reads what is referred to; whether it is there.
     fn follow(&mut self, shared: &Shared, reference: &Reference, bytes: u64) -> bool {
-        self.referred.resize(bytes as usize, 0);
+        self.found.resize(bytes as usize, 0);
         let read = match reference.library {
-            Library::Template(which) => {
-                shared.templates.read(which, reference.first_page, &mut self.referred)
-            }
-            Library::Block(which) => shared.read(which, reference.first_page, &mut self.referred),
+            Library::Template(which) => shared.templates.read(which, reference.first_page, &mut self.found),
+            Library::Block(which) => shared.read(which, reference.first_page, &mut self.found),
         };
         match read {
-            Ok(()) => is_meant(reference, &self.referred),
+            Ok(()) => is_meant(reference, &self.found),
             Err(error) => {
                 debug!(?reference, %error, "not to be read");
                 false
             }
         }
+    }
+
+    /// Puts what changed into the pages of a run, the first of which is this one of the chunk. Those that are not what
+    /// they have to be then stay as they are, and are missing.
+    fn change(
+        &mut self,
+        writer: &dyn BlockWriter,
+        place: Range<u64>,
+        first_page: u64,
+        changes: &[u8],
+        missing: &mut ChunkPages,
+    ) -> Result<(), ReceiveError> {
+        let failed = |offset, source| ReceiveError::Memory { block: writer.what(), offset, source };
+        self.found.resize((place.end - place.start) as usize, 0);
+        writer.read(place.start, &mut self.found).map_err(|source| failed(place.start, source))?;
+        let mut rest = changes;
+        let pages = first_page..first_page + (self.found.len() / PAGE) as u64;
+        let mut good = ChunkPages::from_range(pages.clone());
+        for (page, bytes) in pages.zip(self.found.chunks_exact_mut(PAGE)) {
+            let delta = Delta::take(&mut rest)?;
+            delta.put_into(bytes);
+            if xxh3_64(bytes) != delta.hash {
+                let page = ChunkPages::from_range(page..page + 1);
+                good.remove(&page);
+                missing.insert(&page);
+            }
+        }
+        if !rest.is_empty() {
+            return Err(BadPages::Delta.into());
+        }
+        for run in good.runs() {
+            let part = (run.start - first_page) as usize * PAGE..(run.end - first_page) as usize * PAGE;
+            let offset = place.start + part.start as u64;
+            writer.write(offset, &self.found[part]).map_err(|source| failed(offset, source))?;
+        }
+        Ok(())
     }
 
     fn end_round(&mut self, payload: &[u8]) -> Result<(), ReceiveError> {

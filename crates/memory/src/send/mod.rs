@@ -36,6 +36,7 @@ use proto::limits::STREAMS;
 use proto::pages::BadPages;
 
 use crate::chunk::Contents;
+use crate::deltas::Deltas;
 use crate::pack::Packing;
 use crate::ram::{BlockReader, RamError};
 use crate::references::Known;
@@ -65,6 +66,8 @@ pub type SourceRam = Arc<[Box<dyn BlockReader>]>;
 pub struct Saving {
     /// Pages that the other side has are referred to. It has to have said that it takes references.
     pub known: Option<Arc<Known>>,
+    /// Of pages that are sent again what changed is sent. The other side has to have said that it takes that.
+    pub deltas: Option<Arc<Deltas>>,
     /// Data is compressed. The other side has to have named the codecs.
     pub packing: Option<Arc<Packing>>,
 }
@@ -108,8 +111,8 @@ pub enum SendError {
         /// What it could have acknowledged: from the last acknowledged frame to the last one sent.
         expected: AckRange,
     },
-    /// The other side misses pages that were not referred to, or misses them twice.
-    #[error("the other side misses pages of frame {seq} of data stream {stream}, to which nothing referred")]
+    /// The other side misses pages that nobody presumed to be there, or misses them twice.
+    #[error("the other side misses pages of frame {seq} of data stream {stream}, all of which it was sent")]
     WrongMissing {
         /// Which stream.
         stream: u16,
@@ -173,7 +176,8 @@ pub struct RoundStats {
     pub round: u32,
     /// Pages by what they held.
     pub contents: Contents,
-    /// Pages of `contents.reference` that the other side did not have after all: they are owed still.
+    /// Pages of `contents.reference` and `contents.delta` that the other side did not have after all: they are owed
+    /// still.
     pub refused_pages: u64,
     /// Bytes of frames given to the connections, headers included (TLS and TCP come on top).
     pub wire_bytes: u64,
@@ -190,7 +194,7 @@ pub struct Progress {
     pub pages: u64,
     /// Pages that were sent, by what they held.
     pub sent: Contents,
-    /// Pages that were referred to, and that the other side does not have.
+    /// Pages that the other side does not have, although they were referred to or changed.
     pub refused: u64,
     /// Bytes of frames given to the connections in this round.
     pub wire_bytes: u64,
@@ -214,7 +218,7 @@ pub struct Interrupted {
 pub struct Sent {
     /// Ready for the next round.
     pub sender: Sender,
-    /// Nothing is owed any more but what the dirty log will tell, and pages of which a reference was refused.
+    /// Nothing is owed any more but what the dirty log will tell, and pages of which a reference or a change was refused.
     pub owed: Owed,
     /// What the round was.
     pub stats: RoundStats,
@@ -309,6 +313,9 @@ impl Sender {
             self.end_threads();
         }
         let owed = Owed { blocks: self.shared.take_owed(), round };
+        if failure.is_some() {
+            self.shared.forget(&owed.blocks);
+        }
         let progress = self.shared.progress();
         let stats = RoundStats {
             round,

@@ -12,7 +12,7 @@ use proto::pages::{Ack, PagesHeader, ROUND_END_BYTES, encode_round_end};
 use proto::reference::decode_missing;
 
 use crate::background::GivesWay;
-use crate::chunk::{Contents, Refer};
+use crate::chunk::{Contents, Knowledge, Refer};
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::references::Known;
@@ -54,6 +54,7 @@ struct Counters {
     zero: AtomicU64,
     hole: AtomicU64,
     reference: AtomicU64,
+    delta: AtomicU64,
     refused: AtomicU64,
     wire_bytes: AtomicU64,
 }
@@ -98,8 +99,9 @@ impl Shared {
         let counters = &self.counters;
         counters.round.store(plan.round, Ordering::Relaxed);
         counters.pages.store(plan.pages, Ordering::Relaxed);
-        let Counters { round: _, pages: _, data, zero, hole, reference, refused, wire_bytes } = counters;
-        for counter in [data, zero, hole, reference, refused, wire_bytes] {
+        let Counters { round: _, pages: _, data, zero, hole, reference, delta, refused, wire_bytes } =
+            counters;
+        for counter in [data, zero, hole, reference, delta, refused, wire_bytes] {
             counter.store(0, Ordering::Relaxed);
         }
         *lock(&self.owed) = owed;
@@ -139,6 +141,13 @@ impl Shared {
         std::mem::take(&mut lock(&self.owed))
     }
 
+    /// What was sent of these may not have arrived.
+    pub(super) fn forget(&self, owed: &[DirtyBitmap]) {
+        if let Some(deltas) = &self.saving.deltas {
+            deltas.forget(owed);
+        }
+    }
+
     pub(super) fn progress(&self) -> Progress {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &self.counters;
@@ -147,6 +156,7 @@ impl Shared {
             zero: get(&counters.zero),
             hole: get(&counters.hole),
             reference: get(&counters.reference),
+            delta: get(&counters.delta),
         };
         Progress {
             round: counters.round.load(Ordering::Relaxed),
@@ -224,7 +234,7 @@ impl Shared {
     ) -> Result<(), SendError> {
         let Place { block, chunk } = place;
         let owed = lock(&self.owed).get(usize::from(block)).map(|pages| pages.chunk(chunk.into()));
-        let Some(mut left) = owed else { return Ok(()) };
+        let Some(owed) = owed else { return Ok(()) };
         let is_there = |block: u16, page| {
             lock(&self.owed).get(usize::from(block)).is_some_and(|owed| !owed.contains(page))
         };
@@ -236,11 +246,32 @@ impl Shared {
             allowed,
             is_there: &is_there,
         });
+        let deltas = self.saving.deltas.as_deref();
+        let marks = deltas.and_then(|deltas| deltas.lend((block, chunk), &owed, plan.round));
+        let mut knowledge = Knowledge { refer, marks };
+        let sent = self.send_frames(stream, outlet, plan, place, owed, &mut knowledge);
+        if let Some((deltas, marks)) = deltas.zip(knowledge.marks) {
+            deltas.give_back((block, chunk), marks);
+        }
+        sent
+    }
+
+    /// Sends these pages of a chunk, in as many frames as it takes.
+    fn send_frames(
+        &self,
+        stream: u16,
+        outlet: &mut Outlet,
+        plan: &Plan,
+        place: Place,
+        pages: ChunkPages,
+        knowledge: &mut Knowledge<'_>,
+    ) -> Result<(), SendError> {
+        let mut left = pages;
         while !left.is_empty() {
             if self.stopped.load(Ordering::Acquire) {
                 return Err(SendError::Cancelled);
             }
-            let mut work = || self.send_frame(stream, outlet, plan, place, &left, refer.as_ref());
+            let mut work = || self.send_frame(stream, outlet, plan, place, &left, knowledge);
             let (taken, contents, bytes) = match &self.saving.packing {
                 Some(packing) => packing.working(work)?,
                 None => work()?,
@@ -251,11 +282,16 @@ impl Shared {
             counters.zero.fetch_add(contents.zero, Ordering::Relaxed);
             counters.hole.fetch_add(contents.hole, Ordering::Relaxed);
             counters.reference.fetch_add(contents.reference, Ordering::Relaxed);
+            counters.delta.fetch_add(contents.delta, Ordering::Relaxed);
             counters.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
             left.remove(&taken);
-            if let Some(Refer { known, .. }) = refer {
-                known
-                    .sent(block, outlet.builder.names().iter().map(|(page, name)| (base_page + page, *name)));
+            if let Some(Refer { known, block, base_page, .. }) = &knowledge.refer {
+                let names = outlet.builder.names().iter();
+                known.sent(*block, names.map(|(page, name)| (base_page + page, *name)));
+            }
+            if let Some(deltas) = self.saving.deltas.as_deref().filter(|_| knowledge.marks.is_some()) {
+                let (pieces, mark_ns) = outlet.builder.pieces();
+                deltas.sent(contents.delta, pieces, mark_ns);
             }
         }
         Ok(())
@@ -270,15 +306,15 @@ impl Shared {
         plan: &Plan,
         Place { block, chunk }: Place,
         wanted: &ChunkPages,
-        refer: Option<&Refer<'_>>,
+        knowledge: &mut Knowledge<'_>,
     ) -> Result<(ChunkPages, Contents, usize), SendError> {
         let Some(reader) = self.ram.get(usize::from(block)) else { return Err(SendError::Cancelled) };
         let (taken, contents) =
-            outlet.builder.fill(reader.as_ref(), chunk.into(), wanted, refer).map_err(|failed| {
+            outlet.builder.fill(reader.as_ref(), chunk.into(), wanted, knowledge).map_err(|failed| {
                 SendError::Memory { block: reader.what(), offset: failed.offset, source: failed.source }
             })?;
-        let referred = outlet.builder.referred();
-        let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken, referred })?;
+        let presumed = outlet.builder.presumed();
+        let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken, presumed })?;
         let header = PagesHeader { seq, round: plan.round, block, chunk: chunk.into() };
         let bytes = outlet
             .send_pages(&header, self.saving.packing.as_deref(), plan.deadline.is_none())
@@ -342,17 +378,20 @@ impl Shared {
         self.fail(cause);
     }
 
-    /// Pages that were referred to are not at the destination: they are sent in the next round. Each can be asked for
-    /// only once, and only if it was referred to.
+    /// Pages that were referred to, or of which what changed was sent, are not at the destination: they are sent in the
+    /// next round. Each can be asked for only once, and only if it was presumed to be there.
     fn take_missing(&self, stream: u16, payload: &[u8]) -> Result<(), SendError> {
         let (seq, pages) = decode_missing(payload).map_err(|source| SendError::BadAck { stream, source })?;
-        let wrong = SendError::WrongMissing { stream, seq };
-        let Some(known) = &self.saving.known else { return Err(wrong) };
         let missing = ChunkPages::from_words(pages);
         let Some((block, chunk)) = self.streams[usize::from(stream)].missing(seq, &missing) else {
-            return Err(wrong);
+            return Err(SendError::WrongMissing { stream, seq });
         };
-        known.refuse(block, chunk.into(), &missing);
+        if let Some(known) = &self.saving.known {
+            known.refuse(block, chunk.into(), &missing);
+        }
+        if let Some(deltas) = &self.saving.deltas {
+            deltas.refuse((block, chunk), &missing);
+        }
         self.counters.refused.fetch_add(missing.count(), Ordering::Relaxed);
         Ok(())
     }

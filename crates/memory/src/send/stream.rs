@@ -14,10 +14,10 @@ use crate::pack::{Packer, Packing};
 use crate::send::AckRange;
 use crate::wire::{FrameSink, HangUp};
 
-/// What a frame on its way carries.
+/// What a frame on its way carries. Pages that are presumed to be at the other side may turn out not to be there.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum InFlight {
-    Pages { block: u16, chunk: u32, pages: ChunkPages, referred: ChunkPages },
+    Pages { block: u16, chunk: u32, pages: ChunkPages, presumed: ChunkPages },
     RoundEnd,
 }
 
@@ -108,15 +108,15 @@ impl Stream {
         Ok(())
     }
 
-    /// Pages to which a frame refers that is not acknowledged yet are not there: they stay owed. Returns which chunk
-    /// they are of; none if there is no such frame that refers to these pages, or it was said before.
+    /// Pages that a frame that is not acknowledged yet presumed to be there are not: they stay owed. Returns which chunk
+    /// they are of; none if there is no such frame that presumed it, or it was said before.
     pub(super) fn missing(&self, seq: u64, missing: &ChunkPages) -> Option<(u16, u32)> {
         let mut flight = lock(&self.flight);
         let index = seq.checked_sub(flight.acked + 1)?;
         match flight.frames.get_mut(usize::try_from(index).ok()?)? {
-            InFlight::Pages { block, chunk, pages, referred } if missing.is_within(referred) => {
+            InFlight::Pages { block, chunk, pages, presumed } if missing.is_within(presumed) => {
                 pages.remove(missing);
-                referred.remove(missing);
+                presumed.remove(missing);
                 Some((*block, *chunk))
             }
             _ => None,

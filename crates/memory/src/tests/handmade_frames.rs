@@ -5,15 +5,18 @@ use std::sync::mpsc::{self, Receiver as Inbox};
 
 use link::LinkError;
 use proto::Generation;
+use proto::delta::{Delta, HEAD_BYTES, PIECE_BYTES};
 use proto::frame::{Header, Kind};
 use proto::limits::CHUNK_PAGES;
 use proto::packed::Codec;
 use proto::pages::{Ack, BadPages, Content, PagesHeader, Run, encode_round_end};
+use proto::reference::decode_missing;
+use xxhash_rust::xxh3::xxh3_64;
 
 use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{Sink, WHOLE, end};
 use crate::pack::codec::BadPacked;
-use crate::{AttachError, DataStream, ReceiveError, Receiver, ReceiverEvent, lock};
+use crate::{AttachError, ChunkPages, DataStream, ReceiveError, Receiver, ReceiverEvent, lock};
 
 /// A receiver with one stream of two, and what it tells.
 struct Bench {
@@ -110,6 +113,50 @@ fn frames_that_do_not_fit_end_the_stream_and_change_nothing() {
         // The peer sees the end of the connection, and no acknowledgement before it.
         assert!(bench.peer.source.receive(&mut Vec::new()).is_err());
     }
+}
+
+/// A frame with what somebody says that changed.
+fn changed(pages: u16, pieces: u16, changes: &[u8]) -> Vec<u8> {
+    let mut payload = Vec::new();
+    let runs = [Run { first_page: 4, pages, content: Content::Delta { pieces } }];
+    PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 }.encode(&runs, &mut payload);
+    payload.extend_from_slice(changes);
+    payload
+}
+
+#[test]
+fn changes_that_do_not_fit_end_the_stream_and_change_nothing() {
+    let mut one = Vec::new();
+    Delta::encode(&[7; PAGE], xxh3_64(&[7; PAGE]), 0b101, &mut one);
+    let mut none = Vec::new();
+    Delta::encode(&[7; PAGE], xxh3_64(&[7; PAGE]), 0, &mut none);
+    let cases = [
+        // More than the run says, and less.
+        changed(1, 1, &one[..HEAD_BYTES + PIECE_BYTES]),
+        changed(1, 3, &[&one[..], &[0; PIECE_BYTES]].concat()),
+        changed(2, 2, &[&one[..], &one[..HEAD_BYTES]].concat()),
+        // As much, but not in its pages.
+        changed(2, 2, &[&none[..], &none, &[0; 2 * PIECE_BYTES]].concat()),
+        // All pieces of a page, which would not be shorter than it.
+        changed(1, 64, &[&[0xff; HEAD_BYTES][..], &[0; PAGE]].concat()),
+        changed(2, 64, &[&[0xff; HEAD_BYTES][..], &[0; PAGE], &[0; HEAD_BYTES]].concat()),
+        // Shorter than its run.
+        changed(1, 2, &one[..one.len() - 1]),
+    ];
+    for (index, payload) in cases.into_iter().enumerate() {
+        let mut bench = bench(1);
+        bench.send(Kind::Pages, &payload);
+        let cause = bench.broken();
+        assert!(matches!(cause, ReceiveError::BadFrame(_)) && bench.untouched(), "case {index}: {cause:?}");
+    }
+    // The last case, whole: nothing is there to put it into, and so it is missing.
+    let mut bench = bench(1);
+    bench.send(Kind::Pages, &changed(1, 2, &one));
+    let mut payload = Vec::new();
+    assert_eq!(bench.peer.source.receive(&mut payload).unwrap(), Kind::Missing);
+    assert_eq!(decode_missing(&payload).unwrap(), (1, *ChunkPages::from_range(4..5).words()));
+    assert_eq!(bench.acked(), 1);
+    assert!(bench.untouched());
 }
 
 #[test]

@@ -1,10 +1,12 @@
 //! Tests of the streams with fakes: RAM in vectors with an exact model of the kernel's write tracking, and connections
 //! that break where they are told.
 
+mod deltas;
 mod fake_ram;
 mod fake_wire;
 mod handmade_frames;
 mod moves;
+mod pair;
 mod references;
 mod sender;
 

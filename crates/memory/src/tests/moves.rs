@@ -13,7 +13,7 @@ use super::Dice;
 use super::fake_ram::{FakeLog, FakeRam};
 use super::fake_wire::{WHOLE, connection};
 use super::references::FakeTemplates;
-use crate::{DirtyLog, Owed, Packing, Receiver, ReceiverEvent, Saving, Sender, Sent, Worth, lock};
+use crate::{Deltas, DirtyLog, Owed, Packing, Receiver, ReceiverEvent, Saving, Sender, Sent, Worth, lock};
 
 /// A drain that does not fail.
 #[allow(clippy::unnecessary_wraps, reason = "what a drain returns")]
@@ -42,6 +42,7 @@ struct Outcome {
     rounds: u32,
     breaks: u32,
     referred: u64,
+    deltas: u64,
     refused: u64,
     packed_bytes: u64,
     plain_bytes: u64,
@@ -62,7 +63,11 @@ impl Move {
         let known = dice.one_in(2).then(|| Arc::new(known));
         let worth = Worth { least_ratio_percent: dice.below(300) as u32, skip_bytes: dice.below(1 << 20) };
         let packing = dice.one_in(2).then(|| Arc::new(Packing::new(some_way(dice), worth)));
-        let saving = Saving { known, packing };
+        // Marks of a few bits, so that some of what changed is taken for what it was.
+        let marks = (dice.below(3) as usize * 60_000, if dice.one_in(2) { u32::MAX } else { 0b111 });
+        let deltas =
+            dice.one_in(2).then(|| Arc::new(Deltas::with_bits(1 + blocks.len() / 2, marks.0, marks.1)));
+        let saving = Saving { known, deltas, packing };
         let templates = Arc::new(templates);
         Self {
             source,
@@ -137,6 +142,13 @@ impl Move {
                 packing.set_way(some_way(dice));
                 packing.try_out(&[some_way(dice), some_way(dice)]);
             }
+            if let Some(deltas) = &self.saving.deltas {
+                deltas.set(!dice.one_in(6));
+                // As where the guest stands still, and devices have been saved.
+                if last {
+                    deltas.end();
+                }
+            }
             let pages = readable.pages();
             // As the rounds of a guest that stands still are sent: nothing may be left of the last one.
             let sent = if last {
@@ -151,6 +163,7 @@ impl Move {
                     complete.push(stats.round);
                     outcome.rounds += 1;
                     outcome.referred += stats.contents.reference;
+                    outcome.deltas += stats.contents.delta;
                     outcome.refused += stats.refused_pages;
                     let left_pages = left.pages();
                     (sender, owed) = (Some(again), left);
@@ -231,7 +244,7 @@ fn seeds() -> std::ops::Range<u64> {
 
 #[test]
 fn every_page_arrives_whatever_breaks() {
-    let (mut rounds, mut breaks, mut referred, mut refused) = (0, 0, 0, 0);
+    let (mut rounds, mut breaks, mut referred, mut refused, mut deltas) = (0, 0, 0, 0, 0);
     let (mut packed_bytes, mut plain_bytes) = (0, 0);
     for seed in seeds() {
         let mut dice = Dice(seed);
@@ -242,14 +255,17 @@ fn every_page_arrives_whatever_breaks() {
         rounds += outcome.rounds;
         breaks += outcome.breaks;
         referred += outcome.referred;
+        deltas += outcome.deltas;
         refused += outcome.refused;
         packed_bytes += outcome.packed_bytes;
         plain_bytes += outcome.plain_bytes;
     }
-    println!("{rounds} rounds, {breaks} breaks, {referred} pages referred to, {refused} of them not there");
+    println!(
+        "{rounds} rounds, {breaks} breaks, {referred} pages referred to, of {deltas} what changed; {refused} refused"
+    );
     println!("{packed_bytes} bytes compressed, {plain_bytes} not, where that was wanted");
-    let all = seeds().count() < 2 || (breaks > 0 && refused > 0 && referred > refused);
-    assert!(all, "no connection ever broke, or nothing was referred to");
+    let all = seeds().count() < 2 || (breaks > 0 && refused > 0 && referred > 0 && deltas > 0);
+    assert!(all, "no connection ever broke, or nothing was referred to, or changed");
     assert!(seeds().count() < 2 || (packed_bytes > 0 && plain_bytes > 0), "nothing was compressed, or all");
 }
 

@@ -2,7 +2,6 @@
 
 use std::sync::{Arc, Mutex};
 
-use proto::Generation;
 use proto::frame::Kind;
 use proto::limits::PAGE_BYTES;
 use proto::pages::{Ack, PagesHeader};
@@ -11,10 +10,8 @@ use proto::reference::encode_missing;
 use super::Dice;
 use super::fake_ram::{FakeRam, PAGE, Page};
 use super::fake_wire::{WHOLE, connection};
-use crate::{
-    ChunkPages, Known, Owed, PageName, RamError, Readable, Receiver, Saving, SendError, Sender, Sent,
-    Templates, lock,
-};
+use super::pair::Pair;
+use crate::{ChunkPages, Known, PageName, RamError, Readable, Saving, SendError, Sender, Templates, lock};
 
 /// Templates in vectors.
 pub(super) struct FakeTemplates(pub(super) Vec<Mutex<Vec<Page>>>);
@@ -50,41 +47,8 @@ impl Templates for FakeTemplates {
     }
 }
 
-fn referring(known: Arc<Known>) -> Saving {
-    Saving { known: Some(known), packing: None }
-}
-
-/// A source, a destination with one template, and one stream between them.
-struct Pair {
-    source: FakeRam,
-    destination: FakeRam,
-    _receiver: Receiver,
-    sender: Sender,
-}
-
-impl Pair {
-    fn new(source: FakeRam, known: Known, template: Vec<Page>) -> Self {
-        let pages: Vec<u64> = source.0.iter().map(|block| block.pages.len() as u64).collect();
-        let destination = FakeRam::new(&pages);
-        let templates = Arc::new(FakeTemplates(vec![Mutex::new(template)]));
-        let mut receiver = Receiver::with_templates(destination.writers(), templates, 1, |_, _| {});
-        receiver.begin(Generation(1));
-        let (near, far) = connection(WHOLE, WHOLE);
-        receiver.attach(Generation(1), 0, far).unwrap();
-        let sender = Sender::saving(source.readers(), referring(Arc::new(known)), vec![near]).unwrap();
-        Self { source, destination, _receiver: receiver, sender }
-    }
-
-    /// A round of what is owed and what was written.
-    fn round(self, owed: Owed) -> (Self, Owed, crate::RoundStats) {
-        let readable = owed.clear_marks(&mut self.source.log()).unwrap().stopped_before();
-        let Sent { sender, owed, stats } = self.sender.send_round(readable).unwrap();
-        (Self { sender, ..self }, owed, stats)
-    }
-
-    fn is_equal(&self) -> bool {
-        self.source.first_difference(&self.destination).is_none()
-    }
+pub(super) fn referring(known: Arc<Known>) -> Saving {
+    Saving { known: Some(known), ..Saving::default() }
 }
 
 /// Pages that are all different, and all in a template, there three pages further on.
@@ -103,7 +67,7 @@ fn what_is_in_a_template_is_not_sent() {
     let (source, known, template) = with_template(1000);
     source.0[0].guest_writes(77, 9, 8);
     let owed = source.everything();
-    let (pair, owed, stats) = Pair::new(source, known, template).round(owed);
+    let (pair, owed, stats) = Pair::referring(source, known, template).round(owed);
     assert_eq!((stats.contents.reference, stats.contents.data, stats.refused_pages), (999, 1, 0));
     assert!(stats.wire_bytes < 2 * PAGE_BYTES, "{stats:?}");
     assert_eq!(owed.pages(), 0);
@@ -121,7 +85,7 @@ fn what_is_not_in_the_template_any_more_is_sent_in_the_next_round() {
             template[503][0] ^= 1;
         }
         let owed = source.everything();
-        let (pair, owed, stats) = Pair::new(source, known, template).round(owed);
+        let (pair, owed, stats) = Pair::referring(source, known, template).round(owed);
         assert_eq!(stats.contents.reference, 1000);
         assert!(stats.refused_pages > 0 && owed.pages() == stats.refused_pages, "{stats:?}");
         assert!(!pair.is_equal());
@@ -138,7 +102,7 @@ fn what_was_sent_before_is_not_sent_again() {
     (0..600).for_each(|page| source.0[1].guest_writes(page, page + 1, 0));
     let known = Known::new([600 * PAGE_BYTES; 2], 1, 0, 2000);
     let owed = source.everything();
-    let (pair, owed, stats) = Pair::new(source, known, Vec::new()).round(owed);
+    let (pair, owed, stats) = Pair::referring(source, known, Vec::new()).round(owed);
     assert_eq!((stats.contents.reference, stats.contents.data), (0, 600));
     // The same content elsewhere; in the first block it is not looked up.
     for page in 0..100 {
@@ -159,7 +123,7 @@ fn what_was_sent_before_is_not_sent_again() {
 fn nothing_is_referred_to_while_the_guest_stands_still() {
     let (source, known, template) = with_template(20);
     let owed = source.everything();
-    let pair = Pair::new(source, known, template);
+    let pair = Pair::referring(source, known, template);
     let readable: Readable = owed.clear_marks(&mut pair.source.log()).unwrap().stopped_before();
     let deadline = std::time::Instant::now() + std::time::Duration::from_mins(1);
     let stats = pair.sender.send_round_by(readable, deadline).unwrap().stats;
@@ -174,7 +138,7 @@ fn short_runs_are_sent() {
         source.0[0].guest_writes(page, page + 5000, 8);
     }
     let owed = source.everything();
-    let (pair, owed, stats) = Pair::new(source, known, template).round(owed);
+    let (pair, owed, stats) = Pair::referring(source, known, template).round(owed);
     assert_eq!((stats.contents.reference, stats.contents.data, owed.pages()), (0, 1000, 0));
     assert!(pair.is_equal());
 }
@@ -186,7 +150,7 @@ fn what_is_as_it_was_is_referred_to_where_it_is() {
     (0..600).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
     let known = Known::new([600 * PAGE_BYTES], 0, 0, 2000);
     let owed = source.everything();
-    let (pair, owed, _) = Pair::new(source, known, Vec::new()).round(owed);
+    let (pair, owed, _) = Pair::referring(source, known, Vec::new()).round(owed);
     for page in 160..176 {
         pair.source.0[0].guest_writes(page, page + 1, 0);
     }

@@ -10,7 +10,7 @@ use proto::message::{Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
-use crate::api::{Compress, OnLimit, ThrottleWrites};
+use crate::api::{Compress, Deltas, OnLimit, ThrottleWrites};
 use crate::journal::State;
 use crate::progress::Publisher;
 use crate::report::{Outcome, Report};
@@ -29,6 +29,8 @@ fn aims() -> Aims {
         references: true,
         compression: Compress::Auto,
         worth: ::memory::Worth::default(),
+        deltas: Deltas::Auto,
+        deltas_bytes: 1 << 20,
     }
 }
 

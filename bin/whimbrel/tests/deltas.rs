@@ -1,0 +1,63 @@
+//! Pages that are sent again, of which only what changed goes. Every move compares all of memory by a path of its own
+//! (`--verify`), and the guest itself checks every page that it wrote.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use common::{Cluster, GuestSpec, Load, Setup};
+use lab::LoadMode;
+use serde_json::Value;
+
+/// A guest that writes a few bytes to each of many pages, again and again.
+fn load(fill_mib: u64) -> Load {
+    Load { fill_mib, wss_mib: 24, rate_mib_per_s: 40, mode: LoadMode::Few, ..Load::default() }
+}
+
+fn number(report: &Value, name: &str) -> u64 {
+    report["deltas"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {report:#}"))
+}
+
+fn of_rounds(report: &Value, name: &str) -> u64 {
+    report["rounds"].as_array().unwrap().iter().map(|round| round[name].as_u64().unwrap()).sum()
+}
+
+/// Some pages were sent as what changed, and that was little; the other side had all of them.
+fn changes_were_sent(report: &Value) {
+    assert!(number(report, "pages") > 0, "{report:#}");
+    assert_eq!(number(report, "page_bytes"), number(report, "pages") * 4096);
+    assert!(number(report, "changed_bytes") < number(report, "page_bytes") / 4, "{report:#}");
+    assert!(number(report, "mark_cpu_us") > 0, "{report:#}");
+}
+
+#[test]
+fn what_was_wished_for_is_done() {
+    let cluster = Cluster::new();
+    let _guest = cluster.guest(&GuestSpec::tiny("vm1", load(64)));
+    // Slow enough that the guest has written to some pages when the first round ends.
+    let report = cluster.migrate("vm1", "a", "b", &["--deltas", "always", "--bandwidth", "100Mi"]);
+    changes_were_sent(&report);
+    assert_eq!(of_rounds(&report, "delta_pages"), number(&report, "pages"), "{report:#}");
+    assert_eq!(of_rounds(&report, "refused_pages"), 0, "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+    let report = cluster.migrate("vm1", "b", "a", &["--deltas", "never", "--bandwidth", "100Mi"]);
+    assert_eq!(report["deltas"], Value::Null, "{report:#}");
+    assert_eq!(of_rounds(&report, "delta_pages"), 0, "{report:#}");
+    cluster.guest_is_whole("a", "vm1");
+}
+
+/// On a link that is waited for, without being told to, and with a cut in the middle: what may not have arrived is sent in
+/// full.
+#[test]
+fn a_slow_link_is_reason_enough_and_a_cut_loses_nothing() {
+    for more in [&[][..], &["--compress", "none"]] {
+        let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+        let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+        let _guest = cluster.guest(&GuestSpec::tiny("vm1", load(96)));
+        let report = cluster.migrate_through_a_cut("vm1", more);
+        changes_were_sent(&report);
+        assert!(number(&report, "since_us") > 0, "{report:#}");
+        assert_eq!(report["compression"].is_null(), !more.is_empty(), "{report:#}");
+        cluster.guest_is_whole("b", "vm1");
+    }
+}

@@ -1,0 +1,217 @@
+//! How less is sent: compression and changes, as they were wished for, or as the policy picks them while pages are sent.
+
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ::memory::{Counted, Deltas, DeltasCounted, Packing};
+use engine::compression::{Chooser, Decision, Observation, WAYS};
+use proto::limits::PAGE_BYTES;
+use proto::packed::{Codec, Compression as Way, Trial};
+
+use super::phases::Accepted;
+use super::{Aims, Controls, Telemetry};
+use crate::api::{Compress, Deltas as WantedDeltas};
+use crate::cpu;
+use crate::report::{self, Compression, PickedWay};
+
+/// How often the policy looks, and how often at first, when it knows nothing.
+const LOOK: Duration = Duration::from_millis(50);
+const EARLY_LOOK: Duration = Duration::from_millis(20);
+const EARLY_LOOKS: u32 = 10;
+/// Less data tells nothing of a link: what goes into a buffer goes at once, and a worker that waits says so only when it
+/// does not any more. Then the policy waits for more, but not for ever.
+const LEAST_DATA_BYTES: u64 = 2 << 20;
+const LONGEST: Duration = Duration::from_millis(500);
+
+/// Most ways of which the report tells.
+const MOST_TOLD: usize = 100;
+
+/// What makes less be sent in a migration. Dropping it ends the looks, and tells the report.
+#[derive(Debug)]
+pub(super) struct Sparing {
+    means: Means,
+    controls: Arc<Controls>,
+    _stop: Option<Sender<()>>,
+}
+
+/// What there is to be steered.
+#[derive(Clone, Debug)]
+struct Means {
+    wanted: Compress,
+    /// None where nothing is compressed and nothing is to be found out of the link either.
+    packing: Option<Arc<Packing>>,
+    wanted_deltas: WantedDeltas,
+    /// None where pages are sent in full.
+    deltas: Option<Arc<Deltas>>,
+}
+
+impl Sparing {
+    /// Nothing is done that the destination does not undo; of what is left out for that the report is told.
+    pub(super) fn begin(
+        accepted: &Accepted,
+        ram_blocks: usize,
+        controls: &Arc<Controls>,
+        telemetry: &Telemetry,
+    ) -> Self {
+        let Aims { compression, worth, streams, deltas: wanted_deltas, deltas_bytes, .. } = controls.aims();
+        let wanted = possible(compression, &accepted.codecs, controls, telemetry);
+        let deltas = (accepted.deltas && wanted_deltas != WantedDeltas::Never)
+            .then(|| Arc::new(Deltas::new(ram_blocks, deltas_bytes)));
+        let is_watched =
+            wanted == Compress::Auto || (deltas.is_some() && wanted_deltas == WantedDeltas::Auto);
+        let way = match wanted {
+            Compress::Auto => Way::None,
+            Compress::Fixed(way) => way,
+        };
+        let packing = (is_watched || way != Way::None).then(|| Arc::new(Packing::new(way, worth)));
+        let means = Means { wanted, packing, wanted_deltas, deltas };
+        if wanted_deltas == WantedDeltas::Always {
+            means.mark(controls);
+        }
+        let watched = means.packing.clone().filter(|_| is_watched);
+        let stop =
+            watched.and_then(|packing| watch(means.clone(), packing, streams.into(), Arc::clone(controls)));
+        Self { means, controls: Arc::clone(controls), _stop: stop }
+    }
+
+    pub(super) fn packing(&self) -> Option<Arc<Packing>> {
+        self.means.packing.clone()
+    }
+
+    pub(super) fn deltas(&self) -> Option<Arc<Deltas>> {
+        self.means.deltas.clone()
+    }
+}
+
+/// What was wished for, or nothing if the destination does not unpack it.
+fn possible(wanted: Compress, codecs: &[Codec], controls: &Controls, telemetry: &Telemetry) -> Compress {
+    let needed: Vec<_> = match wanted {
+        Compress::Auto => WAYS.iter().filter_map(|way| way.codec()).collect(),
+        Compress::Fixed(way) => way.codec().into_iter().collect(),
+    };
+    if needed.iter().all(|codec| codecs.contains(codec)) {
+        return wanted;
+    }
+    let at_us = telemetry.elapsed_us();
+    let detail = format!("nothing is compressed: the destination does not unpack what {wanted} makes");
+    controls.report(|report| report.event(at_us, "compression", detail));
+    Compress::Fixed(Way::None)
+}
+
+impl Drop for Sparing {
+    fn drop(&mut self) {
+        let Means { wanted, packing, deltas, .. } = &self.means;
+        self.controls.report(|report| {
+            if let Some(packing) = packing.as_ref().filter(|_| *wanted != Compress::Fixed(Way::None)) {
+                let Counted { data_bytes, packed_bytes, wire_bytes, pack_ns, trial_ns, .. } = packing.count();
+                let compression = report.compression.get_or_insert_default();
+                let ways = std::mem::take(&mut compression.ways);
+                let (wanted, pack_cpu_us) = (wanted.to_string(), (pack_ns + trial_ns) / 1000);
+                *compression =
+                    Compression { wanted, data_bytes, packed_bytes, wire_bytes, pack_cpu_us, ways };
+            }
+            if let Some((deltas, told)) = deltas.as_ref().zip(report.deltas.as_mut()) {
+                let DeltasCounted { pages, bytes, mark_ns } = deltas.count();
+                *told = report::Deltas {
+                    since_us: told.since_us,
+                    pages,
+                    page_bytes: pages * PAGE_BYTES,
+                    changed_bytes: bytes,
+                    mark_cpu_us: mark_ns / 1000,
+                };
+            }
+        });
+    }
+}
+
+impl Means {
+    /// From here on pages are marked, and what changed of them is sent.
+    fn mark(&self, controls: &Controls) {
+        let Some(deltas) = &self.deltas else { return };
+        deltas.set(true);
+        let since_us = controls.requested.elapsed().as_micros() as u64;
+        controls.report(|report| report.deltas.get_or_insert_default().since_us = since_us);
+    }
+}
+
+/// From here on the way that was decided.
+fn pick(packing: &Packing, decision: &Decision, controls: &Controls) {
+    packing.set_way(decision.way);
+    let picked = PickedWay {
+        at_us: controls.requested.elapsed().as_micros() as u64,
+        way: decision.way.to_string(),
+        link_bytes_per_s: decision.link_bytes_per_s.unwrap_or(0),
+    };
+    controls.report(|report| {
+        let ways = &mut report.compression.get_or_insert_default().ways;
+        if ways.len() < MOST_TOLD {
+            ways.push(picked);
+        }
+    });
+}
+
+/// The policy, in a thread of its own; none if there is no thread to be had, and then nothing is picked.
+fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Controls>) -> Option<Sender<()>> {
+    let (stop, stopped) = mpsc::channel();
+    let looks = move || {
+        let (mut chooser, mut before) = (Chooser::default(), Look::now(&packing));
+        let (mut present, mut marks, mut looks) = (Way::None, means.wanted_deltas == WantedDeltas::Always, 0);
+        let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
+        while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
+            let data_bytes = packing.count().data_bytes - before.counted.data_bytes;
+            if data_bytes == 0 || (data_bytes < LEAST_DATA_BYTES && before.at.elapsed() < LONGEST) {
+                continue;
+            }
+            looks += 1;
+            let now = Look::now(&packing);
+            let decision = chooser.decide(&now.since(&before, workers, packing.take_trials()));
+            before = now;
+            if decision.deltas && !marks {
+                marks = true;
+                means.mark(&controls);
+            }
+            if means.wanted != Compress::Auto {
+                continue;
+            }
+            if !decision.try_out.is_empty() {
+                packing.try_out(&decision.try_out);
+            }
+            if decision.way != present {
+                present = decision.way;
+                pick(&packing, &decision, &controls);
+            }
+        }
+    };
+    thread::Builder::new().name("sparing".to_owned()).spawn(looks).ok().map(|_| stop)
+}
+
+/// What was counted up to a moment.
+struct Look {
+    at: Instant,
+    counted: Counted,
+    idle_ns: u64,
+}
+
+impl Look {
+    fn now(packing: &Packing) -> Self {
+        Self { at: Instant::now(), counted: packing.count(), idle_ns: cpu::idle_ns() }
+    }
+
+    fn since(&self, before: &Self, workers: u32, trials: Vec<Trial>) -> Observation {
+        let (now, then) = (&self.counted, &before.counted);
+        Observation {
+            interval_ns: self.at.duration_since(before.at).as_nanos() as u64,
+            workers,
+            data_bytes: now.data_bytes - then.data_bytes,
+            wire_bytes: now.wire_bytes - then.wire_bytes,
+            pack_ns: now.pack_ns - then.pack_ns,
+            cpu_ns: (now.cpu_ns - then.cpu_ns).saturating_sub(now.trial_ns - then.trial_ns),
+            blocked_ns: now.blocked_ns - then.blocked_ns,
+            peer_waited_ns: (now.peer_waited_us - then.peer_waited_us) * 1000,
+            idle_ns: self.idle_ns.saturating_sub(before.idle_ns),
+            trials,
+        }
+    }
+}

@@ -1,0 +1,141 @@
+//! Pages that are sent again.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::fake_ram::{FakeRam, PAGE};
+use super::pair::Pair;
+use crate::deltas::MARKS_BYTES;
+use crate::{Deltas, Owed, RoundStats, Saving};
+
+const PAGES: u64 = 1000;
+
+/// A source full of pages that are all different, of which so much may be marked, in marks of these bits.
+fn full(marks_bytes: usize, bits: u32) -> (Pair, Owed, Arc<Deltas>) {
+    let source = FakeRam::new(&[PAGES]);
+    for page in 0..PAGES {
+        source.0[0].guest_fills(page, &std::array::from_fn(|at| (page as usize * 7 + at * at) as u8 | 1));
+    }
+    let deltas = Arc::new(Deltas::with_bits(1, marks_bytes, bits));
+    deltas.set(true);
+    let owed = source.everything();
+    let saving = Saving { deltas: Some(Arc::clone(&deltas)), ..Saving::default() };
+    (Pair::new(source, saving, Vec::new()), owed, deltas)
+}
+
+const ALL: usize = PAGES as usize * MARKS_BYTES;
+
+/// Everything is sent once.
+fn sent_once(marks_bytes: usize, bits: u32) -> (Pair, Owed, Arc<Deltas>) {
+    let (pair, owed, deltas) = full(marks_bytes, bits);
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!((stats.contents.data, stats.contents.delta), (PAGES, 0));
+    (pair, owed, deltas)
+}
+
+fn counts(stats: &RoundStats) -> (u64, u64, u64) {
+    (stats.contents.data, stats.contents.delta, stats.refused_pages)
+}
+
+#[test]
+fn what_changed_is_sent() {
+    let (pair, owed, deltas) = sent_once(ALL, u32::MAX);
+    for page in 0..PAGES {
+        pair.source.0[0].guest_writes(page, page, (page * 61 % 4096) as usize);
+    }
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!((counts(&stats), owed.pages()), ((0, PAGES, 0), 0));
+    // A head and a piece or two of each.
+    assert!(stats.wire_bytes < PAGES * 120, "{stats:?}");
+    assert!(pair.is_equal());
+    let counted = deltas.count();
+    assert_eq!(counted.pages, PAGES);
+    assert!(counted.bytes < stats.wire_bytes && counted.bytes >= PAGES * 80, "{counted:?}");
+    // Written to with what was there, and with something else in each piece.
+    let contents = pair.source.0[0].contents(3).unwrap();
+    pair.source.0[0].guest_fills(3, &contents);
+    pair.source.0[0].guest_fills(9, &contents.map(|byte| byte ^ 1));
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!((counts(&stats), owed.pages()), ((1, 1, 0), 0));
+    assert!(stats.wire_bytes < PAGE as u64 + 200 && pair.is_equal(), "{stats:?}");
+}
+
+#[test]
+fn pages_that_were_holes_meanwhile_are_sent_in_full() {
+    let (pair, owed, _) = sent_once(ALL, u32::MAX);
+    pair.source.0[0].guest_zeroes(7);
+    pair.source.0[0].is_punched(8);
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!((stats.contents.zero + stats.contents.hole, counts(&stats)), (2, (0, 0, 0)));
+    (6..10).for_each(|page| pair.source.0[0].guest_writes(page, 3, 0));
+    let (pair, _, stats) = pair.round(owed);
+    assert_eq!(counts(&stats), (2, 2, 0));
+    assert!(pair.is_equal());
+}
+
+/// Pieces with the same mark, which are not the same: the destination does not take the page, and gets it in full.
+#[test]
+fn what_is_mistaken_is_found_out() {
+    let (pair, owed, _) = sent_once(ALL, 0);
+    (0..PAGES).for_each(|page| pair.source.0[0].guest_writes(page, page, 8));
+    let before = pair.destination.0[0].contents(5);
+    let (pair, owed, stats) = pair.round(owed);
+    // Some were written with what was there.
+    let refused = stats.refused_pages;
+    assert!(refused > PAGES / 2 && counts(&stats) == (0, PAGES, refused), "{stats:?}");
+    assert_eq!(owed.pages(), refused);
+    assert!(pair.destination.0[0].contents(5) == before && !pair.is_equal());
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!((counts(&stats), owed.pages()), ((refused, 0, 0), 0));
+    assert!(pair.is_equal());
+}
+
+/// A destination that has something else than was believed, in pages here and there of a run.
+#[test]
+fn what_the_destination_has_lost_is_sent_in_full() {
+    let (pair, owed, _) = sent_once(ALL, u32::MAX);
+    for page in [0, 5, 6, 511, 512, 999] {
+        pair.destination.0[0].guest_writes(page, 1, 4000);
+    }
+    (0..PAGES).for_each(|page| pair.source.0[0].guest_writes(page, page, 8));
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!((counts(&stats), owed.pages()), ((0, PAGES, 6), 6));
+    let (pair, _, stats) = pair.round(owed);
+    assert_eq!(counts(&stats), (6, 0, 0));
+    assert!(pair.is_equal());
+}
+
+#[test]
+fn a_guest_that_stands_still_gets_changes_and_at_the_end_full_pages() {
+    let (pair, owed, deltas) = sent_once(ALL, 1);
+    (0..PAGES).for_each(|page| pair.source.0[0].guest_writes(page, page, 8));
+    let deadline = Instant::now() + Duration::from_mins(1);
+    let readable = owed.clear_marks(&mut pair.source.log()).unwrap().stopped_before();
+    let sent = pair.sender.send_round_by(readable, deadline).unwrap();
+    assert!(sent.stats.contents.delta == PAGES && sent.stats.refused_pages > 0, "{:?}", sent.stats);
+    deltas.end();
+    let readable = sent.owed.clear_marks(&mut pair.source.log()).unwrap().stopped_before();
+    let last = sent.sender.send_round_by(readable, deadline).unwrap();
+    assert_eq!(counts(&last.stats), (sent.stats.refused_pages, 0, 0));
+    assert_eq!(last.owed.pages(), 0);
+    assert!(pair.source.first_difference(&pair.destination).is_none());
+}
+
+#[test]
+fn what_there_is_no_room_for_is_sent_in_full() {
+    let (pair, owed, _) = sent_once(100 * MARKS_BYTES, u32::MAX);
+    let write = |pair: &Pair, pages: std::ops::Range<u64>| {
+        pages.for_each(|page| pair.source.0[0].guest_writes(page, page, 8));
+    };
+    write(&pair, 0..200);
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!(counts(&stats), (100, 100, 0));
+    // What was not written makes room for what is.
+    write(&pair, 900..950);
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!(counts(&stats), (50, 0, 0));
+    write(&pair, 900..950);
+    let (pair, _, stats) = pair.round(owed);
+    assert_eq!(counts(&stats), (0, 50, 0));
+    assert!(pair.is_equal());
+}

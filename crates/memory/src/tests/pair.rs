@@ -1,0 +1,47 @@
+//! A source and a destination, for rounds one by one.
+
+use std::sync::{Arc, Mutex};
+
+use proto::Generation;
+
+use super::fake_ram::{FakeRam, Page};
+use super::fake_wire::{WHOLE, connection};
+use super::references::{FakeTemplates, referring};
+use crate::{Known, Owed, Receiver, RoundStats, Saving, Sender, Sent};
+
+/// A source, a destination with one template, and one stream between them.
+pub(super) struct Pair {
+    pub(super) source: FakeRam,
+    pub(super) destination: FakeRam,
+    _receiver: Receiver,
+    pub(super) sender: Sender,
+}
+
+impl Pair {
+    pub(super) fn referring(source: FakeRam, known: Known, template: Vec<Page>) -> Self {
+        Self::new(source, referring(Arc::new(known)), template)
+    }
+
+    pub(super) fn new(source: FakeRam, saving: Saving, template: Vec<Page>) -> Self {
+        let pages: Vec<u64> = source.0.iter().map(|block| block.pages.len() as u64).collect();
+        let destination = FakeRam::new(&pages);
+        let templates = Arc::new(FakeTemplates(vec![Mutex::new(template)]));
+        let mut receiver = Receiver::with_templates(destination.writers(), templates, 1, |_, _| {});
+        receiver.begin(Generation(1));
+        let (near, far) = connection(WHOLE, WHOLE);
+        receiver.attach(Generation(1), 0, far).unwrap();
+        let sender = Sender::saving(source.readers(), saving, vec![near]).unwrap();
+        Self { source, destination, _receiver: receiver, sender }
+    }
+
+    /// A round of what is owed and what was written.
+    pub(super) fn round(self, owed: Owed) -> (Self, Owed, RoundStats) {
+        let readable = owed.clear_marks(&mut self.source.log()).unwrap().stopped_before();
+        let Sent { sender, owed, stats } = self.sender.send_round(readable).unwrap();
+        (Self { sender, ..self }, owed, stats)
+    }
+
+    pub(super) fn is_equal(&self) -> bool {
+        self.source.first_difference(&self.destination).is_none()
+    }
+}

@@ -163,7 +163,7 @@ pub struct Limits {
     /// Whether only what changed is sent of pages that are sent again.
     pub deltas: Deltas,
     /// How much the source remembers of pages that it sent, to find out what changed of them, in MiB: 1 MiB is enough for
-    /// 16 MiB of memory.
+    /// 32 MiB of memory.
     pub deltas_memory_mib: u32,
 }
 
@@ -196,7 +196,7 @@ impl Default for Limits {
             compression_least_ratio_percent: memory::Worth::default().least_ratio_percent,
             compression_skip_bytes: memory::Worth::default().skip_bytes,
             deltas: Deltas::Auto,
-            deltas_memory_mib: 32,
+            deltas_memory_mib: 16,
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Pages that are sent again: what of them changed since they were sent last.
 //!
 //! Who would send differences keeps copies of pages, as QEMU's XBZRLE does. Here it is not the page that is kept but a
-//! mark of each of its 64 [pieces](proto::delta): four bytes of a hash. So sixteen times as many pages are known with
-//! the same memory, and a page is compared without a second one being read. A piece whose mark is another one is sent.
-//! Two pieces may have the same mark, once in four billion times, and what was sent may not have arrived: therefore the
+//! mark of each of its 64 [pieces](proto::delta): two bytes of a hash. So 32 times as many pages are known with the same
+//! memory, and a page is compared without a second one being read. A piece whose mark is another one is sent. A piece that
+//! changed has the same mark as before once in 65,536 times, and what was sent may not have arrived: therefore the
 //! destination compares a hash of the whole page before it takes it, and asks for it where that is another one. A mark
 //! that is wrong costs bytes and never a page.
 //!
@@ -24,7 +24,7 @@ use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 
 /// Marks of a page.
-type Marks = [u32; PIECES];
+type Marks = [u16; PIECES];
 
 /// Block and chunk.
 type Key = (u16, u32);
@@ -47,7 +47,7 @@ struct Marking {
     /// Nobody can make pieces with the same mark who does not know it.
     seed: u64,
     /// Bits of a mark. All of them, but in tests, where pieces are to be mistaken for one another.
-    bits: u32,
+    bits: u16,
 }
 
 #[derive(Debug, Default)]
@@ -102,13 +102,13 @@ impl Deltas {
     /// so many are looked at; marks may take so many bytes.
     pub fn new(blocks: usize, bytes: usize) -> Self {
         let table = Table { free_pages: bytes / MARKS_BYTES, ..Table::default() };
-        let marking = Marking { seed: RandomState::new().hash_one(blocks), bits: u32::MAX };
+        let marking = Marking { seed: RandomState::new().hash_one(blocks), bits: u16::MAX };
         Self { blocks, marking, table: Mutex::new(table), counters: Counters::default() }
     }
 
     /// As [`new`](Self::new), with marks that have these bits and no others.
     #[cfg(test)]
-    pub(crate) fn with_bits(blocks: usize, bytes: usize, bits: u32) -> Self {
+    pub(crate) fn with_bits(blocks: usize, bytes: usize, bits: u16) -> Self {
         let deltas = Self::new(blocks, bytes);
         Self { marking: Marking { bits, ..deltas.marking }, ..deltas }
     }
@@ -212,10 +212,10 @@ impl fmt::Debug for Deltas {
 }
 
 impl Marking {
-    fn of(self, page: &[u8]) -> impl Iterator<Item = u32> {
+    fn of(self, page: &[u8]) -> impl Iterator<Item = u16> {
         debug_assert_eq!(page.len() as u64, PAGE_BYTES);
         let pieces = page.as_chunks::<PIECE_BYTES>().0.iter();
-        pieces.map(move |piece| xxh3_64_with_seed(piece, self.seed) as u32 & self.bits)
+        pieces.map(move |piece| xxh3_64_with_seed(piece, self.seed) as u16 & self.bits)
     }
 }
 

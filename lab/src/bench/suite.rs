@@ -123,8 +123,8 @@ pub fn suites() -> Vec<Suite> {
 
     // A few bytes of each page, faster than the link carries pages.
     let case = idle("changes-1g").sized(512, 300).writing(128, 150, LoadMode::Few);
-    let case = Case { link_bytes_per_s: Some(megabits(1_000)), ..case };
-    packing.push((case, vec![Contender::Nobody, OURS, Contender::Whole, MULTIFD_2, ZSTD, XBZRLE]));
+    let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 30, ..case };
+    packing.push((case, vec![Contender::Nobody, OURS, Contender::Whole, MULTIFD_2, XBZRLE, POST_COPY]));
 
     let mut sizes = Vec::new();
     for (memory, fill) in [(256, 128), (512, 320), (1024, 800), (2048, 1750), (4096, 3700), (8192, 7600)] {

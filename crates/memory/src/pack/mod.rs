@@ -175,9 +175,12 @@ impl Packer {
         let bytes = data.len() as u64;
         counters.data_bytes.fetch_add(bytes, Ordering::Relaxed);
         let (way, to_try) = packing.orders(data.len(), guest_runs);
+        // Whichever stream is asked, what the harder ways need for themselves is given back.
+        let mut encoders = Encoders::default();
         for way in to_try {
-            self.try_out(packing, way, data);
+            self.try_out(packing, way, data, &mut encoders);
         }
+        drop(encoders);
         let packed = if way == Compression::None {
             None
         } else {
@@ -206,9 +209,9 @@ impl Packer {
         is_worth.then_some((codec, packed))
     }
 
-    fn try_out(&mut self, packing: &Packing, way: Compression, data: &[u8]) {
+    fn try_out(&mut self, packing: &Packing, way: Compression, data: &[u8], encoders: &mut Encoders) {
         let began = cpu_ns();
-        let packed = self.encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
+        let packed = encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
         let pack_ns = cpu_ns().saturating_sub(began);
         packing.counters.trial_ns.fetch_add(pack_ns, Ordering::Relaxed);
         // What is not worth it is sent as it is.

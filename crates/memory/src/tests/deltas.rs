@@ -11,7 +11,7 @@ use crate::{Deltas, Owed, RoundStats, Saving};
 const PAGES: u64 = 1000;
 
 /// A source full of pages that are all different, of which so much may be marked, in marks of these bits.
-fn full(marks_bytes: usize, bits: u32) -> (Pair, Owed, Arc<Deltas>) {
+fn full(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
     let source = FakeRam::new(&[PAGES]);
     for page in 0..PAGES {
         source.0[0].guest_fills(page, &std::array::from_fn(|at| (page as usize * 7 + at * at) as u8 | 1));
@@ -26,7 +26,7 @@ fn full(marks_bytes: usize, bits: u32) -> (Pair, Owed, Arc<Deltas>) {
 const ALL: usize = PAGES as usize * MARKS_BYTES;
 
 /// Everything is sent once.
-fn sent_once(marks_bytes: usize, bits: u32) -> (Pair, Owed, Arc<Deltas>) {
+fn sent_once(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
     let (pair, owed, deltas) = full(marks_bytes, bits);
     let (pair, owed, stats) = pair.round(owed);
     assert_eq!((stats.contents.data, stats.contents.delta), (PAGES, 0));
@@ -39,7 +39,7 @@ fn counts(stats: &RoundStats) -> (u64, u64, u64) {
 
 #[test]
 fn what_changed_is_sent() {
-    let (pair, owed, deltas) = sent_once(ALL, u32::MAX);
+    let (pair, owed, deltas) = sent_once(ALL, u16::MAX);
     for page in 0..PAGES {
         pair.source.0[0].guest_writes(page, page, (page * 61 % 4096) as usize);
     }
@@ -62,7 +62,7 @@ fn what_changed_is_sent() {
 
 #[test]
 fn pages_that_were_holes_meanwhile_are_sent_in_full() {
-    let (pair, owed, _) = sent_once(ALL, u32::MAX);
+    let (pair, owed, _) = sent_once(ALL, u16::MAX);
     pair.source.0[0].guest_zeroes(7);
     pair.source.0[0].is_punched(8);
     let (pair, owed, stats) = pair.round(owed);
@@ -93,7 +93,7 @@ fn what_is_mistaken_is_found_out() {
 /// A destination that has something else than was believed, in pages here and there of a run.
 #[test]
 fn what_the_destination_has_lost_is_sent_in_full() {
-    let (pair, owed, _) = sent_once(ALL, u32::MAX);
+    let (pair, owed, _) = sent_once(ALL, u16::MAX);
     for page in [0, 5, 6, 511, 512, 999] {
         pair.destination.0[0].guest_writes(page, 1, 4000);
     }
@@ -123,7 +123,7 @@ fn a_guest_that_stands_still_gets_changes_and_at_the_end_full_pages() {
 
 #[test]
 fn what_there_is_no_room_for_is_sent_in_full() {
-    let (pair, owed, _) = sent_once(100 * MARKS_BYTES, u32::MAX);
+    let (pair, owed, _) = sent_once(100 * MARKS_BYTES, u16::MAX);
     let write = |pair: &Pair, pages: std::ops::Range<u64>| {
         pages.for_each(|page| pair.source.0[0].guest_writes(page, page, 8));
     };

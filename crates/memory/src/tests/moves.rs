@@ -64,7 +64,7 @@ impl Move {
         let worth = Worth { least_ratio_percent: dice.below(300) as u32, skip_bytes: dice.below(1 << 20) };
         let packing = dice.one_in(2).then(|| Arc::new(Packing::new(some_way(dice), worth)));
         // Marks of a few bits, so that some of what changed is taken for what it was.
-        let marks = (dice.below(3) as usize * 60_000, if dice.one_in(2) { u32::MAX } else { 0b111 });
+        let marks = (dice.below(3) as usize * 30_000, if dice.one_in(2) { u16::MAX } else { 0b111 });
         let deltas =
             dice.one_in(2).then(|| Arc::new(Deltas::with_bits(1 + blocks.len() / 2, marks.0, marks.1)));
         let saving = Saving { known, deltas, packing };

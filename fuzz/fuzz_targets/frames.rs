@@ -2,6 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
+use proto::delta::Delta;
 use proto::frame::{Header, Kind};
 use proto::limits::CHUNK_PAGES;
 use proto::packed::Packed;
@@ -26,10 +27,19 @@ fuzz_target!(|bytes: &[u8]| {
                 for run in &runs {
                     let (mine, behind) = rest.split_at(run.data_bytes());
                     rest = behind;
-                    if run.content == Content::Reference
-                        && let Ok(reference) = Reference::decode(mine)
-                    {
-                        assert_eq!(reference.encode(), mine);
+                    match run.content {
+                        Content::Reference => {
+                            if let Ok(reference) = Reference::decode(mine) {
+                                assert_eq!(reference.encode(), mine);
+                            }
+                        }
+                        Content::Delta { .. } => {
+                            let mut deltas = mine;
+                            while let Ok(delta) = Delta::take(&mut deltas) {
+                                delta.put_into(&mut [0; 4096]);
+                            }
+                        }
+                        Content::Data | Content::Zero | Content::Hole => {}
                     }
                 }
                 assert!(

@@ -172,13 +172,15 @@ impl Chooser {
                 self.banned = Some((self.present, BAN_LOOKS));
                 self.present -= 1;
             }
+            self.slow_looks = 0;
             return;
         } else {
             let known = self.link_bytes_per_s.filter(|link| *link < wire_bytes_per_s * FAR_OFF);
             let link = known.unwrap_or(wire_bytes_per_s);
             let link = link + (wire_bytes_per_s - link) * WEIGHT;
             self.link_bytes_per_s = Some(link);
-            let is_slow = handled_bytes_per_s(observed, MARKING_NS) >= link;
+            let carried = link * observed.data_bytes as f64 / observed.wire_bytes.max(1) as f64;
+            let is_slow = handled_bytes_per_s(observed, MARKING_NS) >= carried;
             self.slow_looks = if is_slow { self.slow_looks + 1 } else { 0 };
             self.deltas |= self.slow_looks >= SLOW_LOOKS;
         }

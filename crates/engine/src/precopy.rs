@@ -43,8 +43,14 @@ pub struct RoundObservation {
     pub round: u32,
     /// Pages that would have to be sent if the guest were stopped now.
     pub dirty_pages: u64,
+    /// Those of them of which nothing is known at the source that would spare the link a part of them.
+    #[serde(default)]
+    pub unknown_pages: u64,
     /// Pages that the round sent, those of zeros among them.
     pub pages_sent: u64,
+    /// Those of them of which only what changed was sent.
+    #[serde(default)]
+    pub delta_pages: u64,
     /// Bytes that the round put on the wire.
     pub bytes_sent: u64,
     /// How long the round took, from its first page until the last one was acknowledged.

@@ -92,6 +92,11 @@ impl ChunkPages {
         self.0.iter().zip(other.0).all(|(mine, theirs)| mine & theirs == 0)
     }
 
+    /// How many of its pages are in another set, too.
+    pub fn count_both(&self, other: &Self) -> u64 {
+        self.0.iter().zip(other.0).map(|(mine, theirs)| u64::from((mine & theirs).count_ones())).sum()
+    }
+
     /// How many of its pages come before one.
     pub fn count_before(&self, page: u64) -> u64 {
         let (word, bit) = ((page / 64) as usize, page % 64);

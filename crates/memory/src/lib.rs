@@ -48,9 +48,9 @@ pub use pack::codec::BadPacked;
 pub use pack::{Counted, Packing, Worth};
 pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, open_destination, open_source};
 pub use receive::{
-    AttachError, DestinationRam, Discardable, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
+    AttachError, DestinationRam, Discardable, Presumed, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
 };
-pub use references::{Known, NAME_BYTES, NoTemplates, PageName, Templates};
+pub use references::{Known, NAME_BYTES, PageName, Templates};
 pub use round::{Cleared, DirtyLog, DrainFailed, Owed, Place, Readable, ScanError, ScanFailed, ScanStats};
 pub use send::{
     Interrupted, Progress, RoundStats, Saving, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,

@@ -32,7 +32,7 @@ use crate::background::GivesWay;
 use crate::lock;
 use crate::pack::codec::{BadPacked, Unpacker};
 use crate::ram::{BlockWriter, RamError};
-use crate::references::{NoTemplates, Templates};
+use crate::references::Templates;
 use crate::wire::{DataStream, HangUp, is_transient};
 
 mod worker;
@@ -171,6 +171,21 @@ pub struct Discardable {
     pub bytes: Range<u64>,
 }
 
+/// What a source may presume of its destination.
+#[derive(Default)]
+pub struct Presumed {
+    /// References may go to these, too.
+    pub templates: Option<Arc<dyn Templates>>,
+    /// What changed of pages may come, with hashes of this seed.
+    pub delta_seed: Option<u64>,
+}
+
+impl fmt::Debug for Presumed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Presumed").finish_non_exhaustive()
+    }
+}
+
 /// Applies what comes on the data streams to the destination's RAM. Dropping it ends connections and threads.
 #[derive(Debug)]
 pub struct Receiver {
@@ -192,7 +207,7 @@ impl fmt::Debug for Worker {
 
 struct Shared {
     ram: DestinationRam,
-    templates: Arc<dyn Templates>,
+    presumed: Presumed,
     streams: u16,
     observer: Box<Observer>,
     /// Held for reading while a frame is applied.
@@ -239,20 +254,20 @@ impl Receiver {
         streams: u16,
         observer: impl Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync + 'static,
     ) -> Self {
-        Self::with_templates(ram, Arc::new(NoTemplates), streams, observer)
+        Self::presuming(ram, Presumed::default(), streams, observer)
     }
 
-    /// As [`new`](Self::new); references may go to these templates, too.
-    pub fn with_templates(
+    /// As [`new`](Self::new), for a source that sends less than all.
+    pub fn presuming(
         ram: DestinationRam,
-        templates: Arc<dyn Templates>,
+        presumed: Presumed,
         streams: u16,
         observer: impl Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync + 'static,
     ) -> Self {
         let rounds = Rounds { newest: 0, ended: vec![0; streams.into()], complete: 0, first_of_ram: 0 };
         let shared = Shared {
             ram,
-            templates,
+            presumed,
             streams,
             observer: Box::new(observer),
             gate: RwLock::new(Gate::Open),

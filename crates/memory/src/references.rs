@@ -84,16 +84,6 @@ pub trait Templates: Send + Sync {
     fn read(&self, template: u16, first_page: u64, into: &mut [u8]) -> Result<(), RamError>;
 }
 
-/// A destination without templates.
-#[derive(Debug)]
-pub struct NoTemplates;
-
-impl Templates for NoTemplates {
-    fn read(&self, _: u16, _: u64, _: &mut [u8]) -> Result<(), RamError> {
-        Err(RamError::Disk("there are no templates".into()))
-    }
-}
-
 /// Where a page is at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {

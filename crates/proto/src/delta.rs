@@ -8,10 +8,11 @@
 //! ```
 //!
 //! A page is 64 pieces of 64 bytes, a cache line each; bit *n* of *changed* says that piece *n* is another one now. The
-//! destination puts the pieces into what it holds. *hash* is XXH3 (64 bits) of the page as it has to be then: where it
-//! is another one, the destination held something else than the source believed. It leaves the page as it was and asks
-//! for it, as it does for one that was [referred to](crate::reference). How many pieces a run has in all stands in the
-//! run, so that its length is known before any of it is read.
+//! destination puts the pieces into what it holds. *hash* is XXH3 (64 bits) of the page as it has to be then, with the
+//! seed of the proposal, which no guest knows. Where it is another one, the destination held something else than the
+//! source believed: it leaves the page as it was and asks for it, as it does for one that was
+//! [referred to](crate::reference). How many pieces a run has in all stands in the run, so that its length is known
+//! before any of it is read. Disks have no deltas.
 
 use crate::limits::PAGE_BYTES;
 use crate::pages::BadPages;

@@ -271,6 +271,9 @@ pub struct Proposal {
     /// Disks that the guest writes to, and what is wanted for each.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<ProposedDisk>,
+    /// Seed of the hashes of pages of which only what [changed](crate::delta) is sent; absent where none come.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub delta_seed: Option<u64>,
 }
 
 /// A disk that a guest writes to.

@@ -69,6 +69,7 @@ fn proposal() -> Proposal {
         ram_kind: None,
         allow_options: Vec::new(),
         disks: Vec::new(),
+        delta_seed: None,
     }
 }
 
@@ -107,6 +108,7 @@ fn messages() -> Vec<Message> {
             allocated_bytes: 1 << 30,
             wanted: DiskWish::Auto,
         }],
+        delta_seed: Some(u64::MAX),
         ..proposal()
     };
     let committed = Verdict::Committed { incarnation: incarnation(), run: false };

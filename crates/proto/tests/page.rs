@@ -63,6 +63,7 @@ fn page() -> String {
     for (title, source) in [
         ("Frames", include_str!("../src/frame.rs")),
         ("Pages of memory", include_str!("../src/pages.rs")),
+        ("Pages that are sent again", include_str!("../src/delta.rs")),
         ("References", include_str!("../src/reference.rs")),
         ("What a message may say", include_str!("../src/valid.rs")),
     ] {

@@ -21,6 +21,7 @@ fn proposal() -> Proposal {
         ram_kind: None,
         allow_options: Vec::new(),
         disks: Vec::new(),
+        delta_seed: None,
     }
 }
 

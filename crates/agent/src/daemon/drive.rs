@@ -1,5 +1,6 @@
 //! Setting a driver to work on a migration that a user asks for, and what such a request has to pass.
 
+use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -92,7 +93,12 @@ impl Daemon {
             witness: self.context.config.register.clone(),
         };
         let aims = Aims::new(request, &self.context.config.limits);
-        let proposal = Proposal { register_epoch: held, streams: aims.streams, ..offer.proposal };
+        let proposal = Proposal {
+            register_epoch: held,
+            streams: aims.streams,
+            delta_seed: Some(RandomState::new().hash_one(&terms.migration)),
+            ..offer.proposal
+        };
         let mut report = Report::begin(
             terms.migration.clone(),
             terms.source.clone(),
@@ -243,6 +249,7 @@ impl Daemon {
             ram_kind: preflight::wanted_ram(request.ram),
             allow_options: allowed,
             disks: preflight::proposed_disks(&surveyed.disks, request)?,
+            delta_seed: None,
         };
         Ok(Offer {
             ram_kind: vm.ram_kind(),

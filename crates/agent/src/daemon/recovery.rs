@@ -88,6 +88,7 @@ impl Daemon {
                 ram_kind: None,
                 allow_options: Vec::new(),
                 disks: Vec::new(),
+                delta_seed: None,
             });
         let (mut driver, driven) = self.destination_driver(record.terms.clone(), state, proposal);
         let (context, id) = (Arc::clone(&self.context), record.id().clone());

@@ -49,8 +49,8 @@ impl Driver {
     /// The waiting QEMU is there.
     pub(crate) fn started(&mut self, vm: Arriving, images: Images) -> Result<(), ArriveError> {
         let migration = self.terms.migration.clone();
-        let (streams, mailbox) = (self.proposal.streams, self.inbox.mailbox());
-        let receiving = Receiving::new(&self.context, migration, streams, &vm, &images, mailbox)?;
+        let (wire, mailbox) = ((self.proposal.streams, self.proposal.delta_seed), self.inbox.mailbox());
+        let receiving = Receiving::new(&self.context, migration, wire, &vm, &images, mailbox)?;
         self.images = images;
         receiving
             .begin(self.generation)

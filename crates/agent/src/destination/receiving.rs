@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{DataStream, Discardable, Receiver, ReceiverEvent, ReceiverHandle};
+use ::memory::{DataStream, Discardable, Presumed, Receiver, ReceiverEvent, ReceiverHandle};
 use proto::{Generation, MigrationId};
 use tracee::{AddressRange, Injector, Process};
 use tracing::{debug, info, warn};
@@ -27,11 +27,12 @@ pub(crate) struct Receiving {
 }
 
 impl Receiving {
-    /// Prepares for the first generation.
+    /// Prepares for the first generation, which has so many streams; where what changed of pages comes, with hashes of
+    /// this seed.
     pub(crate) fn new(
         context: &Arc<Context>,
         migration: MigrationId,
-        streams: u16,
+        (streams, delta_seed): (u16, Option<u64>),
         vm: &Arriving,
         images: &Images,
         mailbox: Mailbox,
@@ -43,7 +44,8 @@ impl Receiving {
         let notices = mailbox.clone();
         let patience = Duration::from_millis(context.config.timeouts.qmp_ms);
         let told = Arc::new(Told::new(vm.traces.directory.clone(), patience));
-        let templates: Arc<Told> = Arc::clone(&told);
+        let templates = Arc::clone(&told);
+        let presumed = Presumed { templates: Some(templates), delta_seed };
         let referred = Arc::clone(&told);
         let observer = move |event, handle: &ReceiverHandle| match event {
             ReceiverEvent::RoundEnded { ram_round, .. } => {
@@ -63,7 +65,7 @@ impl Receiving {
                 }
             }
         };
-        let receiver = Arc::new(Mutex::new(Receiver::with_templates(ram, templates, streams, observer)));
+        let receiver = Arc::new(Mutex::new(Receiver::presuming(ram, presumed, streams, observer)));
         Ok(Self { receiver, context: Arc::clone(context), migration, streams, mailbox, told })
     }
 

@@ -116,15 +116,20 @@ impl Cargo {
     }
 
     /// Of pages that are sent again what changed is sent, where that is known.
-    pub(crate) fn send_changes(&mut self, deltas: Arc<Deltas>) {
+    pub(crate) fn send_deltas(&mut self, deltas: Arc<Deltas>) {
         self.saving.deltas = Some(deltas);
     }
 
     /// From here on all pages are sent in full: what the other side does not take of the last round would be missing.
-    pub(crate) fn end_changes(&self) {
+    pub(crate) fn end_deltas(&self) {
         if let Some(deltas) = &self.saving.deltas {
             deltas.end();
         }
+    }
+
+    /// How many of these pages would have to be sent in full, as far as is known.
+    pub(crate) fn unknown_pages(&self, owed: &Owed) -> u64 {
+        self.saving.deltas.as_ref().map_or_else(|| owed.pages(), |deltas| deltas.unknown(owed.blocks()))
     }
 
     pub(crate) fn saving(&self) -> Saving {
@@ -304,18 +309,21 @@ pub(crate) struct SentRound {
     pub(crate) scanned_at: Instant,
 }
 
-/// What the policy is shown after a round and the scan that followed it.
+/// What the policy is shown after a round and the scan that followed it, which found so many dirty pages, and so many of
+/// which nothing is known.
 pub(crate) fn observe(
     sent: &SentRound,
     scan: ScanStats,
-    dirty_pages: u64,
+    (dirty_pages, unknown_pages): (u64, u64),
     scanned_at: Instant,
 ) -> RoundObservation {
     let stats = &sent.stats;
     RoundObservation {
         round: stats.round,
         dirty_pages,
+        unknown_pages,
         pages_sent: stats.contents.pages(),
+        delta_pages: stats.contents.delta,
         bytes_sent: stats.wire_bytes,
         duration_ns: stats.duration_us.saturating_mul(1000),
         interval_ns: scanned_at.duration_since(sent.scanned_at).as_nanos() as u64,

@@ -109,12 +109,15 @@ impl Driver {
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         let accepted = self.prepare()?;
         let mut cargo = self.cargo(&accepted.copied)?;
-        let sparing = Sparing::begin(&accepted, cargo.ram_blocks(), &self.controls, &self.telemetry);
+        let seed = self.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
+        let seed = seed.filter(|_| accepted.deltas);
+        let sparing =
+            Sparing::begin(&accepted.codecs, seed, cargo.ram_blocks(), &self.controls, &self.telemetry);
         if let Some(packing) = sparing.packing() {
             cargo.pack(packing);
         }
         if let Some(deltas) = sparing.deltas() {
-            cargo.send_changes(deltas);
+            cargo.send_deltas(deltas);
         }
         let ready = self.move_to_ready(&accepted, &mut cargo);
         self.say_by(None);

@@ -10,7 +10,6 @@ use engine::compression::{Chooser, Decision, Observation, WAYS};
 use proto::limits::PAGE_BYTES;
 use proto::packed::{Codec, Compression as Way, Trial};
 
-use super::phases::Accepted;
 use super::{Aims, Controls, Telemetry};
 use crate::api::{Compress, Deltas as WantedDeltas};
 use crate::cpu;
@@ -48,17 +47,24 @@ struct Means {
 }
 
 impl Sparing {
-    /// Nothing is done that the destination does not undo; of what is left out for that the report is told.
+    /// Nothing is done that the destination does not undo; of what was wished for and is left out for that the report is
+    /// told. Deltas need a seed.
     pub(super) fn begin(
-        accepted: &Accepted,
+        codecs: &[Codec],
+        delta_seed: Option<u64>,
         ram_blocks: usize,
         controls: &Arc<Controls>,
         telemetry: &Telemetry,
     ) -> Self {
         let Aims { compression, worth, streams, deltas: wanted_deltas, deltas_bytes, .. } = controls.aims();
-        let wanted = possible(compression, &accepted.codecs, controls, telemetry);
-        let deltas = (accepted.deltas && wanted_deltas != WantedDeltas::Never)
-            .then(|| Arc::new(Deltas::new(ram_blocks, deltas_bytes)));
+        let wanted = possible(compression, codecs, controls, telemetry);
+        let seed = delta_seed.filter(|_| wanted_deltas != WantedDeltas::Never && deltas_bytes > 0);
+        let deltas = seed.map(|seed| Arc::new(Deltas::new(ram_blocks, deltas_bytes, seed)));
+        if wanted_deltas == WantedDeltas::Always && deltas.is_none() {
+            let detail = "pages are sent in full: the destination does not take what changed, or nothing may be remembered";
+            let at_us = telemetry.elapsed_us();
+            controls.report(|report| report.event(at_us, "deltas", detail));
+        }
         let is_watched =
             wanted == Compress::Auto || (deltas.is_some() && wanted_deltas == WantedDeltas::Auto);
         let way = match wanted {
@@ -173,6 +179,9 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
                 means.mark(&controls);
             }
             if means.wanted != Compress::Auto {
+                if marks {
+                    return;
+                }
                 continue;
             }
             if !decision.try_out.is_empty() {

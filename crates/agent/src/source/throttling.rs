@@ -46,12 +46,13 @@ impl Throttling {
         Some(Self { policy, first: None, last: None, cap: Cap::default(), drained_bytes_per_s: None })
     }
 
-    /// A round, or a part of one, was sent. In the guest's pages, as its writes are counted; without those that were
-    /// referred to, for what the guest writes now will have to be sent.
+    /// A round, or a part of one, was sent. In the guest's pages, as its writes are counted; without those that the
+    /// destination had, or had in an earlier version, for what the guest writes now will have to be sent.
     pub(crate) fn drained(&mut self, stats: &RoundStats) {
-        let pages = stats.contents.pages() - stats.contents.reference;
-        // Where most of it was referred to, the time tells nothing of the rest.
-        if pages >= LEAST_PAGES.max(stats.contents.reference) {
+        let there = stats.contents.reference + stats.contents.delta;
+        let pages = stats.contents.pages() - there;
+        // Where most of it was there, the time tells nothing of the rest.
+        if pages >= LEAST_PAGES.max(there) {
             let rate = pages.saturating_mul(PAGE_BYTES).saturating_mul(1_000_000) / stats.duration_us.max(1);
             self.drained_bytes_per_s = Some(rate);
         }

@@ -106,6 +106,10 @@ pub enum OnLimit {
 ///
 /// Choosing the lower one errs towards another round, and that round measures again.
 ///
+/// Rounds in which only what changed of most pages was sent are many times as fast, and tell nothing of pages that have
+/// to be sent in full. So these are expected to go as they did in the other rounds, and what is expected of all of them is
+/// no less than that.
+///
 /// *Gain*: KVM's rule stops as soon as the limit is kept, which makes the limit the downtime: whoever allows 300 ms has
 /// the guest stand still for nearly that long, although a round of 100 ms, in which the guest runs, would have left a
 /// tenth of the pages. In the next round, which lasts as long as its pages take, the guest writes to as many pages as it
@@ -124,6 +128,11 @@ pub struct StopTime {
     sum_bytes: u128,
     #[serde(skip)]
     sum_ns: u128,
+    /// The same of rounds in which most pages went in full.
+    #[serde(skip)]
+    full_bytes: u128,
+    #[serde(skip)]
+    full_ns: u128,
     #[serde(skip)]
     fewest_dirty: Option<u64>,
     #[serde(skip)]
@@ -143,6 +152,8 @@ impl StopTime {
             patience_rounds: Self::PATIENCE_ROUNDS,
             sum_bytes: 0,
             sum_ns: 0,
+            full_bytes: 0,
+            full_ns: 0,
             fewest_dirty: None,
             rounds_not_shrinking: 0,
         }
@@ -162,6 +173,10 @@ impl StopTime {
     fn learn(&mut self, observed: &RoundObservation) {
         self.sum_bytes = self.sum_bytes / 2 + guest_bytes(observed.pages_sent);
         self.sum_ns = self.sum_ns / 2 + u128::from(observed.duration_ns);
+        if observed.delta_pages <= observed.pages_sent / 2 {
+            self.full_bytes = self.full_bytes / 2 + guest_bytes(observed.pages_sent);
+            self.full_ns = self.full_ns / 2 + u128::from(observed.duration_ns);
+        }
         // An eighth less is progress; less than that is noise.
         let progress = self.fewest_dirty.is_none_or(|fewest| observed.dirty_pages < fewest - fewest / 8);
         if progress {
@@ -178,10 +193,12 @@ impl StopTime {
         let at = |bytes, ns| time_for(left, bytes, ns);
         let last = at(guest_bytes(observed.pages_sent), observed.duration_ns.into());
         let mean = at(self.sum_bytes, self.sum_ns);
-        match (last, mean) {
+        let full = time_for(guest_bytes(observed.unknown_pages), self.full_bytes, self.full_ns);
+        let expected = match (last, mean) {
             (Some(last), Some(mean)) => last.max(mean),
             (one, other) => one.or(other).unwrap_or(if left == 0 { 0 } else { u64::MAX }),
-        }
+        };
+        expected.max(full.unwrap_or(0))
     }
 
     fn is_worth_another_round(&self, observed: &RoundObservation, pages_ns: u64, expected_ns: u64) -> bool {

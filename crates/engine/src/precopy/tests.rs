@@ -6,7 +6,9 @@ fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: u64) -> Rou
     RoundObservation {
         round,
         dirty_pages,
+        unknown_pages: dirty_pages,
         pages_sent,
+        delta_pages: 0,
         bytes_sent: pages_sent * PAGE_BYTES,
         duration_ns: duration_ms * 1_000_000,
         interval_ns: duration_ms * 1_000_000,
@@ -29,6 +31,30 @@ fn expected(decision: Decision) -> u64 {
         }
         Decision::GiveUp { reason } => reason.expected_downtime_ns,
     }
+}
+
+/// Rounds of changes are quick. Pages of which nothing is known are not.
+#[test]
+fn pages_that_have_to_go_in_full_are_expected_to_take_as_long_as_such_pages_did() {
+    const MS: u64 = 1_000_000;
+    let mut policy = policy(300, 30, OnLimit::Abort);
+    // 32 pages in a millisecond.
+    assert_eq!(expected(policy.decide(&round(1, 32_000, 320_000, 10_000))), 1_000 * MS);
+    let changes = |number, unknown_pages| RoundObservation {
+        unknown_pages,
+        delta_pages: 32_000,
+        bytes_sent: 32_000 * 90,
+        ..round(number, 32_000, 32_000, 50)
+    };
+    // Of all something is known: as quick as the round that was.
+    let now = expected(policy.decide(&RoundObservation { unknown_pages: 0, ..changes(2, 0) }));
+    assert!(now > 300 * MS, "the mean has not forgotten the first round");
+    for number in 3..12 {
+        policy.decide(&changes(number, 0));
+    }
+    assert!(expected(policy.decide(&changes(12, 0))) < 100 * MS);
+    // Half of them were written to for the first time.
+    assert_eq!(expected(policy.decide(&changes(13, 16_000))), 500 * MS);
 }
 
 /// One bad moment does not keep the objective out of reach, also if nothing else was measured yet.
@@ -206,11 +232,20 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
 
 fn any_observation() -> impl Strategy<Value = RoundObservation> {
     let number = || prop_oneof![Just(0), Just(u64::MAX), any::<u64>(), 0..1_000_000_u64];
-    (number(), number(), number(), number(), number(), number()).prop_map(
-        |(dirty_pages, pages_sent, bytes_sent, duration_ns, interval_ns, scan_ns)| RoundObservation {
+    let pages = (number(), number(), number(), number());
+    (pages, number(), number(), number(), number()).prop_map(
+        |(
+            (dirty_pages, unknown_pages, pages_sent, delta_pages),
+            bytes_sent,
+            duration_ns,
+            interval_ns,
+            scan_ns,
+        )| RoundObservation {
             round: 0,
             dirty_pages,
+            unknown_pages,
             pages_sent,
+            delta_pages,
             bytes_sent,
             duration_ns,
             interval_ns,

@@ -171,7 +171,7 @@ pub(crate) fn cases(benches: &mut Benches) {
         });
     }
     benches.counted("frames, pages as they were", Amount::Of(CHUNKS * CHUNK_PAGES, "page"), || {
-        let deltas = Deltas::new(1, (CHUNKS * CHUNK_BYTES) as usize / 32);
+        let deltas = Deltas::new(1, (CHUNKS * CHUNK_BYTES) as usize / 16, 0);
         deltas.set(true);
         let saving = Saving { deltas: Some(Arc::new(deltas)), ..Saving::default() };
         rounds("numbers", CHUNKS, DirtyBitmap::full(CHUNKS * CHUNK_BYTES), saving)

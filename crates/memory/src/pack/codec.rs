@@ -1,6 +1,6 @@
 //! Codecs behind one trait each way.
 
-use std::io;
+use std::{fmt, io};
 
 use lz4_flex::block;
 use proto::packed::{Codec, Compression};
@@ -54,6 +54,12 @@ impl Decoder for bulk::Decompressor<'_> {
 #[derive(Default)]
 pub(super) struct Encoders {
     zstd: Option<ZstdEncoder>,
+}
+
+impl fmt::Debug for Encoders {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Encoders").finish_non_exhaustive()
+    }
 }
 
 impl Encoders {

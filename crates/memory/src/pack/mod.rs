@@ -35,6 +35,8 @@ pub struct Packing {
     orders: Mutex<Orders>,
     counters: Counters,
     trials: Mutex<Vec<Trial>>,
+    /// For trials, whichever stream makes them: the harder ways need some megabytes for themselves.
+    on_trial: Mutex<Encoders>,
 }
 
 #[derive(Debug)]
@@ -88,6 +90,7 @@ impl Packing {
             orders: Mutex::new(Orders { way, to_try: Vec::new() }),
             counters: Counters::default(),
             trials: Mutex::default(),
+            on_trial: Mutex::default(),
         }
     }
 
@@ -175,12 +178,9 @@ impl Packer {
         let bytes = data.len() as u64;
         counters.data_bytes.fetch_add(bytes, Ordering::Relaxed);
         let (way, to_try) = packing.orders(data.len(), guest_runs);
-        // Whichever stream is asked, what the harder ways need for themselves is given back.
-        let mut encoders = Encoders::default();
         for way in to_try {
-            self.try_out(packing, way, data, &mut encoders);
+            self.try_out(packing, way, data);
         }
-        drop(encoders);
         let packed = if way == Compression::None {
             None
         } else {
@@ -209,7 +209,8 @@ impl Packer {
         is_worth.then_some((codec, packed))
     }
 
-    fn try_out(&mut self, packing: &Packing, way: Compression, data: &[u8], encoders: &mut Encoders) {
+    fn try_out(&mut self, packing: &Packing, way: Compression, data: &[u8]) {
+        let mut encoders = lock(&packing.on_trial);
         let began = cpu_ns();
         let packed = encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
         let pack_ns = cpu_ns().saturating_sub(began);

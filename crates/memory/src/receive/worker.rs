@@ -12,7 +12,7 @@ use proto::packed::Packed;
 use proto::pages::{Ack, BadPages, Content, PagesHeader, Run, decode_round_end};
 use proto::reference::{Library, Reference, encode_missing};
 use tracing::debug;
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::{Gate, Guard, ReceiveError, ReceiverEvent, Shared};
 use crate::background::GivesWay;
@@ -162,13 +162,22 @@ impl StreamWorker {
                     self.write(writer.as_ref(), data).map_err(|(at, source)| failed(at, source))?;
                     begin = rest;
                     let first = u64::from(run.first_page);
-                    if run.content != Content::Reference {
-                        self.change(writer.as_ref(), place, first, mine, &mut missing)?;
-                    } else if self.follow(&shared, &Reference::decode(mine)?, run.len_bytes()) {
-                        writer.write(offset, &self.found).map_err(|source| failed(offset, source))?;
+                    let pages = first..first + u64::from(run.pages);
+                    self.found.resize(run.len_bytes() as usize, 0);
+                    let found = if run.content == Content::Reference {
+                        let is_there = self.follow(&shared, &Reference::decode(mine)?);
+                        if is_there { ChunkPages::from_range(pages.clone()) } else { ChunkPages::EMPTY }
                     } else {
-                        missing.insert(&ChunkPages::from_range(first..first + u64::from(run.pages)));
+                        self.change(&shared, writer.as_ref(), offset, &pages, mine)?
+                    };
+                    for run in found.runs() {
+                        let part = (run.start - first) as usize * PAGE..(run.end - first) as usize * PAGE;
+                        let at = offset + part.start as u64;
+                        writer.write(at, &self.found[part]).map_err(|source| failed(at, source))?;
                     }
+                    let mut others = ChunkPages::from_range(pages);
+                    others.remove(&found);
+                    missing.insert(&others);
                 }
             }
         }
@@ -201,10 +210,12 @@ impl StreamWorker {
     }
 
     /// Reads what is referred to; whether it is there.
-    fn follow(&mut self, shared: &Shared, reference: &Reference, bytes: u64) -> bool {
-        self.found.resize(bytes as usize, 0);
+    fn follow(&mut self, shared: &Shared, reference: &Reference) -> bool {
         let read = match reference.library {
-            Library::Template(which) => shared.templates.read(which, reference.first_page, &mut self.found),
+            Library::Template(which) => match &shared.presumed.templates {
+                Some(templates) => templates.read(which, reference.first_page, &mut self.found),
+                None => return false,
+            },
             Library::Block(which) => shared.read(which, reference.first_page, &mut self.found),
         };
         match read {
@@ -216,40 +227,33 @@ impl StreamWorker {
         }
     }
 
-    /// Puts what changed into the pages of a run, the first of which is this one of the chunk. Those that are not what
-    /// they have to be then stay as they are, and are missing.
+    /// Makes pages of a run anew, from those that are there and what changed of them. Returns which are what they have to
+    /// be; the others stay as they are.
     fn change(
         &mut self,
+        shared: &Shared,
         writer: &dyn BlockWriter,
-        place: Range<u64>,
-        first_page: u64,
+        offset: u64,
+        pages: &Range<u64>,
         changes: &[u8],
-        missing: &mut ChunkPages,
-    ) -> Result<(), ReceiveError> {
-        let failed = |offset, source| ReceiveError::Memory { block: writer.what(), offset, source };
-        self.found.resize((place.end - place.start) as usize, 0);
-        writer.read(place.start, &mut self.found).map_err(|source| failed(place.start, source))?;
+    ) -> Result<ChunkPages, ReceiveError> {
+        let Some(seed) = shared.presumed.delta_seed.filter(|_| writer.is_ram()) else {
+            return Err(BadPages::Delta.into());
+        };
+        let mut good = ChunkPages::EMPTY;
+        if let Err(error) = writer.read(offset, &mut self.found) {
+            debug!(block = writer.name(), offset, %error, "not to be read");
+            return Ok(good);
+        }
         let mut rest = changes;
-        let pages = first_page..first_page + (self.found.len() / PAGE) as u64;
-        let mut good = ChunkPages::from_range(pages.clone());
-        for (page, bytes) in pages.zip(self.found.chunks_exact_mut(PAGE)) {
+        for (page, bytes) in pages.clone().zip(self.found.chunks_exact_mut(PAGE)) {
             let delta = Delta::take(&mut rest)?;
             delta.put_into(bytes);
-            if xxh3_64(bytes) != delta.hash {
-                let page = ChunkPages::from_range(page..page + 1);
-                good.remove(&page);
-                missing.insert(&page);
+            if xxh3_64_with_seed(bytes, seed) == delta.hash {
+                good.insert(&ChunkPages::from_range(page..page + 1));
             }
         }
-        if !rest.is_empty() {
-            return Err(BadPages::Delta.into());
-        }
-        for run in good.runs() {
-            let part = (run.start - first_page) as usize * PAGE..(run.end - first_page) as usize * PAGE;
-            let offset = place.start + part.start as u64;
-            writer.write(offset, &self.found[part]).map_err(|source| failed(offset, source))?;
-        }
-        Ok(())
+        if rest.is_empty() { Ok(good) } else { Err(BadPages::Delta.into()) }
     }
 
     fn end_round(&mut self, payload: &[u8]) -> Result<(), ReceiveError> {

@@ -314,7 +314,7 @@ impl Sender {
         }
         let owed = Owed { blocks: self.shared.take_owed(), round };
         if failure.is_some() {
-            self.shared.forget(&owed.blocks);
+            self.shared.forget(&owed.blocks, round);
         }
         let progress = self.shared.progress();
         let stats = RoundStats {

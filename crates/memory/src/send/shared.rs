@@ -104,6 +104,9 @@ impl Shared {
         for counter in [data, zero, hole, reference, delta, refused, wire_bytes] {
             counter.store(0, Ordering::Relaxed);
         }
+        if let Some(deltas) = &self.saving.deltas {
+            deltas.keep(&owed, plan.round);
+        }
         *lock(&self.owed) = owed;
         lock(&self.state).unsettled = self.stream_count();
     }
@@ -141,10 +144,10 @@ impl Shared {
         std::mem::take(&mut lock(&self.owed))
     }
 
-    /// What was sent of these may not have arrived.
-    pub(super) fn forget(&self, owed: &[DirtyBitmap]) {
+    /// What was sent of these in this round may not have arrived.
+    pub(super) fn forget(&self, owed: &[DirtyBitmap], round: u32) {
         if let Some(deltas) = &self.saving.deltas {
-            deltas.forget(owed);
+            deltas.forget(owed, round);
         }
     }
 
@@ -246,11 +249,16 @@ impl Shared {
             allowed,
             is_there: &is_there,
         });
-        let deltas = self.saving.deltas.as_deref();
-        let marks = deltas.and_then(|deltas| deltas.lend((block, chunk), &owed, plan.round));
-        let mut knowledge = Knowledge { refer, marks };
+        let marks = self.saving.deltas.as_deref().filter(|_| refer.is_none()).and_then(|deltas| {
+            Some((deltas, deltas.lend((block, chunk), &owed, plan.round, plan.deadline.is_none())?))
+        });
+        let mut knowledge = match (refer, marks) {
+            (Some(refer), _) => Knowledge::Refer(refer),
+            (None, Some((deltas, marks))) => Knowledge::Marks(deltas, marks),
+            (None, None) => Knowledge::Nothing,
+        };
         let sent = self.send_frames(stream, outlet, plan, place, owed, &mut knowledge);
-        if let Some((deltas, marks)) = deltas.zip(knowledge.marks) {
+        if let Knowledge::Marks(deltas, marks) = knowledge {
             deltas.give_back((block, chunk), marks);
         }
         sent
@@ -285,13 +293,15 @@ impl Shared {
             counters.delta.fetch_add(contents.delta, Ordering::Relaxed);
             counters.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
             left.remove(&taken);
-            if let Some(Refer { known, block, base_page, .. }) = &knowledge.refer {
-                let names = outlet.builder.names().iter();
-                known.sent(*block, names.map(|(page, name)| (base_page + page, *name)));
-            }
-            if let Some(deltas) = self.saving.deltas.as_deref().filter(|_| knowledge.marks.is_some()) {
-                let (pieces, mark_ns) = outlet.builder.pieces();
-                deltas.sent(contents.delta, pieces, mark_ns);
+            match knowledge {
+                Knowledge::Nothing => {}
+                Knowledge::Refer(Refer { known, block, base_page, .. }) => {
+                    let names = outlet.builder.names().iter();
+                    known.sent(*block, names.map(|(page, name)| (*base_page + page, *name)));
+                }
+                Knowledge::Marks(deltas, _) => {
+                    deltas.sent(contents.delta, outlet.builder.pieces(), outlet.builder.mark_ns());
+                }
             }
         }
         Ok(())

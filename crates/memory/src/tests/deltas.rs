@@ -23,7 +23,7 @@ fn full(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
     (Pair::new(source, saving, Vec::new()), owed, deltas)
 }
 
-const ALL: usize = PAGES as usize * MARKS_BYTES;
+const ALL: usize = (PAGES as usize + 10) * MARKS_BYTES;
 
 /// Everything is sent once.
 fn sent_once(marks_bytes: usize, bits: u16) -> (Pair, Owed, Arc<Deltas>) {
@@ -123,7 +123,7 @@ fn a_guest_that_stands_still_gets_changes_and_at_the_end_full_pages() {
 
 #[test]
 fn what_there_is_no_room_for_is_sent_in_full() {
-    let (pair, owed, _) = sent_once(100 * MARKS_BYTES, u16::MAX);
+    let (pair, owed, _) = sent_once(103 * MARKS_BYTES, u16::MAX);
     let write = |pair: &Pair, pages: std::ops::Range<u64>| {
         pages.for_each(|page| pair.source.0[0].guest_writes(page, page, 8));
     };

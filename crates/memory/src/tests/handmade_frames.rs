@@ -11,12 +11,13 @@ use proto::limits::CHUNK_PAGES;
 use proto::packed::Codec;
 use proto::pages::{Ack, BadPages, Content, PagesHeader, Run, encode_round_end};
 use proto::reference::decode_missing;
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{Sink, WHOLE, end};
+use crate::deltas::tests::PAGE_SEED;
 use crate::pack::codec::BadPacked;
-use crate::{AttachError, ChunkPages, DataStream, ReceiveError, Receiver, ReceiverEvent, lock};
+use crate::{AttachError, ChunkPages, DataStream, Presumed, ReceiveError, Receiver, ReceiverEvent, lock};
 
 /// A receiver with one stream of two, and what it tells.
 struct Bench {
@@ -30,7 +31,9 @@ struct Bench {
 fn bench(generation: u64) -> Bench {
     let ram = FakeRam::new(&[CHUNK_PAGES + 3, 1]);
     let (tell, events) = mpsc::channel();
-    let mut receiver = Receiver::new(ram.writers(), 2, move |event, _| tell.send(event).unwrap());
+    let presumed = Presumed { delta_seed: Some(PAGE_SEED), ..Presumed::default() };
+    let mut receiver =
+        Receiver::presuming(ram.writers(), presumed, 2, move |event, _| tell.send(event).unwrap());
     receiver.begin(Generation(generation));
     let (near, far) = UnixStream::pair().unwrap();
     receiver.attach(Generation(generation), 0, end(far, WHOLE)).unwrap();
@@ -127,9 +130,9 @@ fn changed(pages: u16, pieces: u16, changes: &[u8]) -> Vec<u8> {
 #[test]
 fn changes_that_do_not_fit_end_the_stream_and_change_nothing() {
     let mut one = Vec::new();
-    Delta::encode(&[7; PAGE], xxh3_64(&[7; PAGE]), 0b101, &mut one);
+    Delta::encode(&[7; PAGE], xxh3_64_with_seed(&[7; PAGE], PAGE_SEED), 0b101, &mut one);
     let mut none = Vec::new();
-    Delta::encode(&[7; PAGE], xxh3_64(&[7; PAGE]), 0, &mut none);
+    Delta::encode(&[7; PAGE], xxh3_64_with_seed(&[7; PAGE], PAGE_SEED), 0, &mut none);
     let cases = [
         // More than the run says, and less.
         changed(1, 1, &one[..HEAD_BYTES + PIECE_BYTES]),

@@ -13,7 +13,12 @@ use super::Dice;
 use super::fake_ram::{FakeLog, FakeRam};
 use super::fake_wire::{WHOLE, connection};
 use super::references::FakeTemplates;
-use crate::{Deltas, DirtyLog, Owed, Packing, Receiver, ReceiverEvent, Saving, Sender, Sent, Worth, lock};
+use crate::deltas::MARKS_BYTES;
+use crate::deltas::tests::PAGE_SEED;
+use crate::{
+    Deltas, DirtyLog, Owed, Packing, Presumed, Receiver, ReceiverEvent, Saving, Sender, Sent, Templates,
+    Worth, lock,
+};
 
 /// A drain that does not fail.
 #[allow(clippy::unnecessary_wraps, reason = "what a drain returns")]
@@ -29,6 +34,7 @@ struct Move {
     log: FakeLog,
     /// What the destination has, where the source looks for it, of which some is not true; and compression.
     saving: Saving,
+    marks_bytes: usize,
     templates: Arc<FakeTemplates>,
     streams: u16,
     window: usize,
@@ -64,9 +70,10 @@ impl Move {
         let worth = Worth { least_ratio_percent: dice.below(300) as u32, skip_bytes: dice.below(1 << 20) };
         let packing = dice.one_in(2).then(|| Arc::new(Packing::new(some_way(dice), worth)));
         // Marks of a few bits, so that some of what changed is taken for what it was.
-        let marks = (dice.below(3) as usize * 30_000, if dice.one_in(2) { u16::MAX } else { 0b111 });
+        let marks_bytes = dice.below(3) as usize * 30_000;
+        let bits = if dice.one_in(2) { u16::MAX } else { 0b111 };
         let deltas =
-            dice.one_in(2).then(|| Arc::new(Deltas::with_bits(1 + blocks.len() / 2, marks.0, marks.1)));
+            dice.one_in(2).then(|| Arc::new(Deltas::with_bits(1 + blocks.len() / 2, marks_bytes, bits)));
         let saving = Saving { known, deltas, packing };
         let templates = Arc::new(templates);
         Self {
@@ -74,6 +81,7 @@ impl Move {
             destination,
             log,
             saving,
+            marks_bytes,
             templates,
             streams: 1 + dice.below(4) as u16,
             window,
@@ -89,11 +97,17 @@ impl Move {
 
     /// Guest and disks at work until told to stop. Every piece of work is counted, so that a round can wait for some.
     fn guest(&self, seed: u64, stop: Arc<AtomicBool>, done: Arc<AtomicU64>) -> thread::JoinHandle<()> {
-        let (ram, dma) = (self.source.clone(), Arc::clone(&self.dma));
+        let (ram, dma, deltas) = (self.source.clone(), Arc::clone(&self.dma), self.saving.deltas.clone());
         thread::spawn(move || {
             let mut dice = Dice(seed);
             while !stop.load(Ordering::Relaxed) {
                 ram.touch(&mut dice);
+                // As the policy does, at any time.
+                if let Some(deltas) = &deltas
+                    && dice.one_in(20)
+                {
+                    deltas.set(!dice.one_in(3));
+                }
                 if dice.one_in(3) {
                     let block = dice.below(ram.0.len() as u64) as usize;
                     let page = dice.below(ram.0[block].pages.len() as u64);
@@ -113,9 +127,10 @@ impl Move {
         let mut outcome = Outcome::default();
         let ended = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&ended);
-        let templates: Arc<FakeTemplates> = Arc::clone(&self.templates);
+        let templates = Some(Arc::clone(&self.templates) as Arc<dyn Templates>);
+        let presumed = Presumed { templates, delta_seed: Some(PAGE_SEED) };
         let ram = self.destination.writers();
-        let mut receiver = Receiver::with_templates(ram, templates, self.streams, move |event, _| {
+        let mut receiver = Receiver::presuming(ram, presumed, self.streams, move |event, _| {
             if let ReceiverEvent::RoundEnded { round, .. } = event {
                 lock(&seen).push(round);
             }
@@ -198,6 +213,9 @@ impl Move {
         assert!(ended.is_sorted_by(|one, next| one < next), "{ended:?}");
         assert!(complete.iter().all(|round| ended.contains(round)), "{ended:?} {complete:?}");
         assert_eq!(receiver.completed_round(), *complete.last().unwrap());
+        if let Some(deltas) = &self.saving.deltas {
+            assert!(deltas.is_balanced(self.marks_bytes / MARKS_BYTES));
+        }
         if let Some(counted) = self.saving.packing.as_ref().map(|packing| packing.count()) {
             assert!(counted.packed_bytes <= counted.tried_bytes && counted.tried_bytes <= counted.data_bytes);
             assert!(counted.wire_bytes <= counted.data_bytes);

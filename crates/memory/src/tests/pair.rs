@@ -7,7 +7,8 @@ use proto::Generation;
 use super::fake_ram::{FakeRam, Page};
 use super::fake_wire::{WHOLE, connection};
 use super::references::{FakeTemplates, referring};
-use crate::{Known, Owed, Receiver, RoundStats, Saving, Sender, Sent};
+use crate::deltas::tests::PAGE_SEED;
+use crate::{Known, Owed, Presumed, Receiver, RoundStats, Saving, Sender, Sent, Templates};
 
 /// A source, a destination with one template, and one stream between them.
 pub(super) struct Pair {
@@ -25,8 +26,9 @@ impl Pair {
     pub(super) fn new(source: FakeRam, saving: Saving, template: Vec<Page>) -> Self {
         let pages: Vec<u64> = source.0.iter().map(|block| block.pages.len() as u64).collect();
         let destination = FakeRam::new(&pages);
-        let templates = Arc::new(FakeTemplates(vec![Mutex::new(template)]));
-        let mut receiver = Receiver::with_templates(destination.writers(), templates, 1, |_, _| {});
+        let templates = Some(Arc::new(FakeTemplates(vec![Mutex::new(template)])) as Arc<dyn Templates>);
+        let presumed = Presumed { templates, delta_seed: Some(PAGE_SEED) };
+        let mut receiver = Receiver::presuming(destination.writers(), presumed, 1, |_, _| {});
         receiver.begin(Generation(1));
         let (near, far) = connection(WHOLE, WHOLE);
         receiver.attach(Generation(1), 0, far).unwrap();

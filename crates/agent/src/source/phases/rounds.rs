@@ -74,8 +74,9 @@ impl Driver {
         loop {
             let looked = self.look(owed, cargo)?;
             if let Some(sent) = sent_before.take() {
-                let observed =
-                    memory::observe(&sent, looked.scan, looked.readable.pages(), looked.scanned_at);
+                let owed = looked.readable.owed();
+                let pages = (owed.pages(), cargo.unknown_pages(owed));
+                let observed = memory::observe(&sent, looked.scan, pages, looked.scanned_at);
                 let observed =
                     RoundObservation { round: observed.round.saturating_sub(rounds_before), ..observed };
                 policy.aim(memory::aim(&self.controls.aims()));

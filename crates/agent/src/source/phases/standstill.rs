@@ -119,7 +119,7 @@ impl Driver {
                 _ => Failure::local("cannot save the device state", &error),
             })?;
         self.clock.measured.save_us = saving.as_micros() as u64;
-        cargo.end_changes();
+        cargo.end_deltas();
         let round = stopped_round(sender, owed, &mut cargo.ram_log(), self.standstill_ends());
         let (sender, owed) = self.last_round(round)?;
         if owed.pages() > 0 {

@@ -50,7 +50,7 @@ impl Decoder for bulk::Decompressor<'_> {
     }
 }
 
-/// The encoders of one stream. Memory is taken when it is needed first.
+/// The encoders that one thread needs. Memory is taken when it is needed first.
 #[derive(Default)]
 pub(super) struct Encoders {
     zstd: Option<ZstdEncoder>,

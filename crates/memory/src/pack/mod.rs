@@ -35,8 +35,9 @@ pub struct Packing {
     orders: Mutex<Orders>,
     counters: Counters,
     trials: Mutex<Vec<Trial>>,
-    /// For trials, whichever stream makes them: the harder ways need some megabytes for themselves.
-    on_trial: Mutex<Encoders>,
+    /// Those that nobody works with. The harder ways need some megabytes each, and there are more streams than compress
+    /// at the same time.
+    encoders: Mutex<Vec<Encoders>>,
 }
 
 #[derive(Debug)]
@@ -90,7 +91,7 @@ impl Packing {
             orders: Mutex::new(Orders { way, to_try: Vec::new() }),
             counters: Counters::default(),
             trials: Mutex::default(),
-            on_trial: Mutex::default(),
+            encoders: Mutex::default(),
         }
     }
 
@@ -156,14 +157,13 @@ impl Packing {
 
 /// What compresses the frames of one stream.
 pub(crate) struct Packer {
-    encoders: Encoders,
     selector: Selector,
     out: Vec<u8>,
 }
 
 impl Packer {
     pub(crate) fn new() -> Self {
-        Self { encoders: Encoders::default(), selector: Selector::default(), out: Vec::new() }
+        Self { selector: Selector::default(), out: Vec::new() }
     }
 
     /// Compresses a frame's data as is ordered; none if it is to be sent as it is. A guest that stands still does not
@@ -178,15 +178,17 @@ impl Packer {
         let bytes = data.len() as u64;
         counters.data_bytes.fetch_add(bytes, Ordering::Relaxed);
         let (way, to_try) = packing.orders(data.len(), guest_runs);
-        for way in to_try {
-            self.try_out(packing, way, data);
-        }
-        let packed = if way == Compression::None {
+        let packed = if way == Compression::None && to_try.is_empty() {
             None
         } else {
+            let mut encoders = lock(&packing.encoders).pop().unwrap_or_default();
+            for way in to_try {
+                self.try_out(packing, &mut encoders, way, data);
+            }
             let began = cpu_ns();
-            let packed = self.pack_if_worth(packing, way, data);
+            let packed = self.pack_if_worth(packing, &mut encoders, way, data);
             counters.pack_ns.fetch_add(cpu_ns().saturating_sub(began), Ordering::Relaxed);
+            lock(&packing.encoders).push(encoders);
             packed
         };
         let wire_bytes = packed.map_or(bytes, |(_, packed)| packed as u64);
@@ -196,8 +198,17 @@ impl Packer {
         Some((codec, &self.out[..packed]))
     }
 
-    fn pack_if_worth(&mut self, packing: &Packing, way: Compression, data: &[u8]) -> Option<(Codec, usize)> {
-        let Self { encoders, selector, out, .. } = self;
+    fn pack_if_worth(
+        &mut self,
+        packing: &Packing,
+        encoders: &mut Encoders,
+        way: Compression,
+        data: &[u8],
+    ) -> Option<(Codec, usize)> {
+        let Self { selector, out } = self;
+        if way == Compression::None {
+            return None;
+        }
         if !selector.wants(&packing.worth, data, |sample| {
             encoders.encode(way, sample, out).map_or(sample.len(), |(_, packed)| packed)
         }) {
@@ -209,8 +220,7 @@ impl Packer {
         is_worth.then_some((codec, packed))
     }
 
-    fn try_out(&mut self, packing: &Packing, way: Compression, data: &[u8]) {
-        let mut encoders = lock(&packing.on_trial);
+    fn try_out(&mut self, packing: &Packing, encoders: &mut Encoders, way: Compression, data: &[u8]) {
         let began = cpu_ns();
         let packed = encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
         let pack_ns = cpu_ns().saturating_sub(began);

@@ -129,6 +129,9 @@ pub(crate) enum Command {
         vm: VmName,
         /// Which of its migrations: 7 for web1#7; by default the latest
         epoch: Option<u64>,
+        /// Tell why so much was sent, in the place of how it went
+        #[arg(long)]
+        explain: bool,
     },
     /// Settle a migration that is in doubt; says first what that risks
     Recover(RecoverCommand),

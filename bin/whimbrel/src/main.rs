@@ -99,7 +99,7 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
         Command::Limit { vm, bandwidth, max_downtime, max_rounds } => {
             migration::limit(&client()?, &vm, bandwidth, max_downtime, max_rounds, output)
         }
-        Command::Report { vm, epoch } => migration::report(&client()?, &vm, epoch, output),
+        Command::Report { vm, epoch, explain } => migration::report(&client()?, &vm, epoch, explain, output),
         Command::Recover(command) => recovery::recover(&client()?, &command, output),
         Command::Lab { command } => match command {
             LabCommand::Up { prefix } => lab_command::up(&prefix, output),

@@ -6,7 +6,7 @@ use agent::api::{
     CancelOutcome, CheckReport, Client, Limits, MigrateRequest, MigrationId, MigrationStatus, VmName, Which,
 };
 use agent::progress::Standing;
-use agent::report::{Report, rate, render, to_the_second};
+use agent::report::{Report, explain, rate, render, to_the_second};
 
 use crate::Code;
 use crate::cli::MigrateCommand;
@@ -204,9 +204,10 @@ pub(crate) fn report(
     client: &Client,
     vm: &VmName,
     epoch: Option<u64>,
+    why: bool,
     output: &Output,
 ) -> Result<Code, Failure> {
     let report: Report = client.report(vm, epoch.map_or(Which::Latest, Which::Epoch))?;
-    output.show(&report, render);
+    output.show(&report, if why { explain } else { render });
     Ok(Code::Done)
 }

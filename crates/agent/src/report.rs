@@ -4,12 +4,14 @@
 //! subtracted from one another. Where a part of the downtime spans both hosts, the source's duration is reduced by
 //! the duration that the destination reported, see [`Downtime::from_measured`].
 
+mod explain;
 mod text;
 
 use proto::message::{Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
+pub use explain::explain;
 pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
 
 /// Name and version of the document. Fields may be added under the same version; none is taken away or changes its
@@ -162,11 +164,11 @@ pub struct Compression {
 pub struct Deltas {
     /// When pages began to be marked, since the migration was asked for, in microseconds.
     pub since_us: u64,
-    /// How many pages.
+    /// How many pages, without those that the destination refused.
     pub pages: u64,
     /// How long they are, in bytes.
     pub page_bytes: u64,
-    /// What was sent for them, before it was compressed, in bytes.
+    /// What was sent for all of them, before it was compressed, in bytes.
     pub changed_bytes: u64,
     /// Processor time of marking all pages and of comparing the marks, in microseconds.
     pub mark_cpu_us: u64,

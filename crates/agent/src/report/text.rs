@@ -211,7 +211,7 @@ fn parts(downtime: &Downtime) -> String {
 }
 
 /// Columns as wide as they have to be, numbers to the right, what is decided and names to the left.
-fn table<const N: usize>(rows: &[[String; N]]) -> String {
+pub(super) fn table<const N: usize>(rows: &[[String; N]]) -> String {
     let mut widths = [0; N];
     for row in rows {
         for (width, cell) in widths.iter_mut().zip(row) {
@@ -222,7 +222,7 @@ fn table<const N: usize>(rows: &[[String; N]]) -> String {
     for row in rows {
         let mut line = String::new();
         for (column, (cell, width)) in row.iter().zip(widths).enumerate() {
-            let left = rows[0][column] == "then" || (N == 2 && column == 0);
+            let left = ["then", "why"].contains(&rows[0][column].as_str()) || (N == 2 && column == 0);
             let _ = if left { write!(line, "  {cell:<width$}") } else { write!(line, "  {cell:>width$}") };
         }
         text.push_str(line.trim_end());
@@ -272,14 +272,14 @@ pub fn seconds(us: u64) -> String {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use proto::message::{Finding, RamBlock, Severity};
     use proto::{Epoch, HostId, MigrationId, VmName};
 
     use super::super::{Measured, Objective, Verification};
     use super::*;
 
-    fn sample() -> Report {
+    pub(in crate::report) fn sample() -> Report {
         let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(7) };
         let objective = Objective {
             max_downtime_ms: 30,

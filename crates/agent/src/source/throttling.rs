@@ -92,3 +92,26 @@ impl Throttling {
         Ok(Some(cap))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use ::memory::Contents;
+
+    use super::*;
+
+    /// Pages that the destination has in one way or the other go quicker than what the guest writes now will.
+    #[test]
+    fn what_was_there_is_not_drained() {
+        let mut throttling = Throttling::new(ThrottleWrites::Drain).unwrap();
+        let mut rate = |data, reference, delta| {
+            let contents = Contents { data, reference, delta, ..Contents::default() };
+            throttling.drained(&RoundStats { contents, duration_us: 1_000_000, ..RoundStats::default() });
+            throttling.drained_bytes_per_s
+        };
+        assert_eq!(rate(30_000, 0, 0), Some(30_000 * PAGE_BYTES));
+        assert_eq!(rate(20_000, 5_000, 5_000), Some(20_000 * PAGE_BYTES));
+        // Mostly there: the rate before is still the best that is known.
+        assert_eq!(rate(10_000, 0, 90_000), Some(20_000 * PAGE_BYTES));
+        assert_eq!(rate(10_000, 90_000, 0), Some(20_000 * PAGE_BYTES));
+    }
+}

@@ -29,9 +29,12 @@ struct Bench {
 }
 
 fn bench(generation: u64) -> Bench {
+    presuming(generation, Presumed { delta_seed: Some(PAGE_SEED), ..Presumed::default() })
+}
+
+fn presuming(generation: u64, presumed: Presumed) -> Bench {
     let ram = FakeRam::new(&[CHUNK_PAGES + 3, 1]);
     let (tell, events) = mpsc::channel();
-    let presumed = Presumed { delta_seed: Some(PAGE_SEED), ..Presumed::default() };
     let mut receiver =
         Receiver::presuming(ram.writers(), presumed, 2, move |event, _| tell.send(event).unwrap());
     receiver.begin(Generation(generation));
@@ -160,6 +163,49 @@ fn changes_that_do_not_fit_end_the_stream_and_change_nothing() {
     assert_eq!(decode_missing(&payload).unwrap(), (1, *ChunkPages::from_range(4..5).words()));
     assert_eq!(bench.acked(), 1);
     assert!(bench.untouched());
+    // Where nobody said that changes would come.
+    let mut bench = presuming(1, Presumed::default());
+    bench.send(Kind::Pages, &changed(1, 2, &one));
+    let cause = bench.broken();
+    assert!(matches!(cause, ReceiveError::BadFrame(BadPages::Delta)) && bench.untouched(), "{cause:?}");
+}
+
+/// Data before, between and behind, pages of zeros, and a page that was not what the source believed.
+#[test]
+fn a_frame_may_have_a_bit_of_everything() {
+    let mut bench = bench(1);
+    (0..8).for_each(|page| bench.ram.0[0].guest_writes(page, 1, 0));
+    let page = |word: u64| {
+        let mut page = [0; PAGE];
+        page[..8].copy_from_slice(&word.to_le_bytes());
+        page
+    };
+    let mut changes = [Vec::new(), Vec::new()];
+    for (word, changes) in [7, 8].into_iter().zip(&mut changes) {
+        Delta::encode(&page(word), xxh3_64_with_seed(&page(word), PAGE_SEED), 1, changes);
+    }
+    bench.ram.0[0].guest_writes(3, 1, 100);
+    let delta = |first_page| Run { first_page, pages: 2, content: Content::Delta { pieces: 2 } };
+    let zeros = Run { first_page: 6, pages: 1, content: Content::Zero };
+    let mut payload = Vec::new();
+    let header = PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 };
+    header.encode(&[data(0, 1), delta(1), delta(3), data(5, 1), zeros, data(7, 1)], &mut payload);
+    let [one, other] = &changes;
+    for part in [&page(10)[..], one, other, one, other, &page(11), &page(12)] {
+        payload.extend_from_slice(part);
+    }
+    bench.send(Kind::Pages, &payload);
+    let mut answer = Vec::new();
+    assert_eq!(bench.peer.source.receive(&mut answer).unwrap(), Kind::Missing);
+    assert_eq!(decode_missing(&answer).unwrap(), (1, *ChunkPages::from_range(3..4).words()));
+    assert_eq!(bench.acked(), 1);
+    let mut old = page(1);
+    old[100..108].copy_from_slice(&1_u64.to_le_bytes());
+    let is = |at, expected: Option<&[u8; PAGE]>| bench.ram.0[0].contents(at).as_ref() == expected;
+    for (at, word) in [(0, 10), (1, 7), (2, 8), (4, 8), (5, 11), (7, 12)] {
+        assert!(is(at, Some(&page(word))), "page {at}");
+    }
+    assert!(is(3, Some(&old)) && is(6, None));
 }
 
 #[test]

@@ -1,0 +1,177 @@
+//! Why a migration sent as much as it did, from its report.
+
+use std::fmt::Write as _;
+
+use proto::limits::PAGE_BYTES;
+
+use super::text::{bytes, seconds, table};
+use super::{Report, Round};
+
+/// Why pages were sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// Disks go before memory.
+    DisksAhead,
+    /// The round in which all of memory goes.
+    FirstTime,
+    /// The guest wrote to them while it ran, or the destination had not what was believed.
+    Written,
+    /// The guest was stopped.
+    Stopped,
+}
+
+const CAUSES: [(Cause, &str); 4] = [
+    (Cause::DisksAhead, "disks, ahead"),
+    (Cause::FirstTime, "first time"),
+    (Cause::Written, "written since"),
+    (Cause::Stopped, "at the stop"),
+];
+
+/// Text: pages by why they were sent and what went for them, and what else was sent. Ends with a newline.
+pub fn explain(report: &Report) -> String {
+    let heading = ["why", "pages", "empty", "there", "changed", "in full", "of", "sent"].map(str::to_owned);
+    let mut rows = vec![heading];
+    let mut total = Round::default();
+    let causes = causes(report);
+    for (cause, why) in CAUSES {
+        let mut sum = Round::default();
+        let mut is_any = false;
+        for (round, _) in report.rounds.iter().zip(&causes).filter(|(_, of)| **of == cause) {
+            add(&mut sum, round);
+            is_any = true;
+        }
+        if is_any {
+            rows.push(row(why, &sum));
+            add(&mut total, &sum);
+        }
+    }
+    rows.push(row("all", &total));
+    let mut text = format!("{} sent {}\n", report.migration, bytes(report.sent_bytes));
+    text.push_str(&table(&rows));
+    let rest = report.sent_bytes.saturating_sub(total.sent_bytes);
+    // Writing to a String cannot fail.
+    let _ = writeln!(
+        text,
+        "  {} more: device state, messages, encryption, rounds that were cut off",
+        bytes(rest)
+    );
+    if total.refused_pages > 0 {
+        let _ = writeln!(
+            text,
+            "  {} pages were not there as was believed, and were sent again",
+            total.refused_pages
+        );
+    }
+    if let Some(compression) = &report.compression {
+        let spared = compression.data_bytes.saturating_sub(compression.wire_bytes);
+        let cpu = seconds(compression.pack_cpu_us);
+        let _ = writeln!(text, "  compression spared {} in {cpu} of CPU", bytes(spared));
+    }
+    if let Some(deltas) = &report.deltas {
+        let spared = deltas.page_bytes.saturating_sub(deltas.changed_bytes);
+        let cpu = seconds(deltas.mark_cpu_us);
+        let _ = writeln!(text, "  sending what changed spared {} in {cpu} of CPU", bytes(spared));
+    }
+    text
+}
+
+/// Of each round why it was.
+fn causes(report: &Report) -> Vec<Cause> {
+    let ram_pages: u64 = report.ram_blocks.iter().map(|block| block.bytes / PAGE_BYTES).sum();
+    let is_first = |round: &Round| round.dirty_pages.saturating_sub(round.disk_pages) >= ram_pages;
+    let first = report.rounds.iter().position(is_first).unwrap_or(0);
+    let cause = |(index, round): (usize, &Round)| {
+        if round.stopped {
+            Cause::Stopped
+        } else if index < first {
+            Cause::DisksAhead
+        } else if index == first {
+            Cause::FirstTime
+        } else {
+            Cause::Written
+        }
+    };
+    report.rounds.iter().enumerate().map(cause).collect()
+}
+
+fn add(sum: &mut Round, round: &Round) {
+    let pairs = [
+        (&mut sum.dirty_pages, round.dirty_pages),
+        (&mut sum.data_pages, round.data_pages),
+        (&mut sum.zero_pages, round.zero_pages),
+        (&mut sum.hole_pages, round.hole_pages),
+        (&mut sum.reference_pages, round.reference_pages),
+        (&mut sum.delta_pages, round.delta_pages),
+        (&mut sum.refused_pages, round.refused_pages),
+        (&mut sum.sent_bytes, round.sent_bytes),
+    ];
+    for (sum, more) in pairs {
+        *sum = sum.saturating_add(more);
+    }
+}
+
+fn row(why: &str, sum: &Round) -> [String; 8] {
+    [
+        why.to_owned(),
+        sum.dirty_pages.to_string(),
+        sum.zero_pages.saturating_add(sum.hole_pages).to_string(),
+        sum.reference_pages.to_string(),
+        sum.delta_pages.to_string(),
+        sum.data_pages.to_string(),
+        bytes(sum.dirty_pages.saturating_mul(PAGE_BYTES)),
+        bytes(sum.sent_bytes),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::text::tests::sample;
+    use super::super::{Compression, Deltas};
+    use super::Cause::{DisksAhead, FirstTime, Stopped, Written};
+    use super::*;
+
+    #[test]
+    fn every_round_has_its_cause_and_nothing_is_counted_twice() {
+        let mut report = sample();
+        let disk =
+            Round { dirty_pages: 10, disk_pages: 10, data_pages: 10, sent_bytes: 41_000, ..Round::default() };
+        report.rounds.insert(0, disk);
+        let later = Round {
+            dirty_pages: 500,
+            data_pages: 100,
+            delta_pages: 400,
+            sent_bytes: 450_000,
+            ..Round::default()
+        };
+        report.rounds.insert(2, later.clone());
+        report.rounds.insert(3, Round { refused_pages: 7, ..later });
+        report.sent_bytes = 6_000_000;
+        assert_eq!(causes(&report), [DisksAhead, FirstTime, Written, Written, Stopped]);
+        report.compression =
+            Some(Compression { data_bytes: 5 << 20, wire_bytes: 3 << 20, ..Compression::default() });
+        report.deltas = Some(Deltas {
+            page_bytes: 800 << 12,
+            changed_bytes: 80_000,
+            mark_cpu_us: 9_000,
+            ..Deltas::default()
+        });
+        let text = explain(&report);
+        for expected in [
+            "web#7 sent 5.7 MiB",
+            "written since    1000       0      0      800      200    3.9 MiB  878.9 KiB",
+            "7 pages were not there",
+            "compression spared 2.0 MiB",
+            "sending what changed spared 3.0 MiB in 0.009 s of CPU",
+        ] {
+            assert!(text.contains(expected), "{expected:?} is missing in\n{text}");
+        }
+        assert!(text.lines().all(|line| line.chars().count() <= 80), "{text}");
+    }
+
+    #[test]
+    fn a_report_without_rounds_has_nothing_to_explain() {
+        let mut report = sample();
+        report.rounds.clear();
+        assert!(explain(&report).contains("all      0"), "{}", explain(&report));
+    }
+}

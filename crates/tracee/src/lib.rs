@@ -12,6 +12,8 @@
 //! | [`maps`], [`Pagemap`] | what is mapped, and which pages are there at all |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
+//! ([`heap`] alone is about this process: its allocator has no safe interface.)
+//!
 //! It is the only crate with `unsafe`, and it knows nothing of virtual machines, networks or
 //! migrations. Everything that changes the other process has an undo that works when it is dropped
 //! and when this process dies.
@@ -19,6 +21,7 @@
 mod abi;
 mod arch;
 mod given_back;
+pub mod heap;
 mod inject;
 mod kernel;
 pub mod maps;

@@ -23,11 +23,16 @@ impl Daemon {
         }
         let held = Held { daemon: Arc::clone(self), id: id.clone() };
         let (work, given) = mpsc::channel::<(Held, Work)>();
+        let daemon = Arc::clone(self);
         let run = move || {
             if let Ok((held, work)) = given.recv() {
                 let at_work = AtWork;
                 work();
                 drop((at_work, held));
+                // Not while another VM is on its way: it would wait for the allocator meanwhile.
+                if daemon.drivers().is_empty() {
+                    tracee::heap::give_back_what_is_free();
+                }
             }
         };
         match thread::Builder::new().name(format!("driver-{}", id.vm)).spawn(run) {

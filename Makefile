@@ -11,6 +11,7 @@
 #   make bench-functions   how long the functions take that matter (docs/performance.md)
 #   make callgrind         how many instructions their inner loops take, compared with docs/callgrind.txt;
 #   make callgrind-update  puts what it finds there
+#   make guest-agent       builds whimbrel-guest for guests of any kind, without any dependencies
 #   make guests  makes the guests and the newer QEMU anew
 #
 # At the end `test` and `soak` list what could not be tried on this machine. With WHIMBREL_REQUIRE_QEMU_10=1 they fail
@@ -24,7 +25,7 @@ CARGO := cargo
 PATH := $(PATH):$(HOME)/.cargo/bin
 export PATH
 
-.PHONY: test demo soak lint bench bench-disks bench-functions callgrind callgrind-update guests
+.PHONY: test demo soak lint bench bench-disks bench-functions callgrind callgrind-update guest-agent guests
 
 test: lint
 	scripts/setup newer-qemu tiny-guest debian-guest database-guest
@@ -57,6 +58,12 @@ bench-disks:
 	scripts/setup packages newer-qemu bench-disks services-guest
 	$(CARGO) build --locked --release -p whimbrel
 	. scripts/test-env && target/release/whimbrel lab disks $(CASE:%=--case %) --results docs/evaluation/disks.json --page docs/evaluation.md --plots docs/evaluation
+
+# --target keeps the flags away from build scripts.
+guest-agent:
+	scripts/setup packages
+	RUSTFLAGS="-C target-feature=+crt-static" $(CARGO) build --locked --release --target $(shell uname -m)-unknown-linux-gnu -p whimbrel-guest
+	@ls -l target/$(shell uname -m)-unknown-linux-gnu/release/whimbrel-guest
 
 bench-functions:
 	scripts/setup packages

@@ -39,7 +39,7 @@ fuzz_target!(|bytes: &[u8]| {
                                 delta.put_into(&mut [0; 4096]);
                             }
                         }
-                        Content::Data | Content::Zero | Content::Hole => {}
+                        Content::Data | Content::Zero | Content::Hole | Content::Filled => {}
                     }
                 }
                 assert!(

@@ -80,6 +80,9 @@ pub enum Device {
     Rng,
     /// A virtio serial controller with a port whose other end is nowhere.
     VirtioSerial,
+    /// Another one, with the port over which the guest is asked what of its memory need not be sent. Its socket is
+    /// `guest.sock`.
+    GuestPort,
 }
 
 /// A virtio disk.
@@ -158,6 +161,12 @@ pub struct Load {
     pub seed: u64,
     /// How much of what it fills looks random, in percent; the rest compresses well.
     pub noise_percent: u64,
+    /// Memory that was in use before it began, and is free with what was in it, MiB.
+    pub litter_mib: u64,
+    /// How much of the beginning of its first disk it has read into its page cache before it began, MiB.
+    pub cache_mib: u64,
+    /// More for its kernel's command line.
+    pub kernel: String,
 }
 
 /// How the load generator rewrites pages.
@@ -186,6 +195,9 @@ impl Default for Load {
             port: 0,
             seed: 1,
             noise_percent: 100,
+            litter_mib: 0,
+            cache_mib: 0,
+            kernel: String::new(),
         }
     }
 }
@@ -222,7 +234,11 @@ impl GuestSpec {
             accel: Accel::Tcg,
             vcpus: 1,
             // The kernel and the unpacked RAM disk take some 80 MiB.
-            memory_mib: (load.fill_mib + if load.disk_threads > 0 { load.disk_mib } else { 0 } + 96)
+            memory_mib: (load.fill_mib
+                + if load.disk_threads > 0 { load.disk_mib } else { 0 }
+                + load.litter_mib
+                + load.cache_mib
+                + 96)
                 .next_multiple_of(32),
             ram: Ram::Anonymous,
             numa_nodes: 1,
@@ -269,7 +285,10 @@ impl GuestSpec {
         }
         self.boot(&mut line, environment, directory)?;
         for device in &self.devices {
-            line.device(device);
+            match device {
+                Device::GuestPort => line.guest_port(&file("guest.sock")),
+                device => line.device(device),
+            }
         }
         line.0.extend(self.extra.iter().cloned());
         Ok(line.0)
@@ -361,6 +380,12 @@ impl GuestSpec {
         if !devices.is_empty() {
             words.push(format!("guest.wait={}", devices.join(",")));
         }
+        for (word, mib) in [("litter", load.litter_mib), ("cache", load.cache_mib)] {
+            if mib > 0 {
+                words.push(format!("guest.{word}={mib}"));
+            }
+        }
+        words.push(load.kernel.clone());
         words.join(" ")
     }
 }
@@ -403,7 +428,14 @@ impl Line {
                 .option("-netdev", &format!("tap,id={id},ifname={tap},script=no,downscript=no"))
                 .option("-device", &format!("virtio-net-pci,netdev={id},mac={mac}")),
             Device::Disk(disk) => self.disk(disk),
+            Device::GuestPort => self,
         };
+    }
+
+    fn guest_port(&mut self, socket: &str) {
+        self.option("-device", "virtio-serial-pci,id=guest")
+            .option("-chardev", &format!("socket,id=guest0,path={socket},server=on,wait=off"))
+            .option("-device", "virtserialport,bus=guest.0,chardev=guest0,name=org.whimbrel.guest.0");
     }
 
     fn disk(&mut self, disk: &Disk) -> &mut Self {

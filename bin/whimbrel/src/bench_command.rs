@@ -114,6 +114,7 @@ fn case(options: &CaseOptions) -> Case {
         devices: options.devices,
         memfd: options.memfd,
         preallocated: options.preallocated,
+        cache_mib: options.cache,
         link_bytes_per_s: (options.link.0 > 0).then_some(options.link.0),
         tls: options.tls,
         patience_s: options.patience,

@@ -8,7 +8,7 @@ use agent::api::{BadName, Compress, HostId, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::rate::Rate;
-use choices::{DeltasArg, DisksArg, OnLimitArg, RamArg, ThrottleArg, one_disk};
+use choices::{DeltasArg, DisksArg, OnLimitArg, RamArg, SoftPagesArg, ThrottleArg, one_disk};
 
 fn vm_name(name: &str) -> Result<VmName, BadName> {
     VmName::new(name)
@@ -258,6 +258,10 @@ pub(crate) struct MigrateCommand {
     /// `never` (auto)
     #[arg(long, value_name = "auto|always|never", hide_possible_values = true)]
     pub deltas: Option<DeltasArg>,
+    /// Memory that is not sent because the VM can do without: `none`, what is `free`, page cache that is `cold` as well, or
+    /// `all` of the page cache; a program in the VM has to say which that is (free)
+    #[arg(long, value_name = "none|free|cold|all", hide_possible_values = true)]
+    pub soft_pages: Option<SoftPagesArg>,
     /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is
     /// not
     #[arg(
@@ -456,6 +460,9 @@ pub(crate) struct CaseOptions {
     /// What the link lets through: 1Gbit, 100Mbit, none
     #[arg(long, default_value = "none", value_name = "RATE")]
     pub link: Rate,
+    /// The guest has read so much of a disk before, MiB, and says what of its memory it can do without
+    #[arg(long, default_value_t = 0, value_name = "MIB")]
+    pub cache: u64,
     /// Encrypted, on both sides of the comparison
     #[arg(long)]
     pub tls: bool,

@@ -30,6 +30,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         references: command.no_references.then_some(false),
         compression: command.compress,
         deltas: command.deltas.map(Into::into),
+        soft_pages: command.soft_pages.map(Into::into),
         ram: command.ram.into(),
         allow_options: command.allow_options,
         disks: command.disks.into(),

@@ -1,4 +1,4 @@
-//! Disks of which the destination has a part already, in its templates.
+//! What the destination has already: disks in its templates, and memory on the disks that went before it.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -42,7 +42,8 @@ fn what_is_in_a_template_is_not_sent() {
     let all = |report: &Value, what: &str| {
         report["rounds"].as_array().unwrap().iter().map(|round| round[what].as_u64().unwrap()).sum::<u64>()
     };
-    assert_eq!(all(&report, "reference_pages"), (256 << 20) / 4096, "{report:#}");
+    // Of the disk; a slow link may be reason enough to look at memory as well.
+    assert_eq!(report["rounds"][0]["reference_pages"], (256 << 20) / 4096, "{report:#}");
     assert_eq!(all(&report, "refused_pages"), 0, "{report:#}");
     let first = &report["rounds"][0];
     assert!(first["sent_bytes"].as_u64().unwrap() < 1 << 20, "{report:#}");
@@ -51,6 +52,37 @@ fn what_is_in_a_template_is_not_sent() {
 
     let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy", "--no-references"]);
     assert_eq!(all(&report, "reference_pages"), 0, "{report:#}");
+    cluster.guest_is_whole("a", "vm1");
+}
+
+/// A guest that has read its disk into its memory, on a slow link: what went with the disk does not go again.
+#[test]
+fn memory_that_came_from_a_disk_is_not_sent() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.img");
+    disk::known_content(&qemu, &image, "raw", 64).unwrap();
+    let load = Load { fill_mib: 32, disk_threads: 2, disk_mib: 32, ..Load::default() };
+    let mut spec = GuestSpec { qemu: QemuVersion::Newer, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
+    let guest = cluster.guest(&spec);
+    let serial = guest.serial();
+    // All of the memory that is read into.
+    until("the guest has read", || serial.next_tick().unwrap().disk_reads > 1000);
+
+    let of_memory = |report: &Value| {
+        let rounds = report["rounds"].as_array().unwrap().iter();
+        let with_memory = rounds.filter(|round| round["dirty_pages"].as_u64() > round["disk_pages"].as_u64());
+        with_memory.map(|round| round["reference_pages"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    let referred = of_memory(&report);
+    assert!(referred[0] > (16 << 20) / 4096, "{report:#}");
+    assert_eq!(referred[1..].iter().sum::<u64>(), 0, "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+    let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy", "--no-references"]);
+    assert_eq!(of_memory(&report).iter().sum::<u64>(), 0, "{report:#}");
     cluster.guest_is_whole("a", "vm1");
 }
 

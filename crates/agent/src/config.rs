@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
-use crate::api::{Compress, Deltas, OnLimit, ThrottleWrites};
+use crate::api::{Compress, Deltas, OnLimit, SoftPages, ThrottleWrites};
 pub use crate::pool::{Pool, PoolFormat};
 
 /// Where the configuration lies if nothing else is said.
@@ -165,6 +165,8 @@ pub struct Limits {
     /// How much the source remembers of pages that it sent, to find out what changed of them, in MiB: 1 MiB is enough for
     /// 32 MiB of memory.
     pub deltas_memory_mib: u32,
+    /// Which of a guest's memory is not sent because it can do without.
+    pub soft_pages: SoftPages,
 }
 
 impl Limits {
@@ -197,6 +199,7 @@ impl Default for Limits {
             compression_skip_bytes: memory::Worth::default().skip_bytes,
             deltas: Deltas::Auto,
             deltas_memory_mib: 16,
+            soft_pages: SoftPages::Free,
         }
     }
 }

@@ -11,6 +11,8 @@ use proto::message::{Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
+use crate::api::SoftPages;
+
 pub use explain::explain;
 pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
 
@@ -61,6 +63,9 @@ pub struct Report {
     /// What became of pages that were sent again; absent where none were marked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deltas: Option<Deltas>,
+    /// What the guest said of its memory; absent where nobody in it was asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub soft: Option<Soft>,
     /// Rounds of pre-copy and the last one, in order.
     pub rounds: Vec<Round>,
     /// How long the guest stood still; absent if it was never stopped.
@@ -174,6 +179,26 @@ pub struct Deltas {
     pub mark_cpu_us: u64,
 }
 
+/// What a guest said of its memory, and what became of that.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Soft {
+    /// What was not to be sent.
+    pub wanted: SoftPages,
+    /// How often it answered completely.
+    pub answers: u64,
+    /// The longest that an answer took, in microseconds.
+    pub longest_answer_us: u64,
+    /// Its kernel looks at what is in free pages: they were sent.
+    pub poisoned: bool,
+    /// Pages of the page cache that were put off.
+    pub put_off_pages: u64,
+    /// Those of them that were free before the stop; the others were sent.
+    pub given_back_pages: u64,
+    /// What did not work.
+    pub notes: Vec<String>,
+}
+
 /// A way to compress that was picked.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -204,7 +229,13 @@ pub struct Round {
     pub zero_pages: u64,
     /// Pages that are holes.
     pub hole_pages: u64,
-    /// Pages of disks that the destination had already, and that were referred to.
+    /// Pages that consist of the same eight bytes, other than zeros.
+    #[serde(default)]
+    pub filled_pages: u64,
+    /// Pages that went as holes, whatever is in them, because the guest does not use them.
+    #[serde(default)]
+    pub soft_pages: u64,
+    /// Pages that the destination had already on a disk or in a template, and that were referred to.
     pub reference_pages: u64,
     /// Pages sent before, of which only what changed was sent.
     pub delta_pages: u64,
@@ -335,6 +366,10 @@ pub struct Verification {
     pub chunks: u64,
     /// Chunks that differed. Anything but zero ended the migration.
     pub different_chunks: u64,
+    /// Pages among them that count as zeros at the source, because the guest does not use them: of what was in them this
+    /// says nothing.
+    #[serde(default)]
+    pub left_out_pages: u64,
     /// How long it took, by the source's clock, in microseconds.
     pub duration_us: u64,
 }
@@ -374,6 +409,7 @@ impl Report {
             disks: Vec::new(),
             compression: None,
             deltas: None,
+            soft: None,
             rounds: Vec::new(),
             downtime: None,
             sent_bytes: 0,

@@ -7,12 +7,14 @@
 
 mod conversation;
 mod ending;
+mod guest;
 mod handover;
 mod inbox;
 mod leavings;
 mod memory;
 mod phases;
 mod references;
+mod softening;
 mod sparing;
 mod telemetry;
 mod throttling;
@@ -31,7 +33,7 @@ use proto::{Generation, VmName};
 
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
-use crate::api::{Compress, Deltas, MigrateRequest, OnLimit, ThrottleWrites};
+use crate::api::{Compress, Deltas, MigrateRequest, OnLimit, SoftPages, ThrottleWrites};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
@@ -69,6 +71,8 @@ pub(crate) struct Aims {
     pub(crate) deltas: Deltas,
     /// How much is remembered of pages for that, in bytes.
     pub(crate) deltas_bytes: usize,
+    /// Which of the guest's memory is not sent because it can do without.
+    pub(crate) soft_pages: SoftPages,
 }
 
 impl Aims {
@@ -88,6 +92,7 @@ impl Aims {
             worth: limits.worth(),
             deltas: request.deltas.unwrap_or(limits.deltas),
             deltas_bytes: limits.deltas_bytes(),
+            soft_pages: request.soft_pages.unwrap_or(limits.soft_pages),
         }
     }
 

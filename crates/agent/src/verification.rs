@@ -7,6 +7,7 @@
 use std::path::Path;
 use std::time::Duration;
 
+use ::memory::DirtyBitmap;
 use ::memory::verify::{self, Block, VerifyError};
 use block::image::ImageError;
 use block::reading::Reading;
@@ -43,14 +44,21 @@ pub(crate) struct Hashes {
     pub(crate) messages: Vec<Message>,
 }
 
-/// Hashes all of a stopped guest's memory. `names` are the blocks in the order of the proposal.
-pub(crate) fn hashes(qmp: &mut Qmp, pid: u32, names: &[&str]) -> Result<Hashes, CompareError> {
+/// Hashes all of a stopped guest's memory. `names` are the blocks in the order of the proposal, in which the pages that were
+/// left out stand as well: the destination has zeros there, and here they count as such.
+pub(crate) fn hashes(
+    qmp: &mut Qmp,
+    pid: u32,
+    names: &[&str],
+    left_out: &[DirtyBitmap],
+) -> Result<Hashes, CompareError> {
     let blocks = ram_blocks(qmp, pid)?;
     let mut all = Hashes::default();
     for block in &blocks {
         let place = names.iter().position(|name| *name == block.name);
         let place = place.ok_or_else(|| CompareError::NotThere(format!("RAM block {}", block.name)))?;
-        let hashes = verify::hash_block(pid, &part(block, 0, u64::MAX), THREADS)?;
+        let whole = part(block, 0, u64::MAX);
+        let hashes = verify::hash_block_without(pid, &whole, left_out.get(place), THREADS)?;
         all.add(place, block.used_bytes, &hashes);
     }
     Ok(all)

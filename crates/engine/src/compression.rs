@@ -85,8 +85,9 @@ pub struct Decision {
     pub try_out: Vec<Compression>,
     /// What the link seems to carry, in bytes per second; absent as long as nobody waited for it.
     pub link_bytes_per_s: Option<u64>,
-    /// Pages are to be marked, and what changed of those that are marked is to be sent.
-    pub deltas: bool,
+    /// The link is what is waited for, and processors could look at each page before it is sent: pages are to be marked,
+    /// and what changed of those that are marked is to be sent; and what the destination has elsewhere is to be looked up.
+    pub link_is_slow: bool,
 }
 
 /// What a way is like, by its trials: bytes out and nanoseconds, both for a byte in.
@@ -118,7 +119,7 @@ pub struct Chooser {
     link_bytes_per_s: Option<f64>,
     /// For how many looks in a row the link was waited for, where processors could have done more.
     slow_looks: u32,
-    deltas: bool,
+    link_is_slow: bool,
     seen: [Option<Seen>; WAYS.len()],
     looks_since_trial: Option<u32>,
     /// For which part of the time the destination's workers had nothing to do: a mean, for it tells of it in lumps.
@@ -141,7 +142,7 @@ impl Chooser {
             way: WAYS[self.present],
             try_out: if tells { self.due_trials(observed) } else { Vec::new() },
             link_bytes_per_s: self.link_bytes_per_s.map(|rate| rate as u64),
-            deltas: self.deltas,
+            link_is_slow: self.link_is_slow,
         }
     }
 
@@ -182,7 +183,7 @@ impl Chooser {
             let carried = link * observed.data_bytes as f64 / observed.wire_bytes.max(1) as f64;
             let is_slow = handled_bytes_per_s(observed, MARKING_NS) >= carried;
             self.slow_looks = if is_slow { self.slow_looks + 1 } else { 0 };
-            self.deltas |= self.slow_looks >= SLOW_LOOKS;
+            self.link_is_slow |= self.slow_looks >= SLOW_LOOKS;
         }
         if let Some(link) = self.link_bytes_per_s
             && self.seen[1..].iter().all(Option::is_some)
@@ -348,8 +349,8 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_marked_where_the_link_is_slow_and_from_then_on() {
-        for (world, marked) in [
+    fn pages_are_looked_at_where_the_link_is_slow_and_from_then_on() {
+        for (world, slow) in [
             (World::new(118, 2.0), true),
             (World { ratios: NOISE, ..World::new(1_200, 3.5) }, true),
             // Processors are what is waited for, or the destination.
@@ -359,13 +360,13 @@ mod tests {
         ] {
             let mut chooser = Chooser::default();
             run(&mut chooser, &world, 10);
-            assert_eq!(chooser.deltas, marked, "{world:?}");
+            assert_eq!(chooser.link_is_slow, slow, "{world:?}");
             run(&mut chooser, &World { peer_bytes_per_s: 1e12, ..World::new(100_000, 2.0) }, 10);
-            assert_eq!(chooser.deltas, marked, "{world:?}");
+            assert_eq!(chooser.link_is_slow, slow, "{world:?}");
         }
         let slow = World::new(118, 2.0);
         let mut chooser = Chooser::default();
-        assert!(!chooser.decide(&slow.interval(&Decision::default())).deltas, "one look may be wrong");
+        assert!(!chooser.decide(&slow.interval(&Decision::default())).link_is_slow, "one look may be wrong");
     }
 
     #[test]

@@ -48,9 +48,10 @@ pub struct RoundObservation {
     pub unknown_pages: u64,
     /// Pages that the round sent, those of zeros among them.
     pub pages_sent: u64,
-    /// Those of them of which only what changed was sent.
+    /// Those of them that went as less than what is in them: as what changed of them, as where the destination has them
+    /// already, or as nothing because the guest does not use them.
     #[serde(default)]
-    pub delta_pages: u64,
+    pub spared_pages: u64,
     /// Bytes that the round put on the wire.
     pub bytes_sent: u64,
     /// How long the round took, from its first page until the last one was acknowledged.

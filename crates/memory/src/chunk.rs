@@ -10,13 +10,13 @@ use proto::delta::{Delta, MOST_PIECES};
 use proto::frame::Kind;
 use proto::limits::{CHUNK_BYTES, CHUNK_PAGES, PAGE_BYTES};
 use proto::packed::Codec;
-use proto::pages::{Content, PagesHeader, Run};
+use proto::pages::{Content, FILLING_BYTES, PagesHeader, Run};
 use proto::reference::{Library, REFERENCE_BYTES, Reference};
 
 use crate::clock::timed;
 use crate::deltas::{ChunkMarks, Deltas};
 use crate::dirty::ChunkPages;
-use crate::ram::zero::is_zero;
+use crate::ram::zero::{filling, is_zero};
 use crate::ram::{BlockReader, RamError};
 use crate::references::{Known, PageHash, PageName, Place, RunHash, page_hash};
 
@@ -41,12 +41,16 @@ pub struct Contents {
     pub reference: u64,
     /// Pages of which only what changed was sent.
     pub delta: u64,
+    /// Pages that consist of the same few bytes, other than zeros.
+    pub filled: u64,
+    /// Pages that went as holes, whatever is in them, because the guest does not use them.
+    pub soft: u64,
 }
 
 impl Contents {
     /// All of them.
     pub fn pages(&self) -> u64 {
-        self.data + self.zero + self.hole + self.reference + self.delta
+        self.data + self.zero + self.hole + self.reference + self.delta + self.filled + self.soft
     }
 }
 
@@ -62,9 +66,7 @@ pub(crate) struct FrameBuilder {
     open: Option<OpenReference>,
     /// Pages of data and their names, where references are looked for.
     names: Vec<(u64, PageName)>,
-    /// Pages that the other side may not have, or not as is believed: those that are referred to, and those of which
-    /// only what changed is sent.
-    presumed: ChunkPages,
+    presumed: Presumed,
     /// What of a page changed, before its place is known to be free.
     delta: Vec<u8>,
     /// Frames that were put together.
@@ -78,12 +80,40 @@ pub(crate) struct FrameBuilder {
 const TIMED: u64 = 16;
 
 /// What is known of a chunk's pages, so that less of them is sent.
-pub(crate) enum Knowledge<'a> {
-    Nothing,
+pub(crate) struct Knowledge<'a> {
+    /// The guest does not use these.
+    pub(crate) soft: ChunkPages,
     /// The destination may have them elsewhere.
-    Refer(Refer<'a>),
+    pub(crate) refer: Option<Refer<'a>>,
     /// It may have an earlier version.
-    Marks(&'a Deltas, ChunkMarks),
+    pub(crate) marks: Option<(&'a Deltas, ChunkMarks)>,
+}
+
+/// Pages that the other side may not have, or not as is believed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Presumed {
+    /// Those that are referred to.
+    pub(crate) referred: ChunkPages,
+    /// Those of which only what changed is sent.
+    pub(crate) changed: ChunkPages,
+}
+
+impl Presumed {
+    pub(crate) const NONE: Self = Self { referred: ChunkPages::EMPTY, changed: ChunkPages::EMPTY };
+
+    /// Takes pages out, if they are all in it; returns those of them of which only what changed was sent.
+    pub(crate) fn take(&mut self, pages: &ChunkPages) -> Option<ChunkPages> {
+        let mut all = self.referred;
+        all.insert(&self.changed);
+        if !pages.is_within(&all) {
+            return None;
+        }
+        let mut changed = *pages;
+        changed.remove(&self.referred);
+        self.referred.remove(pages);
+        self.changed.remove(pages);
+        Some(changed)
+    }
 }
 
 /// Shortest run of pages that is referred to: each costs the destination a question to a server and an answer, and on a
@@ -134,7 +164,7 @@ impl FrameBuilder {
             filled: 0,
             open: None,
             names: Vec::new(),
-            presumed: ChunkPages::EMPTY,
+            presumed: Presumed::NONE,
             delta: Vec::new(),
             frames: 0,
             mark_ns: 0,
@@ -153,21 +183,32 @@ impl FrameBuilder {
     ) -> Result<(ChunkPages, Contents), ReadFailed> {
         self.runs.clear();
         self.names.clear();
-        self.presumed = ChunkPages::EMPTY;
+        self.presumed = Presumed::NONE;
         self.filled = 0;
         self.frames += 1;
         self.mark_ns = 0;
         let base = chunk * CHUNK_BYTES;
         let mut taken = ChunkPages::EMPTY;
-        for run in wanted.runs() {
+        let mut soft = *wanted;
+        soft.retain(&knowledge.soft);
+        let mut used = *wanted;
+        used.remove(&soft);
+        for run in used.runs() {
+            // Runs ascend in a frame.
+            taken.insert(&self.leave_out(&soft, &taken, run.start));
             let end = self.fill_run(reader, base, run.clone(), knowledge)?;
             taken.insert(&ChunkPages::from_range(run.start..end));
             if end < run.end || self.room() == 0 {
                 break;
             }
         }
+        if used.is_within(&taken) {
+            taken.insert(&self.leave_out(&soft, &taken, CHUNK_PAGES));
+        }
         self.close();
-        let (mut contents, mut empty) = (Contents::default(), ChunkPages::EMPTY);
+        soft.retain(&taken);
+        let mut contents = Contents { soft: soft.count(), ..Contents::default() };
+        let mut empty = ChunkPages::EMPTY;
         for run in &self.runs {
             let count = match run.content {
                 Content::Data => &mut contents.data,
@@ -175,17 +216,28 @@ impl FrameBuilder {
                 Content::Hole => &mut contents.hole,
                 Content::Reference => &mut contents.reference,
                 Content::Delta { .. } => &mut contents.delta,
+                Content::Filled => &mut contents.filled,
             };
             *count += u64::from(run.pages);
-            if matches!(run.content, Content::Zero | Content::Hole) {
+            if matches!(run.content, Content::Zero | Content::Hole | Content::Filled) {
                 let first = u64::from(run.first_page);
                 empty.insert(&ChunkPages::from_range(first..first + u64::from(run.pages)));
             }
         }
-        if let Knowledge::Marks(_, marks) = knowledge {
+        contents.hole -= contents.soft;
+        if let Some((_, marks)) = &mut knowledge.marks {
             marks.forget(&empty);
         }
         Ok((taken, contents))
+    }
+
+    /// Puts down as holes, whatever is in them, which of these pages come before one and are not yet in the frame.
+    fn leave_out(&mut self, soft: &ChunkPages, taken: &ChunkPages, before: u64) -> ChunkPages {
+        let mut pages = ChunkPages::from_range(0..before);
+        pages.retain(soft);
+        pages.remove(taken);
+        pages.runs().for_each(|run| self.push(run, Content::Hole));
+        pages
     }
 
     /// Whether any pages are in the frame with their bytes, or some of them.
@@ -235,7 +287,7 @@ impl FrameBuilder {
     }
 
     /// Which pages the other side may ask for, because their bytes are not in the frame, or not all of them.
-    pub(crate) fn presumed(&self) -> ChunkPages {
+    pub(crate) fn presumed(&self) -> Presumed {
         self.presumed
     }
 
@@ -288,36 +340,49 @@ impl FrameBuilder {
         let place = |page: u64| start + (page - pages.start) as usize * PAGE;
         let mut page = pages.start;
         // Each page is looked at once: the one that ends a run is the next one's first.
-        let mut next_is_zero = is_zero(&self.data[place(page)..place(page + 1)]);
+        let mut next = Look::at(&self.data[place(page)..place(page + 1)]);
         while page < pages.end {
-            let zero = next_is_zero;
+            let look = next;
             let mut end = page + 1;
             while end < pages.end {
-                next_is_zero = is_zero(&self.data[place(end)..place(end + 1)]);
-                if next_is_zero != zero {
+                next = Look::at(&self.data[place(end)..place(end + 1)]);
+                if next != look {
                     break;
                 }
                 end += 1;
             }
-            if zero {
+            if look == Look::Zeros {
                 // One question for the whole run, so zeros may be said of a hole behind them; never the other way.
                 let present = first_present(reader, base, page..end)?;
                 self.push(page..present, Content::Hole);
                 self.push(present..end, Content::Zero);
+            } else if let Look::Filled(filling) = look {
+                self.fill_with(page..end, filling);
             } else {
-                match knowledge {
-                    Knowledge::Nothing => self.keep(page..end, place(page)),
-                    Knowledge::Refer(refer) => {
-                        (page..end).for_each(|page| self.refer_or_keep(page, place(page), refer));
-                    }
-                    Knowledge::Marks(deltas, marks) => {
-                        self.changes_or_keep(page..end, place(page), deltas, marks);
+                let Knowledge { refer, marks, .. } = knowledge;
+                let marks = marks.as_mut().map(|(deltas, marks)| (*deltas, marks));
+                match (refer, marks) {
+                    (None, None) => self.keep(page..end, place(page)),
+                    (None, Some(marks)) => self.changes_or_keep(page..end, place(page), marks),
+                    (Some(refer), mut marks) => {
+                        for page in page..end {
+                            let marks = marks.as_mut().map(|(deltas, marks)| (*deltas, &mut **marks));
+                            self.refer_or_keep(page, place(page), refer, marks);
+                        }
                     }
                 }
             }
             page = end;
         }
         Ok(())
+    }
+
+    /// Puts down what pages are filled with. It takes the place of pages that were looked at already.
+    fn fill_with(&mut self, pages: Range<u64>, filling: [u8; FILLING_BYTES]) {
+        self.close();
+        self.data[self.filled..self.filled + FILLING_BYTES].copy_from_slice(&filling);
+        self.filled += FILLING_BYTES;
+        self.push(pages, Content::Filled);
     }
 
     /// Puts pages that begin at `from` in the buffer behind those of the frame.
@@ -332,11 +397,16 @@ impl FrameBuilder {
     }
 
     /// Takes of pages that begin at `from` in the buffer what changed since they were sent last.
-    fn changes_or_keep(&mut self, pages: Range<u64>, from: usize, deltas: &Deltas, marks: &mut ChunkMarks) {
+    fn changes_or_keep(
+        &mut self,
+        pages: Range<u64>,
+        from: usize,
+        (deltas, marks): (&Deltas, &mut ChunkMarks),
+    ) {
         let is_timed = self.frames.is_multiple_of(TIMED);
         let places = (from..).step_by(PAGE);
         let compare =
-            || pages.zip(places).for_each(|(page, from)| self.change_or_keep(page, from, deltas, marks));
+            || pages.zip(places).for_each(|(page, from)| self.change_or_keep(page, from, (deltas, marks)));
         if is_timed {
             let ((), took) = timed(compare);
             self.mark_ns += took.cpu_ns * TIMED;
@@ -346,7 +416,7 @@ impl FrameBuilder {
     }
 
     /// Takes of a page what changed, if that is known, and not all.
-    fn change_or_keep(&mut self, page: u64, from: usize, deltas: &Deltas, marks: &mut ChunkMarks) {
+    fn change_or_keep(&mut self, page: u64, from: usize, (deltas, marks): (&Deltas, &mut ChunkMarks)) {
         let bytes = &self.data[from..from + PAGE];
         let changed = marks.renew(page, bytes).filter(|changed| changed.count_ones() <= MOST_PIECES);
         let Some(changed) = changed else { return self.keep(page..page + 1, from) };
@@ -356,20 +426,34 @@ impl FrameBuilder {
         let end = self.filled + self.delta.len();
         self.data[self.filled..end].copy_from_slice(&self.delta);
         self.filled = end;
-        self.presumed.insert(&ChunkPages::from_range(page..page + 1));
+        self.presumed.changed.insert(&ChunkPages::from_range(page..page + 1));
         self.push(page..page + 1, Content::Delta { pieces: changed.count_ones() as u16 });
     }
 
-    /// Refers to the page at `from` in the buffer if the destination has it.
-    fn refer_or_keep(&mut self, page: u64, from: usize, refer: &Refer<'_>) {
+    /// Refers to the page at `from` in the buffer if the destination has it. Where changes are looked for, too, it is
+    /// marked either way.
+    fn refer_or_keep(
+        &mut self,
+        page: u64,
+        from: usize,
+        refer: &Refer<'_>,
+        marks: Option<(&Deltas, &mut ChunkMarks)>,
+    ) {
         let hash = page_hash(&self.data[from..from + PAGE]);
         let name = PageName::from_hash(&hash);
         let place = if refer.allowed.contains(page) { self.look_up(name, page, refer) } else { None };
-        if let Some(place) = place {
-            self.refer(page, from, place, name, &hash);
-        } else {
-            self.keep(page..page + 1, from);
-            self.names.push((page, name));
+        match (place, marks) {
+            (Some(place), marks) => {
+                if let Some((_, marks)) = marks {
+                    marks.renew(page, &self.data[from..from + PAGE]);
+                }
+                self.refer(page, from, place, name, &hash);
+            }
+            (None, Some(marks)) => self.change_or_keep(page, from, marks),
+            (None, None) => {
+                self.keep(page..page + 1, from);
+                self.names.push((page, name));
+            }
         }
     }
 
@@ -433,7 +517,7 @@ impl FrameBuilder {
         }
         let reference = Reference { library, first_page, hash: hash.finish() };
         self.data[record..record + REFERENCE_BYTES].copy_from_slice(&reference.encode());
-        self.presumed.insert(&ChunkPages::from_range(first..first + pages));
+        self.presumed.referred.insert(&ChunkPages::from_range(first..first + pages));
     }
 
     /// Adds a run, or lengthens the last one.
@@ -455,12 +539,28 @@ impl FrameBuilder {
     }
 }
 
+/// What a page looks like.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Look {
+    Zeros,
+    Filled([u8; FILLING_BYTES]),
+    Other,
+}
+
+impl Look {
+    fn at(page: &[u8]) -> Self {
+        if is_zero(page) { Self::Zeros } else { filling(page).map_or(Self::Other, Self::Filled) }
+    }
+}
+
 /// What two runs hold together, if one run can hold it.
 fn together(one: Content, other: Content) -> Option<Content> {
     match (one, other) {
         (Content::Delta { pieces }, Content::Delta { pieces: more }) => {
             Some(Content::Delta { pieces: pieces + more })
         }
+        // With something else, or it would have been one run.
+        (Content::Filled, _) => None,
         _ => (one == other).then_some(one),
     }
 }

@@ -232,12 +232,12 @@ impl Deltas {
         }
     }
 
-    /// The destination has not made of these pages what they have to be: they are sent in full.
-    pub(crate) fn refuse(&self, key: Key, pages: &ChunkPages) {
+    /// The destination has not got these pages: they are sent in full. Of so many of them what changed had been sent.
+    pub(crate) fn refuse(&self, key: Key, pages: &ChunkPages, changed: u64) {
         if usize::from(key.0) >= self.blocks {
             return;
         }
-        self.counters.refused.fetch_add(pages.count(), Ordering::Relaxed);
+        self.counters.refused.fetch_add(changed, Ordering::Relaxed);
         let mut table = lock(&self.table);
         match table.lent.get_mut(&key) {
             Some(lent) => lent.insert(pages),

@@ -82,6 +82,11 @@ impl ChunkPages {
         self.0.iter_mut().zip(other.0).for_each(|(word, bits)| *word &= !bits);
     }
 
+    /// Takes all pages out that are not in another set, too.
+    pub fn retain(&mut self, other: &Self) {
+        self.0.iter_mut().zip(other.0).for_each(|(word, bits)| *word &= bits);
+    }
+
     /// Whether all of its pages are in another set, too.
     pub fn is_within(&self, other: &Self) -> bool {
         self.0.iter().zip(other.0).all(|(mine, theirs)| mine & !theirs == 0)

@@ -18,11 +18,12 @@
 //! | [`Known`] | what the destination has already, and need not be sent |
 //! | [`Deltas`] | what of a page changed since it was sent |
 //! | [`Packing`] | compression of what is sent |
+//! | [`Soft`] | what the guest says it does not use |
 //! | [`verify`] | whether both sides are equal, found by another path |
 //! | [`wire`] | what is needed of a connection |
 //!
 //! Threads and blocking calls throughout. Nothing here knows of QEMU's monitor, of the handover, or of how a
-//! connection comes about; it must never decide that a page need not be at the destination.
+//! connection comes about; it never decides by itself that a page need not be at the destination.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -37,6 +38,7 @@ pub mod receive;
 mod references;
 pub mod round;
 pub mod send;
+mod soft;
 mod tracked;
 pub mod verify;
 pub mod wire;
@@ -55,6 +57,7 @@ pub use round::{Cleared, DirtyLog, DrainFailed, Owed, Place, Readable, ScanError
 pub use send::{
     Interrupted, Progress, RoundStats, Saving, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,
 };
+pub use soft::Soft;
 pub use tracee::TrackError;
 pub use tracked::{LogError, TrackedRam};
 pub use wire::{DataStream, FrameSink, FrameSource, HangUp};

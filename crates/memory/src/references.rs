@@ -96,8 +96,10 @@ pub(crate) struct Place {
 #[derive(Debug)]
 pub struct Known {
     ended: AtomicBool,
-    /// The first block whose pages are looked up. Those before it are sent without a look.
-    first_block: usize,
+    /// The first block that is a disk. What is sent of it is remembered; memory is before it.
+    first_disk: usize,
+    /// Whether pages of memory are looked up, too.
+    looks_at_memory: AtomicBool,
     tables: Mutex<Tables>,
     /// Pages to which a reference was refused, for each block.
     refused: Mutex<Vec<DirtyBitmap>>,
@@ -110,11 +112,11 @@ struct Tables {
 }
 
 impl Known {
-    /// Nothing yet. Blocks have these lengths in bytes; from `first_block` on they are looked up. Room is made for so
+    /// Nothing yet. Blocks have these lengths in bytes; from `first_disk` on they are looked up. Room is made for so
     /// many pages of templates, and so many that were sent.
     pub fn new(
         block_bytes: impl IntoIterator<Item = u64>,
-        first_block: usize,
+        first_disk: usize,
         template_pages: usize,
         sent_pages: usize,
     ) -> Self {
@@ -122,7 +124,8 @@ impl Known {
         let refused = block_bytes.into_iter().map(DirtyBitmap::new).collect();
         Self {
             ended: AtomicBool::new(false),
-            first_block,
+            first_disk,
+            looks_at_memory: AtomicBool::new(false),
             tables: Mutex::new(tables),
             refused: Mutex::new(refused),
         }
@@ -139,16 +142,24 @@ impl Known {
         }
     }
 
-    /// From the next round on all is sent. How fast references go says nothing of how fast pages will, and it is by
-    /// that that the stop is decided.
+    /// From here on pages of memory are looked up as well: much of it is what the guest has read from its disks. To look
+    /// costs a hash of each page, and the destination a read for each run of them, so that it pays where the link is slow.
+    pub fn look_at_memory(&self) {
+        self.looks_at_memory.store(true, Ordering::Release);
+    }
+
+    /// From the next round on all is sent.
     pub fn end(&self) {
         self.ended.store(true, Ordering::Release);
         let mut tables = lock(&self.tables);
         *tables = Tables { templates: Table::new(0), sent: Table::new(0) };
     }
 
-    /// Pages of a block were given to a stream.
+    /// Pages of a disk were given to a stream. Those of memory are not remembered: they would drive the disks' out.
     pub(crate) fn sent(&self, block: u16, pages: impl IntoIterator<Item = (u64, PageName)>) {
+        if usize::from(block) < self.first_disk {
+            return;
+        }
         let mut tables = lock(&self.tables);
         for (page, name) in pages {
             tables.sent.insert(name, block, page);
@@ -167,7 +178,9 @@ impl Known {
 
     /// Which pages of a chunk may be referred to; none where references are not looked for.
     pub(crate) fn allowed(&self, block: u16, chunk: u64) -> Option<ChunkPages> {
-        if usize::from(block) < self.first_block || self.ended.load(Ordering::Acquire) {
+        let is_looked_up =
+            usize::from(block) >= self.first_disk || self.looks_at_memory.load(Ordering::Acquire);
+        if !is_looked_up || self.ended.load(Ordering::Acquire) {
             return None;
         }
         let mut allowed = ChunkPages::ALL;

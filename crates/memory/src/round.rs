@@ -32,6 +32,8 @@
 use std::cmp::Ordering;
 use std::ops::Range;
 
+use proto::limits::PAGE_BYTES;
+
 use crate::dirty::DirtyBitmap;
 
 /// What one look into the dirty log found and took.
@@ -240,6 +242,27 @@ impl Readable {
         (self, later, next)
     }
 
+    /// Without these pages of each block, which stay owed, whoever takes them back ([`Owed::take_back`]).
+    pub fn without(mut self, pages: &[DirtyBitmap]) -> (Self, Owed) {
+        let none = |block: &DirtyBitmap| DirtyBitmap::new(block.pages() * PAGE_BYTES);
+        let mut later = Owed { blocks: self.owed.blocks.iter().map(none).collect(), round: self.owed.round };
+        for ((now, later), pages) in self.owed.blocks.iter_mut().zip(&mut later.blocks).zip(pages) {
+            for chunk in pages.dirty_chunks() {
+                let mut both = now.chunk(chunk);
+                both.retain(&pages.chunk(chunk));
+                now.remove_from_chunk(chunk, &both);
+                later.insert_into_chunk(chunk, &both);
+            }
+        }
+        (self, later)
+    }
+
+    /// With pages that were [put off](Self::without): their marks were cleared before those of this round.
+    pub fn and(mut self, put_off: &Owed) -> Self {
+        self.owed.take_back(put_off);
+        self
+    }
+
     /// What is owed.
     pub fn owed(&self) -> &Owed {
         &self.owed
@@ -307,6 +330,20 @@ mod tests {
         let from = Place { block: 2, page: 600 };
         let (part, later, next) = Readable { owed: whole.clone() }.part(from, u64::MAX);
         assert_eq!((part.pages(), later.pages(), next), (900, whole.pages() - 900, None));
+    }
+
+    /// What is put off is not lost, and nothing is put off that is not owed.
+    #[test]
+    fn pages_may_be_put_off() {
+        let mut blocks = vec![DirtyBitmap::new(4 << 20), DirtyBitmap::new(2 << 20)];
+        blocks[0].set(3..700);
+        blocks[1].set(0..4);
+        let whole = Owed { blocks, round: 7 };
+        let mut pages = vec![DirtyBitmap::new(4 << 20)];
+        pages[0].set(600..1000);
+        let (now, later) = Readable { owed: whole.clone() }.without(&pages);
+        assert_eq!((now.pages(), later.pages(), later.round()), (597 + 4, 100, 7));
+        assert_eq!(now.and(&later).give_up(), whole);
     }
 
     #[test]

@@ -17,6 +17,8 @@ use std::thread;
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
+use crate::dirty::{ChunkPages, DirtyBitmap};
+
 /// Read at a time: fits the processor's cache.
 const PIECE_BYTES: usize = 256 << 10;
 
@@ -47,7 +49,23 @@ pub struct VerifyError {
 
 /// Hashes of a block's chunks, in order; the last chunk may be shorter. Uses up to `threads` threads, 256 KiB each,
 /// and at least the caller's.
+///
+/// # Errors
+/// When the block cannot be read.
 pub fn hash_block(pid: u32, block: &Block, threads: usize) -> Result<Vec<u64>, VerifyError> {
+    hash_block_without(pid, block, None, threads)
+}
+
+/// As [`hash_block`]; pages that were left out count as zeros, whatever is in them.
+///
+/// # Errors
+/// When the block cannot be read.
+pub fn hash_block_without(
+    pid: u32,
+    block: &Block,
+    left_out: Option<&DirtyBitmap>,
+    threads: usize,
+) -> Result<Vec<u64>, VerifyError> {
     let failed = |address, source| VerifyError { pid, block: block.name.clone(), address, source };
     let memory = Memory::open(pid, block).map_err(|source| failed(block.address, source))?;
     let chunks = block.bytes.div_ceil(CHUNK_BYTES);
@@ -60,7 +78,9 @@ pub fn hash_block(pid: u32, block: &Block, threads: usize) -> Result<Vec<u64>, V
             if chunk >= chunks {
                 return Ok(());
             }
-            let hash = memory.hash_chunk(chunk, &mut piece).map_err(|(at, source)| failed(at, source))?;
+            let left_out = left_out.map_or(ChunkPages::EMPTY, |pages| pages.chunk(chunk));
+            let hash =
+                memory.hash_chunk(chunk, &left_out, &mut piece).map_err(|(at, source)| failed(at, source))?;
             hashes.lock().unwrap_or_else(PoisonError::into_inner)[chunk as usize] = hash;
         }
     };
@@ -127,13 +147,24 @@ impl Memory {
     }
 
     /// The hash of a chunk, or where reading it failed and why.
-    fn hash_chunk(&self, chunk: u64, piece: &mut [u8]) -> Result<u64, (u64, io::Error)> {
+    fn hash_chunk(
+        &self,
+        chunk: u64,
+        left_out: &ChunkPages,
+        piece: &mut [u8],
+    ) -> Result<u64, (u64, io::Error)> {
         let mut hash = Xxh3::new();
         let mut offset = chunk * CHUNK_BYTES;
         let mut left = self.chunk_bytes(chunk);
         while left > 0 {
             let len = left.min(piece.len());
             self.read(offset, &mut piece[..len]).map_err(|source| (self.address + offset, source))?;
+            let first = offset % CHUNK_BYTES / PAGE_BYTES;
+            for (page, bytes) in (first..).zip(piece[..len].chunks_mut(PAGE_BYTES as usize)) {
+                if left_out.contains(page) {
+                    bytes.fill(0);
+                }
+            }
             hash.update(&piece[..len]);
             offset += len as u64;
             left -= len;
@@ -188,6 +219,23 @@ mod tests {
             assert_eq!(different_chunks(0, &pages_before, &pages_after), [page]);
             bytes[at] ^= 1;
         }
+    }
+
+    #[test]
+    fn what_was_left_out_counts_as_zeros() {
+        let me = std::process::id();
+        let mut bytes = vec![7; 2 * CHUNK_BYTES as usize];
+        let (page, first) = (PAGE_BYTES as usize, CHUNK_BYTES as usize / 2);
+        let mut left_out = DirtyBitmap::new(bytes.len() as u64);
+        left_out.set(0..1);
+        left_out.set(255..257);
+        left_out.set(1023..1024);
+        let hashes = hash_block_without(me, &block(&bytes), Some(&left_out), 2).unwrap();
+        bytes[..page].fill(0);
+        bytes[first - page..first + page].fill(0);
+        let end = bytes.len() - page;
+        bytes[end..].fill(0);
+        assert_eq!(hashes, hash_block(me, &block(&bytes), 1).unwrap());
     }
 
     #[test]

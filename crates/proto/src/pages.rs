@@ -6,12 +6,13 @@
 //!
 //! ```text
 //! seq u64 | round u32 | block u16 | runs u16 | chunk u64 | run ... | data ...
-//! run: first page u16 | pages u16 | content u16 (1 data, 2 zero, 3 hole, 4 reference, 5 delta) | pieces u16
+//! run: first page u16 | pages u16 | content u16 (1 data, 2 zero, 3 hole, 4 reference, 5 delta, 6 filled) | pieces u16
 //! ```
 //!
 //! What stands among the data for a run of kind 4 is a [reference](crate::reference): where the destination has the
 //! bytes already; for one of kind 5 a [delta](crate::delta) of each page: what changed since it was sent before. *pieces*
-//! is how much that is in all, and zero for the other kinds.
+//! is how much that is in all, and zero for the other kinds. For one of kind 6 it is the eight bytes that fill all of its
+//! pages, again and again.
 //!
 //! All numbers are little-endian. `RoundEnd` is `seq u64 | round u32`. Two frames go the other way: `Ack` is
 //! `seq u64 | waited u32`, everything up to and including that frame has been applied, and for so many µs since the `Ack`
@@ -24,6 +25,8 @@ use crate::reference::REFERENCE_BYTES;
 
 /// Bytes before the runs.
 pub const FIXED_BYTES: usize = 24;
+/// Bytes of what a run of [`Content::Filled`] is filled with.
+pub const FILLING_BYTES: usize = 8;
 /// Bytes of one run.
 pub const RUN_BYTES: usize = 8;
 /// Longest payload of a `Pages` frame, in bytes.
@@ -49,6 +52,8 @@ pub enum Content {
         /// How many pieces follow, of all pages of the run together.
         pieces: u16,
     },
+    /// The same [`FILLING_BYTES`] again and again, which follow in the frame once.
+    Filled,
 }
 
 impl Content {
@@ -60,6 +65,7 @@ impl Content {
             Self::Hole => (3, 0),
             Self::Reference => (4, 0),
             Self::Delta { pieces } => (5, pieces),
+            Self::Filled => (6, 0),
         }
     }
 
@@ -72,6 +78,7 @@ impl Content {
             4 => Self::Reference,
             5 if u32::from(pieces) <= u32::from(pages) * delta::MOST_PIECES => Self::Delta { pieces },
             5 => return Err(BadPages::Delta),
+            6 => Self::Filled,
             other => return Err(BadPages::Content(other)),
         };
         if content.encode().1 == pieces { Ok(content) } else { Err(BadPages::Runs) }
@@ -108,6 +115,7 @@ impl Run {
             Content::Delta { pieces } => {
                 usize::from(self.pages) * delta::HEAD_BYTES + usize::from(pieces) * PIECE_BYTES
             }
+            Content::Filled => FILLING_BYTES,
             Content::Zero | Content::Hole => 0,
         }
     }

@@ -287,6 +287,15 @@ fn changed() -> Vec<u8> {
     payload
 }
 
+/// A frame with two runs of pages that are filled.
+fn filled() -> Vec<u8> {
+    let run = |first_page, pages| Run { first_page, pages, content: Content::Filled };
+    let mut payload = Vec::new();
+    PAGES.encode(&[run(4, 500), run(504, 1)], &mut payload);
+    payload.extend_from_slice(&[1, 2, 3, 4, 5, 6, 7, 8, 0xaa, 0xaa, 0xaa, 0xaa, 0xaa, 0xaa, 0xaa, 0xaa]);
+    payload
+}
+
 const ACK: Ack = Ack { seq: 0x0102_0304_0506_0708, waited_us: 0x090a_0b0c };
 
 /// A page of data in three bytes, which no codec could have made; a codec is not what is tried here.
@@ -311,6 +320,7 @@ fn frames() -> Vec<Vec<u8>> {
         frame(Kind::Pages, &referring()),
         frame(Kind::Packed, &packed()),
         frame(Kind::Pages, &changed()),
+        frame(Kind::Pages, &filled()),
         Header::new(Kind::Pages, pages::MAX_PAYLOAD_BYTES).unwrap().encode().to_vec(),
     ]
 }
@@ -374,8 +384,11 @@ fn frames_are_written_and_read_as_in_version_1() {
         .collect();
     let kinds: Vec<_> = read.iter().map(|(header, _)| header.kind).collect();
     let expected = [Kind::Message, Kind::Blob, Kind::Pages, Kind::RoundEnd, Kind::Ack, Kind::Missing];
-    assert_eq!(kinds, [&expected[..], &[Kind::Pages, Kind::Packed, Kind::Pages, Kind::Pages]].concat());
-    for (header, payload) in &read[..9] {
+    assert_eq!(
+        kinds,
+        [&expected[..], &[Kind::Pages, Kind::Packed, Kind::Pages, Kind::Pages, Kind::Pages]].concat()
+    );
+    for (header, payload) in &read[..10] {
         assert_eq!(header.payload_bytes as usize, payload.len());
     }
     let mut runs = Vec::new();
@@ -396,6 +409,9 @@ fn frames_are_written_and_read_as_in_version_1() {
     let second = Delta { hash: 0x090a_0b0c_0d0e_0f10, changed: 1 << 9, pieces: &[0xbb; 64] };
     assert_eq!([Delta::take(&mut changes), Delta::take(&mut changes)], [Ok(first), Ok(second)]);
     assert!(changes.is_empty());
+    let (_, fillings) = PagesHeader::decode(&read[9].1, &mut runs).unwrap();
+    assert_eq!((runs[0].content, runs[1].content, runs[0].pages), (Content::Filled, Content::Filled, 500));
+    assert_eq!(fillings.as_chunks().0, [[1, 2, 3, 4, 5, 6, 7, 8], [0xaa; 8]]);
 }
 
 /// Contents follow the runs, in their order, with nothing in between.

@@ -18,13 +18,14 @@ fn content(kind: u8, pages: u16, pieces: u16) -> Content {
         1 => Content::Zero,
         2 => Content::Hole,
         3 => Content::Reference,
+        4 => Content::Filled,
         _ => Content::Delta { pieces: pieces % (pages * 63 + 1) },
     }
 }
 
 /// Runs in order within a chunk. Few pages of data, so that the tests stay quick.
 fn runs() -> impl Strategy<Value = Vec<Run>> {
-    prop::collection::vec((0_u16..20, 1_u16..12, 0..5_u8, any::<u16>()), 0..40).prop_map(|steps| {
+    prop::collection::vec((0_u16..20, 1_u16..12, 0..6_u8, any::<u16>()), 0..40).prop_map(|steps| {
         let mut next = 0;
         let mut runs = Vec::new();
         for (gap, pages, kind, pieces) in steps {

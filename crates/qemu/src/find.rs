@@ -253,7 +253,7 @@ pub fn connect_at(pid: u32, path: &Path, timeout: Duration) -> Result<Qmp, QmpEr
 }
 
 /// The path as this process can open it: QEMU may live in another mount namespace, where the same path is another file.
-fn reachable(pid: u32, path: &Path) -> PathBuf {
+pub(crate) fn reachable(pid: u32, path: &Path) -> PathBuf {
     let through = PathBuf::from(format!("/proc/{pid}/root{}", path.display()));
     if sees_the_same_files(pid) || !through.exists() { path.to_owned() } else { through }
 }
@@ -280,6 +280,11 @@ pub fn with_own_monitor(path: &Path) -> Option<u32> {
 fn has_argument(pid: u32, prefix: &[u8]) -> bool {
     let line = std::fs::read(format!("/proc/{pid}/cmdline"));
     line.is_ok_and(|line| line.split(|byte| *byte == 0).any(|argument| argument.starts_with(prefix)))
+}
+
+/// Whether a process is a QEMU.
+pub(crate) fn is_qemu(pid: u32) -> bool {
+    inspect(pid).is_some()
 }
 
 fn inspect(pid: u32) -> Option<QemuProcess> {

@@ -12,6 +12,7 @@
 //! | [`qmp`] | commands, events, deadlines |
 //! | [`describe`] | what the guest is now: the command line as it would have to be today |
 //! | [`ram`] | where its memory lies |
+//! | [`guest_port`] | asking a program in the guest |
 //! | [`preflight`] | whether it can be moved |
 //! | [`command`] | the command line on the other host |
 //! | [`process`] | starting that |
@@ -29,6 +30,7 @@ pub mod control;
 pub mod describe;
 pub mod device_state;
 pub mod find;
+pub mod guest_port;
 mod maps;
 pub mod options;
 pub mod preflight;

@@ -31,7 +31,7 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
-use connect::connect_by;
+pub(crate) use connect::connect_by;
 use reply::{Reply, parse_greeting};
 pub use types::{Event, QmpError, Version};
 

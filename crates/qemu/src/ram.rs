@@ -181,6 +181,40 @@ pub fn cross_check(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<usize, RamError
     }
 }
 
+/// A piece of a block where the guest sees it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seen {
+    /// The guest-physical address at which it begins.
+    pub guest_address: u64,
+    /// How long it is, in bytes.
+    pub bytes: u64,
+    /// Which of the blocks.
+    pub block: usize,
+    /// Where in the block it begins, in bytes.
+    pub offset_bytes: u64,
+}
+
+/// Where the guest sees these blocks now. What it moves about while it boots may be elsewhere soon; its main memory stays.
+///
+/// # Errors
+/// When QEMU cannot be asked.
+pub fn seen_by_guest(qmp: &mut Qmp, blocks: &[RamBlock]) -> Result<Vec<Seen>, RamError> {
+    let tree = qmp.human(TREE)?;
+    Ok(seen(&tree, blocks))
+}
+
+fn seen(tree: &str, blocks: &[RamBlock]) -> Vec<Seen> {
+    let range = |range: text::GuestRange| {
+        let name = &named(blocks, &range.name)?.name;
+        let block = blocks.iter().position(|block| block.name == *name)?;
+        let bytes = range.last.checked_sub(range.start)?.checked_add(1)?;
+        let end = range.offset.checked_add(bytes)?;
+        let inside = end <= blocks[block].used_bytes;
+        inside.then_some(Seen { guest_address: range.start, bytes, block, offset_bytes: range.offset })
+    };
+    text::guest_ranges(tree).into_iter().filter_map(range).collect()
+}
+
 /// What the guest sees where.
 const TREE: &str = "info mtree -f";
 /// How often a map that changes is looked at.
@@ -307,6 +341,30 @@ mod tests {
 
     use super::*;
     use crate::qmp::tests::fake;
+
+    #[test]
+    fn memory_below_and_above_four_gib_is_one_block() {
+        let block = |name: &str, bytes| RamBlock {
+            name: name.to_owned(),
+            page_size_bytes: 4096,
+            used_bytes: bytes,
+            max_bytes: bytes,
+            host_address: 0,
+            kind: RamKind::Anonymous,
+        };
+        let blocks = [block("0000:00:02.0/vga.vram", 1 << 24), block("pc.ram", 4 << 30)];
+        let tree = "FlatView #0\n AS \"memory\", root: system\n\
+                    \x20 0000000000000000-000000007fffffff (prio 0, ram): pc.ram\n\
+                    \x20 00000000fd000000-00000000fdffffff (prio 1, ram): vga.vram\n\
+                    \x20 00000000fffc0000-00000000ffffffff (prio 0, rom): pc.bios\n\
+                    \x20 0000000100000000-000000017fffffff (prio 0, ram): pc.ram @0000000080000000\n\
+                    \x20 0000000200000000-00000002ffffffff (prio 0, ram): pc.ram @0000000080000000\n";
+        let seen =
+            |guest_address, bytes, block, offset_bytes| Seen { guest_address, bytes, block, offset_bytes };
+        let expected =
+            [seen(0, 2 << 30, 1, 0), seen(0xfd00_0000, 1 << 24, 0, 0), seen(4 << 30, 2 << 30, 1, 2 << 30)];
+        assert_eq!(super::seen(tree, &blocks), expected);
+    }
 
     /// The firmware's window is in the ROM in the first map and in the memory when `gpa2hva` is asked, and stays there
     /// or not.

@@ -34,6 +34,10 @@ pub struct Case {
     /// All of it taken by QEMU when it starts, on both sides.
     #[serde(default)]
     pub preallocated: bool,
+    /// How much of a disk the guest has read through its page cache before its program began, MiB; of which it has kept
+    /// what it has room for. It can be asked what of its memory it can do without.
+    #[serde(default)]
+    pub cache_mib: u64,
     /// Bytes per second that the link lets through. None: as fast as this machine can.
     pub link_bytes_per_s: Option<u64>,
     /// Encrypted and authenticated, on both sides of the comparison.
@@ -83,8 +87,29 @@ pub enum Contender {
     Packing(Way),
     /// Whimbrel, told to send pages in full that it sent before.
     Whole,
+    /// Whimbrel, told what of the guest's memory need not be sent.
+    Soft(Soft),
     /// QEMU's own migration.
     Qemu(Mode),
+}
+
+/// What need not be sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Soft {
+    /// Everything is sent.
+    None,
+    /// What is used for nothing.
+    Free,
+    /// And page cache.
+    All,
+}
+
+impl Soft {
+    const WORDS: [(Self, &'static str); 3] = [(Self::None, "none"), (Self::Free, "free"), (Self::All, "all")];
+
+    fn word(self) -> &'static str {
+        Self::WORDS.iter().find(|(soft, _)| *soft == self).map_or("", |(_, word)| word)
+    }
 }
 
 /// What Whimbrel is told of compression.
@@ -158,7 +183,7 @@ impl Contender {
 
     /// Whether it is Whimbrel, whatever it was told.
     pub fn is_whimbrel(self) -> bool {
-        matches!(self, Self::Whimbrel(_) | Self::Packing(_) | Self::Whole)
+        matches!(self, Self::Whimbrel(_) | Self::Packing(_) | Self::Whole | Self::Soft(_))
     }
 
     /// What Whimbrel is told on its command line.
@@ -168,6 +193,7 @@ impl Contender {
             Self::Packing(Way::None) => vec!["--compress=none".to_owned(), "--deltas=never".to_owned()],
             Self::Packing(way) => vec![format!("--compress={way}")],
             Self::Whole => vec!["--deltas=never".to_owned()],
+            Self::Soft(soft) => vec![format!("--soft-pages={}", soft.word())],
             Self::Whimbrel(None) | Self::Nobody | Self::Qemu(_) => Vec::new(),
         }
     }
@@ -186,6 +212,7 @@ impl fmt::Display for Contender {
             Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
             Self::Packing(way) => write!(f, "whimbrel-{way}"),
             Self::Whole => f.write_str("whimbrel-whole"),
+            Self::Soft(soft) => write!(f, "whimbrel-soft-{}", soft.word()),
             Self::Qemu(Mode::Default) => f.write_str("qemu"),
             Self::Qemu(Mode::Multifd(channels)) => write!(f, "multifd-{channels}"),
             Self::Qemu(Mode::MultifdZstd(2)) => f.write_str("multifd-zstd"),
@@ -214,9 +241,13 @@ impl FromStr for Contender {
             }
         };
         let packing = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Packing);
-        fixed.or_else(counted).or_else(packing).ok_or_else(|| {
+        let soft = || {
+            let word = name.strip_prefix("whimbrel-soft-")?;
+            Soft::WORDS.iter().find(|(_, known)| *known == word).map(|(soft, _)| Self::Soft(*soft))
+        };
+        fixed.or_else(counted).or_else(packing).or_else(soft).ok_or_else(|| {
             let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
-            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL and -whole")
+            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL, -whole, and -soft-none, -soft-free and -soft-all")
         })
     }
 }
@@ -255,6 +286,7 @@ impl Case {
             devices: false,
             memfd: false,
             preallocated: false,
+            cache_mib: 0,
             link_bytes_per_s: None,
             tls: false,
             patience_s: 90,
@@ -350,6 +382,9 @@ impl Case {
             }
             _ => {}
         }
+        if self.cache_mib > 0 {
+            words.push(format!("{} MiB of its disk read before", self.cache_mib));
+        }
         words.push(match self.qemu {
             QemuVersion::Installed => "QEMU of the distribution".to_owned(),
             QemuVersion::Newer => "newer QEMU".to_owned(),
@@ -399,6 +434,8 @@ mod tests {
             Contender::Packing(Way::None),
             Contender::Packing(Way::Lz4),
             Contender::Packing(Way::Zstd(7)),
+            Contender::Soft(Soft::None),
+            Contender::Soft(Soft::All),
             Contender::Qemu(Mode::Multifd(8)),
             Contender::Qemu(Mode::MultifdZstd(4)),
         ];

@@ -141,7 +141,7 @@ impl Bench {
             meter: &meter,
         };
         let end = match contender {
-            Contender::Whimbrel(_) | Contender::Packing(_) | Contender::Whole => {
+            Contender::Whimbrel(_) | Contender::Packing(_) | Contender::Whole | Contender::Soft(_) => {
                 by_whimbrel(&stage, contender)?
             }
             Contender::Qemu(mode) => by_qemu(&stage, mode)?,

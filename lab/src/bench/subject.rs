@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::case::{Case, Program};
 use crate::demo::debian_guest;
-use crate::disk::overlay;
+use crate::disk::{known_content, overlay};
 use crate::environment::Environment;
 use crate::error::{Context, Result};
 use crate::guest::Guest;
@@ -45,7 +45,7 @@ impl Subject {
         let state = lab.shared_directory()?.join(format!("{}.state", spec.name));
         let mut subject = Self { spec, state, disk: None };
         let disk = subject.spec.devices.iter().find_map(|device| match device {
-            Device::Disk(disk) => Some(disk.path.clone()),
+            Device::Disk(disk) if !disk.read_only => Some(disk.path.clone()),
             _ => None,
         });
         for device in &subject.spec.devices {
@@ -185,6 +185,7 @@ fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> 
                 noise_percent: *noise_percent,
                 mode,
                 address: case.devices.then(|| vm_address(1)),
+                cache_mib: case.cache_mib,
                 ..Load::default()
             };
             GuestSpec::tiny(VM, load)
@@ -195,6 +196,12 @@ fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> 
         overlay(&environment.qemu(case.qemu)?, &disk, &environment.debian_disk()?, "qcow2")?;
         spec.devices.extend([Device::Disk(Disk::new("disk0", &disk, "qcow2")), Device::Net(Net::new(1))]);
         spec = spec.with_many_devices();
+    }
+    if case.cache_mib > 0 {
+        let disk = lab.shared_directory()?.join(format!("{VM}.img"));
+        known_content(&environment.qemu(case.qemu)?, &disk, "raw", case.cache_mib)?;
+        let disk = Disk { read_only: true, ..Disk::new("disk0", &disk, "raw") };
+        spec.devices.extend([Device::Disk(disk), Device::GuestPort]);
     }
     spec.qemu = case.qemu;
     spec.memory_mib = case.memory_mib;

@@ -1,6 +1,6 @@
 //! What can be chosen for a migration, as words of the command line.
 
-use agent::api::{Deltas, DiskWish, OnLimit, RamChoice, ThrottleWrites};
+use agent::api::{Deltas, DiskWish, OnLimit, RamChoice, SoftPages, ThrottleWrites};
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -54,6 +54,26 @@ impl From<DeltasArg> for Deltas {
             DeltasArg::Auto => Self::Auto,
             DeltasArg::Always => Self::Always,
             DeltasArg::Never => Self::Never,
+        }
+    }
+}
+
+/// See [`SoftPages`].
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum SoftPagesArg {
+    None,
+    Free,
+    Cold,
+    All,
+}
+
+impl From<SoftPagesArg> for SoftPages {
+    fn from(arg: SoftPagesArg) -> Self {
+        match arg {
+            SoftPagesArg::None => Self::None,
+            SoftPagesArg::Free => Self::Free,
+            SoftPagesArg::Cold => Self::Cold,
+            SoftPagesArg::All => Self::All,
         }
     }
 }

@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 pub use lab::{
-    Accel, DEADLINE, Device, Disk, Environment, Guest, GuestSpec, Lab, LabConfig, Load, QemuVersion, Ram,
-    Serial,
+    Accel, Boot, DEADLINE, Device, Disk, Environment, Guest, GuestSpec, Lab, LabConfig, Load, QemuVersion,
+    Ram, Serial,
 };
 
 /// The program under test.

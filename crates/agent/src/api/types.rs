@@ -196,6 +196,21 @@ pub enum Deltas {
     Never,
 }
 
+/// Which of a guest's memory is not sent because it can do without, as far as a program in the guest says which that is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SoftPages {
+    /// Everything is sent.
+    None,
+    /// Not what is used for nothing.
+    #[default]
+    Free,
+    /// And not what of the page cache was not used of late: the guest gives it back before the stop.
+    Cold,
+    /// And nothing of the page cache that can be given back.
+    All,
+}
+
 /// Which kind of RAM the destination gives the VM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -295,6 +310,9 @@ pub struct MigrateRequest {
     /// Whether only what changed is sent of pages that are sent again.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deltas: Option<Deltas>,
+    /// Which of the guest's memory is not sent because it can do without.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub soft_pages: Option<SoftPages>,
     /// Kind of RAM at the destination.
     #[serde(default)]
     pub ram: RamChoice,
@@ -326,6 +344,7 @@ impl MigrateRequest {
             references: None,
             compression: None,
             deltas: None,
+            soft_pages: None,
             ram: RamChoice::Auto,
             allow_options: Vec::new(),
             disks: DiskWish::Auto,

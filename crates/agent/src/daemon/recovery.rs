@@ -129,6 +129,7 @@ impl Daemon {
             worth: limits.worth(),
             deltas: limits.deltas,
             deltas_bytes: limits.deltas_bytes(),
+            soft_pages: limits.soft_pages,
         };
         let report = self.context.journal.report(record.id()).ok().flatten().unwrap_or_else(|| {
             let terms = &record.terms;

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use proto::limits::PAGE_BYTES;
 
-use super::text::{bytes, seconds, table};
+use super::text::{bytes, empty_pages, seconds, table};
 use super::{Report, Round};
 
 /// Why pages were sent.
@@ -29,7 +29,8 @@ const CAUSES: [(Cause, &str); 4] = [
 
 /// Text: pages by why they were sent and what went for them, and what else was sent. Ends with a newline.
 pub fn explain(report: &Report) -> String {
-    let heading = ["why", "pages", "empty", "there", "changed", "in full", "of", "sent"].map(str::to_owned);
+    let heading =
+        ["why", "pages", "empty", "soft", "there", "delta", "full", "of", "sent"].map(str::to_owned);
     let mut rows = vec![heading];
     let mut total = Round::default();
     let causes = causes(report);
@@ -60,6 +61,15 @@ pub fn explain(report: &Report) -> String {
             text,
             "  {} pages were not there as was believed, and were sent again",
             total.refused_pages
+        );
+    }
+    if let Some(soft) = report.soft.as_ref().filter(|soft| soft.put_off_pages > 0) {
+        let (put_off, given_back) = (soft.put_off_pages * PAGE_BYTES, soft.given_back_pages * PAGE_BYTES);
+        let _ = writeln!(
+            text,
+            "  of {} of page cache that was put off the VM gave {} back",
+            bytes(put_off),
+            bytes(given_back)
         );
     }
     if let Some(compression) = &report.compression {
@@ -100,6 +110,8 @@ fn add(sum: &mut Round, round: &Round) {
         (&mut sum.data_pages, round.data_pages),
         (&mut sum.zero_pages, round.zero_pages),
         (&mut sum.hole_pages, round.hole_pages),
+        (&mut sum.filled_pages, round.filled_pages),
+        (&mut sum.soft_pages, round.soft_pages),
         (&mut sum.reference_pages, round.reference_pages),
         (&mut sum.delta_pages, round.delta_pages),
         (&mut sum.refused_pages, round.refused_pages),
@@ -110,11 +122,12 @@ fn add(sum: &mut Round, round: &Round) {
     }
 }
 
-fn row(why: &str, sum: &Round) -> [String; 8] {
+fn row(why: &str, sum: &Round) -> [String; 9] {
     [
         why.to_owned(),
         sum.dirty_pages.to_string(),
-        sum.zero_pages.saturating_add(sum.hole_pages).to_string(),
+        empty_pages(sum).to_string(),
+        sum.soft_pages.to_string(),
         sum.reference_pages.to_string(),
         sum.delta_pages.to_string(),
         sum.data_pages.to_string(),
@@ -158,7 +171,7 @@ mod tests {
         let text = explain(&report);
         for expected in [
             "web#7 sent 5.7 MiB",
-            "written since    1000       0      0      800      200    3.9 MiB  878.9 KiB",
+            "written since    1000       0     0      0    800   200    3.9 MiB  878.9 KiB",
             "7 pages were not there",
             "compression spared 2.0 MiB",
             "sending what changed spared 3.0 MiB in 0.009 s of CPU",

@@ -3,6 +3,8 @@
 use std::fmt::{self, Write as _};
 use std::iter;
 
+use proto::limits::PAGE_BYTES;
+
 use super::{Compression, Deltas, Downtime, Event, Outcome, PickedWay, Report, Round};
 
 impl Outcome {
@@ -76,6 +78,17 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
     if let Some(Deltas { pages, page_bytes, changed_bytes, mark_cpu_us, .. }) = &report.deltas {
         let (all, changed, cpu) = (bytes(*page_bytes), bytes(*changed_bytes), seconds(*mark_cpu_us));
         writeln!(out, "  changes     {changed} of {pages} pages ({all}), found in {cpu} of CPU")?;
+    }
+    if let Some(soft) = &report.soft {
+        let left_out: u64 = report.rounds.iter().map(|round| round.soft_pages).sum();
+        write!(out, "  left out    {} that the VM does not use", bytes(left_out.saturating_mul(PAGE_BYTES)))?;
+        if soft.put_off_pages > 0 {
+            write!(out, ", page cache among it")?;
+        }
+        writeln!(out)?;
+        for note in &soft.notes {
+            writeln!(out, "              {note}")?;
+        }
     }
     writeln!(
         out,
@@ -162,7 +175,7 @@ fn rounds(rounds: &[Round]) -> String {
             number(round),
             round.dirty_pages.to_string(),
             round.data_pages.to_string(),
-            round.zero_pages.saturating_add(round.hole_pages).to_string(),
+            empty_pages(round).saturating_add(round.soft_pages).to_string(),
             round.reference_pages.saturating_add(round.delta_pages).to_string(),
             milliseconds(round.scan_us),
             milliseconds(round.drain_us),
@@ -208,6 +221,11 @@ fn parts(downtime: &Downtime) -> String {
         .map(|(name, us)| [name.to_owned(), milliseconds(us)])
         .collect();
     table(&rows)
+}
+
+/// Pages of which next to nothing was sent, because there is next to nothing in them.
+pub(super) fn empty_pages(round: &Round) -> u64 {
+    [round.zero_pages, round.hole_pages, round.filled_pages].into_iter().fold(0, u64::saturating_add)
 }
 
 /// Columns as wide as they have to be, numbers to the right, what is decided and names to the left.
@@ -325,6 +343,7 @@ pub(super) mod tests {
             resumed_us: Some(600),
         }));
         report.verification = Some(Verification {
+            left_out_pages: 0,
             compared_bytes: 512 << 20,
             chunks: 256,
             different_chunks: 0,
@@ -411,6 +430,8 @@ pub(super) mod tests {
             data_pages: 1_000_000_000,
             zero_pages: 1_000_000_000,
             hole_pages: 1_000_000_000,
+            filled_pages: 1_000_000_000,
+            soft_pages: 1_000_000_000,
             reference_pages: 1_000_000_000,
             delta_pages: 1_000_000_000,
             refused_pages: 1_000_000_000,

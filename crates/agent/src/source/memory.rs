@@ -7,8 +7,8 @@ use std::time::Instant;
 
 use ::memory::ram::RamError;
 use ::memory::{
-    Deltas, DirtyBitmap, DirtyLog, Known, Owed, Packing, RoundStats, Saving, ScanError, ScanStats, SourceRam,
-    TrackedRam,
+    Deltas, DirtyBitmap, DirtyLog, Known, Owed, Packing, RoundStats, Saving, ScanError, ScanStats, Soft,
+    SourceRam, TrackedRam,
 };
 use block::nbd::NbdError;
 use engine::precopy::{Aim, FixedCost, OnLimit, RoundObservation, StopTime, Traced};
@@ -110,6 +110,19 @@ impl Cargo {
         self.saving.known = Some(Arc::new(known));
     }
 
+    /// What it has, as far as it is known.
+    pub(crate) fn known(&self) -> Option<Arc<Known>> {
+        self.saving.known.clone()
+    }
+
+    /// From here on nothing is referred to. To be called when all of memory was sent once: what is written after that is
+    /// on no disk, and how fast references go says nothing of how fast pages will.
+    pub(crate) fn end_references(&self) {
+        if let Some(known) = &self.saving.known {
+            known.end();
+        }
+    }
+
     /// What is sent from here on may be compressed.
     pub(crate) fn pack(&mut self, packing: Arc<Packing>) {
         self.saving.packing = Some(packing);
@@ -132,6 +145,28 @@ impl Cargo {
         self.saving.deltas.as_ref().map_or_else(|| owed.pages(), |deltas| deltas.unknown(owed.blocks()))
     }
 
+    /// What the guest does not use is left out from here on, as far as somebody says what that is.
+    pub(crate) fn leave_out(&mut self, soft: Arc<Soft>) {
+        self.saving.soft = Some(soft);
+    }
+
+    /// What the guest does not use, where it may be left out.
+    pub(crate) fn soft(&self) -> Option<Arc<Soft>> {
+        self.saving.soft.clone()
+    }
+
+    /// From here on everything is sent.
+    pub(crate) fn end_leaving_out(&self) {
+        if let Some(soft) = &self.saving.soft {
+            soft.end();
+        }
+    }
+
+    /// What the destination has as zeros because the guest did not use it, in each block of memory.
+    pub(crate) fn left_out(&self) -> Vec<DirtyBitmap> {
+        self.saving.soft.as_ref().map_or_else(Vec::new, |soft| soft.left_out())
+    }
+
     pub(crate) fn saving(&self) -> Saving {
         self.saving.clone()
     }
@@ -143,6 +178,11 @@ impl Cargo {
 
     pub(crate) fn has_disks(&self) -> bool {
         self.disks.is_some()
+    }
+
+    /// Lengths of the RAM blocks, in bytes.
+    pub(crate) fn ram_bytes(&self) -> &[u64] {
+        &self.ram_bytes
     }
 
     pub(crate) fn total_ram_bytes(&self) -> u64 {
@@ -183,11 +223,8 @@ impl Cargo {
         Owed::of(ram.chain(self.first_of_disks.iter().cloned()).collect())
     }
 
-    /// From here on memory is part of every round; all of it is owed. Nothing is referred to any more.
+    /// From here on memory is part of every round; all of it is owed.
     pub(crate) fn add_memory(&mut self, tracked: TrackedRam, owed: &mut Owed) {
-        if let Some(known) = &self.saving.known {
-            known.end();
-        }
         self.ram = Some(tracked);
         owed.add_all(0..self.ram_bytes.len());
     }
@@ -323,7 +360,7 @@ pub(crate) fn observe(
         dirty_pages,
         unknown_pages,
         pages_sent: stats.contents.pages(),
-        delta_pages: stats.contents.delta,
+        spared_pages: stats.contents.delta + stats.contents.reference + stats.contents.soft,
         bytes_sent: stats.wire_bytes,
         duration_ns: stats.duration_us.saturating_mul(1000),
         interval_ns: scanned_at.duration_since(sent.scanned_at).as_nanos() as u64,
@@ -339,6 +376,8 @@ pub(crate) fn round_report(stats: &RoundStats) -> Round {
         data_pages: stats.contents.data,
         zero_pages: stats.contents.zero,
         hole_pages: stats.contents.hole,
+        filled_pages: stats.contents.filled,
+        soft_pages: stats.contents.soft,
         reference_pages: stats.contents.reference,
         delta_pages: stats.contents.delta,
         refused_pages: stats.refused_pages,

@@ -109,16 +109,6 @@ impl Driver {
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         let accepted = self.prepare()?;
         let mut cargo = self.cargo(&accepted.copied)?;
-        let seed = self.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
-        let seed = seed.filter(|_| accepted.deltas);
-        let sparing =
-            Sparing::begin(&accepted.codecs, seed, cargo.ram_blocks(), &self.controls, &self.telemetry);
-        if let Some(packing) = sparing.packing() {
-            cargo.pack(packing);
-        }
-        if let Some(deltas) = sparing.deltas() {
-            cargo.send_deltas(deltas);
-        }
         let ready = self.move_to_ready(&accepted, &mut cargo);
         self.say_by(None);
         // A guest that goes on here does so first; what was done to the kernel and to QEMU is undone after that.
@@ -130,6 +120,8 @@ impl Driver {
         if self.controls.aims().references && accepted.references && cargo.has_disks() {
             cargo.refer_to(self.find_out(accepted, cargo)?);
         }
+        let _sparing = self.spare(accepted, cargo);
+        self.may_leave_out(cargo);
         let ahead = if cargo.has_disks() { Some(self.send_disks(cargo)?) } else { None };
         let tracked = self.track()?;
         let (sender, mut owed) = match ahead {
@@ -144,6 +136,22 @@ impl Driver {
             self.verify(cargo)?;
         }
         self.load(&state, sender)
+    }
+
+    /// Less is sent from here on, as wished for, until what is returned is dropped.
+    fn spare(&self, accepted: &Accepted, cargo: &mut Cargo) -> Sparing {
+        let delta_seed = self.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
+        let delta_seed = delta_seed.filter(|_| accepted.deltas);
+        let (blocks, known) = (cargo.ram_blocks(), cargo.known());
+        let sparing =
+            Sparing::begin(&accepted.codecs, delta_seed, blocks, known, &self.controls, &self.telemetry);
+        if let Some(packing) = sparing.packing() {
+            cargo.pack(packing);
+        }
+        if let Some(deltas) = sparing.deltas() {
+            cargo.send_deltas(deltas);
+        }
+        sparing
     }
 
     /// Which disks are copied is for the destination to say.

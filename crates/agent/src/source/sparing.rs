@@ -1,11 +1,12 @@
-//! How less is sent: compression and changes, as they were wished for, or as the policy picks them while pages are sent.
+//! How less is sent: compression, changes and references, as they were wished for, or as the policy picks them while pages
+//! are sent.
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{Counted, Deltas, DeltasCounted, Packing};
+use ::memory::{Counted, Deltas, DeltasCounted, Known, Packing};
 use engine::compression::{Chooser, Decision, Observation, WAYS};
 use proto::limits::PAGE_BYTES;
 use proto::packed::{Codec, Compression as Way, Trial};
@@ -44,6 +45,8 @@ struct Means {
     wanted_deltas: WantedDeltas,
     /// None where pages are sent in full.
     deltas: Option<Arc<Deltas>>,
+    /// None where nothing is referred to. For memory it is looked up only where the link is slow.
+    known: Option<Arc<Known>>,
 }
 
 impl Sparing {
@@ -53,6 +56,7 @@ impl Sparing {
         codecs: &[Codec],
         delta_seed: Option<u64>,
         ram_blocks: usize,
+        known: Option<Arc<Known>>,
         controls: &Arc<Controls>,
         telemetry: &Telemetry,
     ) -> Self {
@@ -65,14 +69,15 @@ impl Sparing {
             let at_us = telemetry.elapsed_us();
             controls.report(|report| report.event(at_us, "deltas", detail));
         }
-        let is_watched =
-            wanted == Compress::Auto || (deltas.is_some() && wanted_deltas == WantedDeltas::Auto);
+        let is_watched = wanted == Compress::Auto
+            || (deltas.is_some() && wanted_deltas == WantedDeltas::Auto)
+            || known.is_some();
         let way = match wanted {
             Compress::Auto => Way::None,
             Compress::Fixed(way) => way,
         };
         let packing = (is_watched || way != Way::None).then(|| Arc::new(Packing::new(way, worth)));
-        let means = Means { wanted, packing, wanted_deltas, deltas };
+        let means = Means { wanted, packing, wanted_deltas, deltas, known };
         if wanted_deltas == WantedDeltas::Always {
             means.mark(controls);
         }
@@ -133,6 +138,16 @@ impl Drop for Sparing {
 }
 
 impl Means {
+    /// The link is waited for: from here on it pays to look at pages before they are sent.
+    fn use_what_is_known(&self, controls: &Controls) {
+        if self.wanted_deltas == WantedDeltas::Auto {
+            self.mark(controls);
+        }
+        if let Some(known) = &self.known {
+            known.look_at_memory();
+        }
+    }
+
     /// From here on pages are marked, and what changed of them is sent.
     fn mark(&self, controls: &Controls) {
         let Some(deltas) = &self.deltas else { return };
@@ -163,7 +178,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
     let (stop, stopped) = mpsc::channel();
     let looks = move || {
         let (mut chooser, mut before) = (Chooser::default(), Look::now(&packing));
-        let (mut present, mut marks, mut looks) = (Way::None, means.wanted_deltas == WantedDeltas::Always, 0);
+        let (mut present, mut is_slow, mut looks) = (Way::None, false, 0);
         let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
         while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
             let data_bytes = packing.count().data_bytes - before.counted.data_bytes;
@@ -174,12 +189,12 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
             let now = Look::now(&packing);
             let decision = chooser.decide(&now.since(&before, workers, packing.take_trials()));
             before = now;
-            if decision.deltas && !marks {
-                marks = true;
-                means.mark(&controls);
+            if decision.link_is_slow && !is_slow {
+                is_slow = true;
+                means.use_what_is_known(&controls);
             }
             if means.wanted != Compress::Auto {
-                if marks {
+                if is_slow {
                     return;
                 }
                 continue;

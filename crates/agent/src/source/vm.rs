@@ -1,15 +1,18 @@
 //! A VM on its way out: its process, its monitor, its memory.
 
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use ::memory::DirtyBitmap;
 use engine::handover::Found;
 use engine::handover::source::SourceEvent;
 use proto::message::RamBlock as ProposedBlock;
 use qemu::device_state::{self, Disks, StateError, StateFile};
 use qemu::find;
+use qemu::guest_port::{self, PortError};
 use qemu::qmp::{Qmp, QmpError};
-use qemu::ram::{RamBlock, RamError};
+use qemu::ram::{RamBlock, RamError, Seen};
 use qemu::tree::DeviceTree;
 use tracee::{Process, ProcessError, Signal};
 use tracing::{info, warn};
@@ -56,6 +59,9 @@ pub(crate) enum VmError {
     /// It cannot be held, or let go.
     #[error(transparent)]
     Hold(#[from] HoldError),
+    /// Nobody in the guest can be asked.
+    #[error(transparent)]
+    Port(#[from] PortError),
     /// It does neither run nor stand still for its user.
     #[error("{}", qemu::preflight::run_state_refusal(.0))]
     RunState(String),
@@ -178,6 +184,24 @@ impl SourceVm {
         }
     }
 
+    /// Whether the guest has a port with this name.
+    pub(crate) fn has_guest_port(&self, name: &str) -> bool {
+        guest_port::is_there(&self.devices, name)
+    }
+
+    /// A connection to somebody in the guest over the port with this name, and where the guest sees its memory; none if it
+    /// has no such port, or does not run.
+    pub(crate) fn running_guest(&mut self, name: &str) -> Result<Option<(UnixStream, Vec<Seen>)>, VmError> {
+        let pid = self.process.pid();
+        if !self.is_running()? {
+            return Ok(None);
+        }
+        let qmp = self.qmp.as_mut().ok_or(VmError::Gone)?;
+        let Some(connection) = guest_port::connect(qmp, pid, &self.devices, name)? else { return Ok(None) };
+        let seen = qemu::ram::seen_by_guest(qmp, &self.blocks)?;
+        Ok(Some((connection, seen)))
+    }
+
     /// Lets block I/O in flight complete.
     pub(crate) fn drain(&mut self) -> Result<(), VmError> {
         self.ask(qemu::control::drain)
@@ -279,13 +303,13 @@ impl SourceVm {
         Ok(events.iter().any(|event| event.name == "RESUME"))
     }
 
-    /// Hashes all of the stopped guest's memory.
-    pub(crate) fn hashes(&mut self) -> Result<Hashes, CompareError> {
+    /// Hashes all of the stopped guest's memory; what was left out counts as zeros.
+    pub(crate) fn hashes(&mut self, left_out: &[DirtyBitmap]) -> Result<Hashes, CompareError> {
         let names: Vec<_> = self.blocks.iter().map(|block| block.name.clone()).collect();
         let names: Vec<_> = names.iter().map(String::as_str).collect();
         let pid = self.process.pid();
         let qmp = self.monitor().map_err(|_| CompareError::NotThere("all".to_owned()))?;
-        verification::hashes(qmp, pid, &names)
+        verification::hashes(qmp, pid, &names, left_out)
     }
 
     /// Holds QEMU by SIGSTOP: from COMMITTED on nobody else's `cont` shall reach the guest (design, trap 18).

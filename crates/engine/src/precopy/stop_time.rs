@@ -106,9 +106,10 @@ pub enum OnLimit {
 ///
 /// Choosing the lower one errs towards another round, and that round measures again.
 ///
-/// Rounds in which only what changed of most pages was sent are many times as fast, and tell nothing of pages that have
-/// to be sent in full. So these are expected to go as they did in the other rounds, and what is expected of all of them is
-/// no less than that.
+/// Rounds in which most pages were spared, because only what changed of them was sent or the destination had them already,
+/// are many times as fast, and tell nothing of pages that have to be sent in full. So these are expected to go as they did
+/// in the other rounds, and what is expected of all of them is no less than that. Before there was any other round they
+/// are expected to go as if those that were sent in full had taken all of the time.
 ///
 /// *Gain*: KVM's rule stops as soon as the limit is kept, which makes the limit the downtime: whoever allows 300 ms has
 /// the guest stand still for nearly that long, although a round of 100 ms, in which the guest runs, would have left a
@@ -128,7 +129,7 @@ pub struct StopTime {
     sum_bytes: u128,
     #[serde(skip)]
     sum_ns: u128,
-    /// The same of rounds in which most pages went in full.
+    /// The same of what went in full, in rounds in which most did.
     #[serde(skip)]
     full_bytes: u128,
     #[serde(skip)]
@@ -173,9 +174,13 @@ impl StopTime {
     fn learn(&mut self, observed: &RoundObservation) {
         self.sum_bytes = self.sum_bytes / 2 + guest_bytes(observed.pages_sent);
         self.sum_ns = self.sum_ns / 2 + u128::from(observed.duration_ns);
-        if observed.delta_pages <= observed.pages_sent / 2 {
+        let is_full = observed.spared_pages <= observed.pages_sent / 2;
+        if is_full {
             self.full_bytes = self.full_bytes / 2 + guest_bytes(observed.pages_sent);
             self.full_ns = self.full_ns / 2 + u128::from(observed.duration_ns);
+        } else if self.full_bytes == 0 {
+            self.full_bytes = guest_bytes(observed.pages_sent.saturating_sub(observed.spared_pages));
+            self.full_ns = observed.duration_ns.into();
         }
         // An eighth less is progress; less than that is noise.
         let progress = self.fewest_dirty.is_none_or(|fewest| observed.dirty_pages < fewest - fewest / 8);

@@ -79,11 +79,11 @@ fn what_was_refused_or_may_not_have_arrived_is_sent_in_full() {
     let deltas = deltas(100);
     send(&deltas, (0, 0), 0..10, 1, 1);
     send(&deltas, (0, 1), 0..10, 1, 1);
-    deltas.refuse((0, 0), &pages(3..5));
+    deltas.refuse((0, 0), &pages(3..5), 2);
     assert_eq!(send(&deltas, (0, 0), 2..6, 2, 1), [2, 5]);
     // While a worker has them.
     let chunk = deltas.lend((0, 0), &pages(0..1), 3, true).unwrap();
-    deltas.refuse((0, 0), &pages(0..5));
+    deltas.refuse((0, 0), &pages(0..5), 5);
     deltas.give_back((0, 0), chunk);
     assert_eq!(send(&deltas, (0, 0), 0..10, 4, 1), [5, 6, 7, 8, 9]);
     let mut owed = DirtyBitmap::new(4 << 20);

@@ -1,4 +1,6 @@
-//! Is it all zero?
+//! Is it all the same?
+
+use proto::pages::FILLING_BYTES;
 
 /// Bytes compared at a time. The loop over them has no early exit, so that it is compiled to wide instructions.
 const STEP: usize = 128;
@@ -10,9 +12,29 @@ pub fn is_zero(bytes: &[u8]) -> bool {
         && rest.iter().all(|byte| *byte == 0)
 }
 
+/// The eight bytes that a page consists of, again and again, if it does: what debugging kernels and other systems fill
+/// free memory with. Most pages show in their first bytes that they do not.
+pub(crate) fn filling(page: &[u8]) -> Option<[u8; FILLING_BYTES]> {
+    let (first, rest) = page.split_first_chunk()?;
+    (rest.starts_with(first) && *rest == page[..rest.len()]).then_some(*first)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_fills_a_page_is_found() {
+        let mut page: Vec<u8> = [1, 2, 3, 4, 5, 6, 7, 8].repeat(512);
+        assert_eq!(filling(&page), Some([1, 2, 3, 4, 5, 6, 7, 8]));
+        for at in [0, 7, 8, 9, 2000, 4095] {
+            page[at] ^= 0x80;
+            assert_eq!(filling(&page), None, "byte {at}");
+            page[at] ^= 0x80;
+        }
+        assert_eq!(filling(&[0xaa; 4096]), Some([0xaa; 8]));
+        assert_eq!(filling(&[0; 4096]), Some([0; 8]));
+    }
 
     #[test]
     fn one_byte_anywhere_is_seen() {

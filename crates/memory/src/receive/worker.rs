@@ -156,6 +156,15 @@ impl StreamWorker {
                 Content::Zero | Content::Hole => {
                     writer.drop_pages(place).map_err(|source| failed(offset, source))?;
                 }
+                Content::Filled => {
+                    // What is written at once is one piece of the frame's data.
+                    let data = &begin[..begin.len() - rest.len() - mine.len()];
+                    self.write(writer.as_ref(), data).map_err(|(at, source)| failed(at, source))?;
+                    begin = rest;
+                    self.found.resize(run.len_bytes() as usize, 0);
+                    self.found.chunks_exact_mut(mine.len()).for_each(|bytes| bytes.copy_from_slice(mine));
+                    writer.write(offset, &self.found).map_err(|source| failed(offset, source))?;
+                }
                 Content::Reference | Content::Delta { .. } => {
                     // What is written at once is one piece of the frame's data.
                     let data = &begin[..begin.len() - rest.len() - mine.len()];

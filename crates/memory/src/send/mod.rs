@@ -41,6 +41,7 @@ use crate::pack::Packing;
 use crate::ram::{BlockReader, RamError};
 use crate::references::Known;
 use crate::round::{Owed, Readable};
+use crate::soft::Soft;
 use crate::wire::{DataStream, is_transient};
 
 mod plan;
@@ -70,6 +71,8 @@ pub struct Saving {
     pub deltas: Option<Arc<Deltas>>,
     /// Data is compressed. The other side has to have named the codecs.
     pub packing: Option<Arc<Packing>>,
+    /// What the guest does not use is left out.
+    pub soft: Option<Arc<Soft>>,
 }
 
 /// Why a round could not be sent.

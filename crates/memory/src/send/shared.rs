@@ -55,6 +55,8 @@ struct Counters {
     hole: AtomicU64,
     reference: AtomicU64,
     delta: AtomicU64,
+    filled: AtomicU64,
+    soft: AtomicU64,
     refused: AtomicU64,
     wire_bytes: AtomicU64,
 }
@@ -99,9 +101,20 @@ impl Shared {
         let counters = &self.counters;
         counters.round.store(plan.round, Ordering::Relaxed);
         counters.pages.store(plan.pages, Ordering::Relaxed);
-        let Counters { round: _, pages: _, data, zero, hole, reference, delta, refused, wire_bytes } =
-            counters;
-        for counter in [data, zero, hole, reference, delta, refused, wire_bytes] {
+        let Counters {
+            round: _,
+            pages: _,
+            data,
+            zero,
+            hole,
+            reference,
+            delta,
+            filled,
+            soft,
+            refused,
+            wire_bytes,
+        } = counters;
+        for counter in [data, zero, hole, reference, delta, filled, soft, refused, wire_bytes] {
             counter.store(0, Ordering::Relaxed);
         }
         if let Some(deltas) = &self.saving.deltas {
@@ -160,6 +173,8 @@ impl Shared {
             hole: get(&counters.hole),
             reference: get(&counters.reference),
             delta: get(&counters.delta),
+            filled: get(&counters.filled),
+            soft: get(&counters.soft),
         };
         Progress {
             round: counters.round.load(Ordering::Relaxed),
@@ -249,16 +264,16 @@ impl Shared {
             allowed,
             is_there: &is_there,
         });
-        let marks = self.saving.deltas.as_deref().filter(|_| refer.is_none()).and_then(|deltas| {
-            Some((deltas, deltas.lend((block, chunk), &owed, plan.round, plan.deadline.is_none())?))
+        let soft = self.saving.soft.as_deref().filter(|_| plan.deadline.is_none());
+        let soft = soft.map_or(ChunkPages::EMPTY, |soft| soft.chunk(block, chunk.into()));
+        let mut used = owed;
+        used.remove(&soft);
+        let marks = self.saving.deltas.as_deref().and_then(|deltas| {
+            Some((deltas, deltas.lend((block, chunk), &used, plan.round, plan.deadline.is_none())?))
         });
-        let mut knowledge = match (refer, marks) {
-            (Some(refer), _) => Knowledge::Refer(refer),
-            (None, Some((deltas, marks))) => Knowledge::Marks(deltas, marks),
-            (None, None) => Knowledge::Nothing,
-        };
+        let mut knowledge = Knowledge { soft, refer, marks };
         let sent = self.send_frames(stream, outlet, plan, place, owed, &mut knowledge);
-        if let Knowledge::Marks(deltas, marks) = knowledge {
+        if let Some((deltas, marks)) = knowledge.marks {
             deltas.give_back((block, chunk), marks);
         }
         sent
@@ -291,17 +306,21 @@ impl Shared {
             counters.hole.fetch_add(contents.hole, Ordering::Relaxed);
             counters.reference.fetch_add(contents.reference, Ordering::Relaxed);
             counters.delta.fetch_add(contents.delta, Ordering::Relaxed);
+            counters.filled.fetch_add(contents.filled, Ordering::Relaxed);
+            counters.soft.fetch_add(contents.soft, Ordering::Relaxed);
             counters.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
             left.remove(&taken);
-            match knowledge {
-                Knowledge::Nothing => {}
-                Knowledge::Refer(Refer { known, block, base_page, .. }) => {
-                    let names = outlet.builder.names().iter();
-                    known.sent(*block, names.map(|(page, name)| (*base_page + page, *name)));
-                }
-                Knowledge::Marks(deltas, _) => {
-                    deltas.sent(contents.delta, outlet.builder.pieces(), outlet.builder.mark_ns());
-                }
+            if let Some(soft) = &self.saving.soft {
+                let mut left_out = knowledge.soft;
+                left_out.retain(&taken);
+                soft.sent(place.block, place.chunk.into(), &taken, &left_out);
+            }
+            if let Some(Refer { known, block, base_page, .. }) = &knowledge.refer {
+                let names = outlet.builder.names().iter();
+                known.sent(*block, names.map(|(page, name)| (*base_page + page, *name)));
+            }
+            if let Some((deltas, _)) = &knowledge.marks {
+                deltas.sent(contents.delta, outlet.builder.pieces(), outlet.builder.mark_ns());
             }
         }
         Ok(())
@@ -393,14 +412,15 @@ impl Shared {
     fn take_missing(&self, stream: u16, payload: &[u8]) -> Result<(), SendError> {
         let (seq, pages) = decode_missing(payload).map_err(|source| SendError::BadAck { stream, source })?;
         let missing = ChunkPages::from_words(pages);
-        let Some((block, chunk)) = self.streams[usize::from(stream)].missing(seq, &missing) else {
+        let Some((place, changed)) = self.streams[usize::from(stream)].missing(seq, &missing) else {
             return Err(SendError::WrongMissing { stream, seq });
         };
+        let (block, chunk) = place;
         if let Some(known) = &self.saving.known {
             known.refuse(block, chunk.into(), &missing);
         }
         if let Some(deltas) = &self.saving.deltas {
-            deltas.refuse((block, chunk), &missing);
+            deltas.refuse(place, &missing, changed.count());
         }
         self.counters.refused.fetch_add(missing.count(), Ordering::Relaxed);
         Ok(())

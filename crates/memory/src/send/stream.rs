@@ -7,7 +7,7 @@ use link::LinkError;
 use proto::frame::HEADER_BYTES;
 use proto::pages::PagesHeader;
 
-use crate::chunk::FrameBuilder;
+use crate::chunk::{FrameBuilder, Presumed};
 use crate::dirty::ChunkPages;
 use crate::lock;
 use crate::pack::{Packer, Packing};
@@ -17,7 +17,7 @@ use crate::wire::{FrameSink, HangUp};
 /// What a frame on its way carries. Pages that are presumed to be at the other side may turn out not to be there.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum InFlight {
-    Pages { block: u16, chunk: u32, pages: ChunkPages, presumed: ChunkPages },
+    Pages { block: u16, chunk: u32, pages: ChunkPages, presumed: Presumed },
     RoundEnd,
 }
 
@@ -109,17 +109,18 @@ impl Stream {
     }
 
     /// Pages that a frame that is not acknowledged yet presumed to be there are not: they stay owed. Returns which chunk
-    /// they are of; none if there is no such frame that presumed it, or it was said before.
-    pub(super) fn missing(&self, seq: u64, missing: &ChunkPages) -> Option<(u16, u32)> {
+    /// they are of, and of which of them only what changed was sent; none if there is no such frame that presumed it, or
+    /// it was said before.
+    pub(super) fn missing(&self, seq: u64, missing: &ChunkPages) -> Option<((u16, u32), ChunkPages)> {
         let mut flight = lock(&self.flight);
         let index = seq.checked_sub(flight.acked + 1)?;
         match flight.frames.get_mut(usize::try_from(index).ok()?)? {
-            InFlight::Pages { block, chunk, pages, presumed } if missing.is_within(presumed) => {
+            InFlight::Pages { block, chunk, pages, presumed } => {
+                let changed = presumed.take(missing)?;
                 pages.remove(missing);
-                presumed.remove(missing);
-                Some((*block, *chunk))
+                Some(((*block, *chunk), changed))
             }
-            _ => None,
+            InFlight::RoundEnd => None,
         }
     }
 

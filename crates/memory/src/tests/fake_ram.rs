@@ -32,6 +32,8 @@ enum Entry {
 pub(super) struct FakePage {
     pub(super) contents: Option<Box<Page>>,
     entry: Entry,
+    /// The guest does not use it: what is in it does not matter until it is written to.
+    pub(super) is_free: bool,
 }
 
 pub(super) type BeforeWrite = Box<dyn FnMut(u64) + Send>;
@@ -54,7 +56,7 @@ impl FakeRam {
     /// Blocks of so many pages, all holes.
     pub(super) fn new(blocks: &[u64]) -> Self {
         let block = |(index, pages): (usize, &u64)| {
-            let page = || Mutex::new(FakePage { contents: None, entry: Entry::None });
+            let page = || Mutex::new(FakePage { contents: None, entry: Entry::None, is_free: false });
             Arc::new(FakeBlock {
                 name: format!("ram{index}"),
                 pages: std::iter::repeat_with(page).take(*pages as usize).collect(),
@@ -101,7 +103,7 @@ impl FakeRam {
             }
             return;
         }
-        let what = dice.below(13);
+        let what = dice.below(14);
         for page in first..(first + run).min(block.pages.len() as u64) {
             match what {
                 0..=5 => block.guest_writes(page, dice.next(), (dice.next() % 4096) as usize),
@@ -111,6 +113,7 @@ impl FakeRam {
                 10 => block.is_reclaimed(page),
                 // Nothing that any codec could shorten.
                 12 => block.guest_fills(page, &std::array::from_fn(|_| dice.next() as u8)),
+                13 => block.guest_fills(page, &[first as u8 | 1; PAGE]),
                 _ => block.guest_reads(page),
             }
         }
@@ -135,6 +138,7 @@ impl FakeBlock {
     fn change(&self, page: u64, change: impl FnOnce(&mut Page)) {
         let mut page = lock(&self.pages[page as usize]);
         page.entry = Entry::Present { written: true };
+        page.is_free = false;
         change(page.contents.get_or_insert_with(|| Box::new([0; PAGE])));
     }
 
@@ -161,6 +165,11 @@ impl FakeBlock {
 
     pub(super) fn guest_zeroes(&self, page: u64) {
         self.change(page, |bytes| bytes.fill(0));
+    }
+
+    /// Whatever is in it is of no use any more.
+    pub(super) fn guest_frees(&self, page: u64) {
+        lock(&self.pages[page as usize]).is_free = true;
     }
 
     /// Balloon: the memory is given back, and with the entry the mark is gone.
@@ -191,6 +200,7 @@ impl FakeBlock {
     /// Its data lands; no mark is made.
     pub(super) fn dma_lands(&self, page: u64, value: u64) {
         let mut page = lock(&self.pages[page as usize]);
+        page.is_free = false;
         page.contents.get_or_insert_with(|| Box::new([0; PAGE]))[..8].copy_from_slice(&value.to_le_bytes());
     }
 }

@@ -189,9 +189,11 @@ fn a_frame_may_have_a_bit_of_everything() {
     let zeros = Run { first_page: 6, pages: 1, content: Content::Zero };
     let mut payload = Vec::new();
     let header = PagesHeader { seq: 1, round: 1, block: 0, chunk: 0 };
-    header.encode(&[data(0, 1), delta(1), delta(3), data(5, 1), zeros, data(7, 1)], &mut payload);
+    let filled = Run { first_page: 8, pages: 2, content: Content::Filled };
+    let runs = [data(0, 1), delta(1), delta(3), data(5, 1), zeros, data(7, 1), filled, data(10, 1)];
+    header.encode(&runs, &mut payload);
     let [one, other] = &changes;
-    for part in [&page(10)[..], one, other, one, other, &page(11), &page(12)] {
+    for part in [&page(10)[..], one, other, one, other, &page(11), &page(12), b"whimbrel", &page(13)] {
         payload.extend_from_slice(part);
     }
     bench.send(Kind::Pages, &payload);
@@ -202,9 +204,11 @@ fn a_frame_may_have_a_bit_of_everything() {
     let mut old = page(1);
     old[100..108].copy_from_slice(&1_u64.to_le_bytes());
     let is = |at, expected: Option<&[u8; PAGE]>| bench.ram.0[0].contents(at).as_ref() == expected;
-    for (at, word) in [(0, 10), (1, 7), (2, 8), (4, 8), (5, 11), (7, 12)] {
+    for (at, word) in [(0, 10), (1, 7), (2, 8), (4, 8), (5, 11), (7, 12), (10, 13)] {
         assert!(is(at, Some(&page(word))), "page {at}");
     }
+    let filled = std::array::from_fn(|at| b"whimbrel"[at % 8]);
+    assert!(is(8, Some(&filled)) && is(9, Some(&filled)));
     assert!(is(3, Some(&old)) && is(6, None));
 }
 

@@ -11,7 +11,9 @@ use super::Dice;
 use super::fake_ram::{FakeRam, PAGE, Page};
 use super::fake_wire::{WHOLE, connection};
 use super::pair::Pair;
-use crate::{ChunkPages, Known, PageName, RamError, Readable, Saving, SendError, Sender, Templates, lock};
+use crate::{
+    ChunkPages, Deltas, Known, PageName, RamError, Readable, Saving, SendError, Sender, Templates, lock,
+};
 
 /// Templates in vectors.
 pub(super) struct FakeTemplates(pub(super) Vec<Mutex<Vec<Page>>>);
@@ -21,6 +23,9 @@ impl FakeTemplates {
     pub(super) fn of(source: &FakeRam, dice: &mut Dice) -> (Known, Self) {
         let bytes = || source.0.iter().map(|block| block.pages.len() as u64 * PAGE_BYTES);
         let known = Known::new(bytes(), dice.below(2) as usize, 2000, 500);
+        if dice.one_in(2) {
+            known.look_at_memory();
+        }
         let template = |number| {
             let mut pages: Vec<Page> = Vec::new();
             for _ in 0..dice.below(20) {
@@ -115,6 +120,38 @@ fn what_was_sent_before_is_not_sent_again() {
     assert_eq!(owed.pages(), stats.refused_pages);
     let (pair, owed, _) = pair.round(owed);
     assert_eq!(owed.pages(), 0);
+    assert!(pair.is_equal());
+}
+
+/// A guest that has read its disk: what of it is in memory does not go again, and of what it changes there only the
+/// changes do. A page that the disk has not any more comes in full.
+#[test]
+fn memory_that_came_from_a_disk_is_read_from_there() {
+    let source = FakeRam::new(&[600, 600]);
+    (0..600).for_each(|page| source.0[1].guest_writes(page, page + 1, 0));
+    let known = Arc::new(Known::new([600 * PAGE_BYTES; 2], 1, 0, 2000));
+    let deltas = Arc::new(Deltas::with_bits(1, 1 << 20, u16::MAX));
+    deltas.set(true);
+    let (known_too, deltas_too) = (Some(Arc::clone(&known)), Some(Arc::clone(&deltas)));
+    let saving = Saving { known: known_too, deltas: deltas_too, ..Saving::default() };
+    let owed = source.everything();
+    let (pair, owed, stats) = Pair::new(source, saving, Vec::new()).round(owed);
+    assert_eq!((stats.contents.reference, stats.contents.data), (0, 600));
+    known.look_at_memory();
+    let ram = &pair.source.0[0];
+    (0..500).for_each(|page| ram.guest_fills(page, &pair.source.0[1].contents(page + 50).unwrap()));
+    (500..600).for_each(|page| ram.guest_writes(page, page + 9000, 0));
+    pair.destination.0[1].guest_writes(100, 7, 0);
+    let (pair, owed, stats) = pair.round(owed);
+    // A run of them is there or is not.
+    let refused = stats.refused_pages;
+    assert_eq!((stats.contents.reference, stats.contents.data), (500, 100), "{stats:?}");
+    assert!(refused > 0 && refused < 500 && owed.pages() == refused, "{stats:?}");
+    (0..600).for_each(|page| pair.source.0[0].guest_writes(page, 3, 8));
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!((stats.contents.delta, stats.contents.data), (600 - refused, refused), "{stats:?}");
+    assert_eq!((owed.pages(), deltas.count().pages), (0, 600 - refused));
+    pair.destination.0[1].guest_fills(100, &pair.source.0[1].contents(100).unwrap());
     assert!(pair.is_equal());
 }
 

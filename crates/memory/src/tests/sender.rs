@@ -11,11 +11,12 @@ use proto::frame::Kind;
 use proto::limits::CHUNK_PAGES;
 use proto::pages::{Ack, Content, PagesHeader};
 
-use super::fake_ram::FakeRam;
+use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{Sink, WHOLE, connection, end};
+use super::pair::Pair;
 use crate::{
-    DataStream, FrameSink, Owed, RamError, Readable, Receiver, ReceiverEvent, SendError, Sender, lock,
-    stream_of,
+    DataStream, FrameSink, Owed, RamError, Readable, Receiver, ReceiverEvent, Saving, SendError, Sender,
+    lock, stream_of,
 };
 
 fn all(ram: &FakeRam) -> Readable {
@@ -244,6 +245,27 @@ fn contents_are_told_apart() {
         [(0, 40, Content::Zero), (40, 2, Content::Data), (42, 470, Content::Hole), (512, 88, Content::Hole)];
     assert_eq!(reader.join().unwrap().1, expected);
     assert!(stats.wire_bytes < 3 * 4096);
+}
+
+/// What debugging kernels fill free pages with goes as what it is, between other pages and of whatever length.
+#[test]
+fn pages_that_are_filled_go_as_what_they_are_filled_with() {
+    let source = FakeRam::new(&[600]);
+    let ram = &source.0[0];
+    (0..600).for_each(|page| ram.guest_fills(page, &[0xaa; PAGE]));
+    (100..102).for_each(|page| ram.guest_fills(page, &std::array::from_fn(|at| (at % 8) as u8)));
+    ram.guest_writes(300, 7, 8);
+    ram.guest_zeroes(301);
+    let owed = source.everything();
+    let (pair, owed, stats) = Pair::new(source, Saving::default(), Vec::new()).round(owed);
+    assert_eq!((stats.contents.filled, stats.contents.data, stats.contents.zero), (598, 1, 1));
+    assert!(stats.wire_bytes < 5000 && owed.pages() == 0 && pair.is_equal(), "{stats:?}");
+    // What was data before, and the other way round.
+    pair.source.0[0].guest_fills(300, &[9; PAGE]);
+    pair.source.0[0].guest_writes(5, 1, 16);
+    let (pair, _, stats) = pair.round(owed);
+    assert_eq!((stats.contents.filled, stats.contents.data), (1, 1));
+    assert!(pair.is_equal());
 }
 
 /// Trap 7: a worker of the old generation stands in a slow write when the new connections come.

@@ -12,7 +12,7 @@ use super::{QmpError, remaining};
 
 /// Connects without ever blocking past the deadline: when a held monitor's backlog is full, a
 /// blocking `connect` would wait for ever.
-pub(super) fn connect_by(path: &Path, deadline: Instant) -> Result<UnixStream, QmpError> {
+pub(crate) fn connect_by(path: &Path, deadline: Instant) -> Result<UnixStream, QmpError> {
     let failed = |source: io::Error| QmpError::Connect { path: path.to_owned(), source };
     let address = SocketAddrUnix::new(path).map_err(|errno| failed(errno.into()))?;
     loop {

@@ -31,6 +31,7 @@ fn aims() -> Aims {
         worth: ::memory::Worth::default(),
         deltas: Deltas::Auto,
         deltas_bytes: 1 << 20,
+        soft_pages: crate::api::SoftPages::Free,
     }
 }
 

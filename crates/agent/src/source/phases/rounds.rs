@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{DataStream, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent};
 use engine::handover::source::SourceEvent;
-use engine::precopy::{Decision, Policy, RoundObservation};
+use engine::precopy::{Decision, Policy, RoundObservation, Traced};
 use tracing::info;
 
 use super::Failure;
@@ -66,41 +66,81 @@ impl Driver {
         cargo: &mut Cargo,
     ) -> Result<(Sender, Owed), Failure> {
         self.phase(Phase::PreCopy);
-        let mut policy = memory::policy(&self.controls.aims(), self.context.fixed_costs().estimate());
+        let new_policy =
+            |driver: &Self| memory::policy(&driver.controls.aims(), driver.context.fixed_costs().estimate());
+        let mut policy = new_policy(self);
         let (mut sender, mut owed) = (sender, owed);
         let mut sent_before: Option<memory::SentRound> = None;
+        let mut softening = self.meet_guest(cargo);
+        let mut is_first = true;
         // Rounds of disks alone, and their parts, are none of these.
-        let rounds_before = owed.round();
+        let mut rounds_before = owed.round();
         loop {
-            let looked = self.look(owed, cargo)?;
-            if let Some(sent) = sent_before.take() {
-                let owed = looked.readable.owed();
-                let pages = (owed.pages(), cargo.unknown_pages(owed));
-                let observed = memory::observe(&sent, looked.scan, pages, looked.scanned_at);
-                let observed =
-                    RoundObservation { round: observed.round.saturating_sub(rounds_before), ..observed };
-                policy.aim(memory::aim(&self.controls.aims()));
-                let decision = policy.decide(&observed);
-                self.decided(&observed, &decision);
-                match decision {
-                    Decision::NextRound { .. } => {}
-                    Decision::StopAndCopy { expected_downtime_ns } => {
-                        self.clock.expected_downtime = Duration::from_nanos(expected_downtime_ns);
-                        return Ok((sender, looked.readable.give_up()));
-                    }
-                    Decision::GiveUp { reason } => {
-                        self.context.fixed_costs().forget();
-                        return Err(Failure::new(SourceEvent::Failed, reason.to_string()));
-                    }
+            let mut looked = self.look(owed, cargo)?;
+            let stop = match sent_before.take() {
+                Some(sent) => self.is_to_stop(&mut policy, rounds_before, &sent, &looked, cargo)?,
+                None => None,
+            };
+            let mut is_taking_back = false;
+            match (stop, &mut softening) {
+                (Some(_), Some(softening)) if softening.has_put_off() => {
+                    is_taking_back = true;
+                    rounds_before = looked.readable.owed().round();
+                    looked.readable = self.take_back(softening, looked.readable)?;
                 }
+                (Some(expected_downtime), _) => {
+                    self.clock.expected_downtime = expected_downtime;
+                    return Ok((sender, looked.readable.give_up()));
+                }
+                (None, Some(softening)) => {
+                    looked.readable = self.ask_guest(softening, looked.readable, is_first)?;
+                }
+                (None, None) => {}
             }
             self.throttle(cargo)?;
             self.take_notices()?;
             let scanned_at = looked.scanned_at;
             let sent = self.send_looked(sender, looked, cargo)?;
             cargo.drained(sent.stats.as_ref());
+            if sent.stats.is_some() {
+                is_first = false;
+                cargo.end_references();
+            }
             sent_before = sent.stats.map(|stats| memory::SentRound { stats, scanned_at });
+            if is_taking_back {
+                // The guest has written to what it keeps of each page that it gave back, for as long as that took: neither
+                // says anything of the rounds that follow.
+                (policy, sent_before) = (new_policy(self), None);
+            }
             (sender, owed) = (sent.sender, sent.owed);
+        }
+    }
+
+    /// Whether the policy says stop, after a round and the look that followed it; with the downtime that it expects.
+    fn is_to_stop(
+        &mut self,
+        policy: &mut Traced,
+        rounds_before: u32,
+        sent: &memory::SentRound,
+        looked: &Looked,
+        cargo: &Cargo,
+    ) -> Result<Option<Duration>, Failure> {
+        let owed = looked.readable.owed();
+        let pages = (owed.pages(), cargo.unknown_pages(owed));
+        let observed = memory::observe(sent, looked.scan, pages, looked.scanned_at);
+        let observed = RoundObservation { round: observed.round.saturating_sub(rounds_before), ..observed };
+        policy.aim(memory::aim(&self.controls.aims()));
+        let decision = policy.decide(&observed);
+        self.decided(&observed, &decision);
+        match decision {
+            Decision::NextRound { .. } => Ok(None),
+            Decision::StopAndCopy { expected_downtime_ns } => {
+                Ok(Some(Duration::from_nanos(expected_downtime_ns)))
+            }
+            Decision::GiveUp { reason } => {
+                self.context.fixed_costs().forget();
+                Err(Failure::new(SourceEvent::Failed, reason.to_string()))
+            }
         }
     }
 

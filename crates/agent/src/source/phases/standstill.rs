@@ -91,6 +91,7 @@ impl Driver {
     ) -> Result<(Vec<u8>, Sender), Failure> {
         let began = Instant::now();
         let acknowledged_by = self.standstill_ends();
+        cargo.end_leaving_out();
         // Nothing gives memory back any more. Without a comparison the guest does not stand still for it.
         if self.controls.aims().verify {
             cargo.will_be_compared();
@@ -187,7 +188,9 @@ impl Driver {
         let cannot_read = |error: CompareError| Failure::local("cannot read what is to be compared", &error);
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let (images, socket) = (self.copied_images(cargo)?, self.disk_socket().with_extension("compare"));
-        let mut hashes = self.vm()?.hashes().map_err(cannot_read)?;
+        let left_out = cargo.left_out();
+        let left_out_pages = left_out.iter().map(::memory::DirtyBitmap::count).sum();
+        let mut hashes = self.vm()?.hashes(&left_out).map_err(cannot_read)?;
         hashes.add_disks(cargo.ram_blocks(), &images, &socket, patience).map_err(cannot_read)?;
         let (chunks, compared_bytes) = (hashes.chunks, hashes.bytes);
         // It has as much to do as this side had.
@@ -200,6 +203,7 @@ impl Driver {
                 compared_bytes,
                 chunks,
                 different_chunks: different,
+                left_out_pages,
                 duration_us,
             });
         });

@@ -1,0 +1,46 @@
+//! `whimbrel-guest [--port DEVICE]`: answers the host's questions for as long as the guest runs.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use whimbrel_guest::port::{find, serve};
+use whimbrel_guest::protocol::PORT;
+
+const ROOT: &str = "/";
+
+fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let device = match words[..] {
+        [] => None,
+        ["--port", device] => Some(PathBuf::from(device)),
+        ["--version"] => {
+            println!("whimbrel-guest {}", env!("CARGO_PKG_VERSION"));
+            return ExitCode::SUCCESS;
+        }
+        ["--help"] => {
+            println!("{}", help());
+            return ExitCode::SUCCESS;
+        }
+        _ => {
+            eprintln!("{}", help());
+            return ExitCode::from(2);
+        }
+    };
+    let root = Path::new(ROOT);
+    let served = device.map_or_else(|| find(root), Ok).and_then(|device| serve(root, &device));
+    match served {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("whimbrel-guest: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn help() -> String {
+    format!(
+        "Usage: whimbrel-guest [--port DEVICE]\n\nTells the host which of this guest's memory need not be sent when it is \
+         moved.\nTo be run by root in the guest. DEVICE: a port of virtio-serial; the one called {PORT} unless told."
+    )
+}

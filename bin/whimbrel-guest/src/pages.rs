@@ -1,0 +1,279 @@
+//! What each page of memory is used for: `/proc/kpageflags`, 64 bits for each page, as the kernel's
+//! `Documentation/admin-guide/mm/pagemap.rst` says. The bits are the same from Linux 4.x on.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use crate::protocol::{Cache, Pages};
+
+const LOCKED: u32 = 0;
+const REFERENCED: u32 = 2;
+const UPTODATE: u32 = 3;
+const DIRTY: u32 = 4;
+const LRU: u32 = 5;
+const ACTIVE: u32 = 6;
+const SLAB: u32 = 7;
+const WRITEBACK: u32 = 8;
+const BUDDY: u32 = 10;
+const MMAP: u32 = 11;
+const ANON: u32 = 12;
+const SWAPCACHE: u32 = 13;
+const SWAPBACKED: u32 = 14;
+const UNEVICTABLE: u32 = 18;
+const HWPOISON: u32 = 19;
+
+/// Bits that are none of those of a page of the cache that could be given back at once.
+const NOT_CLEAN: u64 = 1 << LOCKED
+    | 1 << DIRTY
+    | 1 << SLAB
+    | 1 << WRITEBACK
+    | 1 << BUDDY
+    | 1 << MMAP
+    | 1 << ANON
+    | 1 << SWAPCACHE
+    | 1 << SWAPBACKED
+    | 1 << UNEVICTABLE
+    | 1 << HWPOISON;
+
+/// Bits that a free page may have. (Those that were reported to a balloon are called up to date.)
+const FREE: u64 = 1 << BUDDY | 1 << UPTODATE;
+
+const WORD: usize = 8;
+/// Pages whose flags are read at a time: 64 KiB.
+const BATCH: u64 = 8192;
+
+/// What a page is used for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Use {
+    /// Nothing: it is in the hands of the buddy allocator.
+    Free,
+    /// It holds what is in a file as well, and nobody has mapped it.
+    Cache {
+        /// It was not used of late.
+        cold: bool,
+    },
+    /// Anything else.
+    Other,
+}
+
+impl Use {
+    /// By the flags of `/proc/kpageflags`.
+    pub fn of(flags: u64) -> Self {
+        let has = |bit: u32| flags & 1 << bit != 0;
+        if has(BUDDY) {
+            // The kernel finds out without a lock whether a page is within a free block: what seems to be anything else as
+            // well is not free.
+            return if flags & !FREE == 0 { Self::Free } else { Self::Other };
+        }
+        if has(LRU) && has(UPTODATE) && flags & NOT_CLEAN == 0 {
+            return Self::Cache { cold: !has(ACTIVE) && !has(REFERENCED) };
+        }
+        Self::Other
+    }
+
+    /// Whether it is a part of the page cache that counts as such.
+    pub fn is_cache(self, cache: Cache) -> bool {
+        match (self, cache) {
+            (Self::Cache { .. }, Cache::All) => true,
+            (Self::Cache { cold }, Cache::Cold) => cold,
+            _ => false,
+        }
+    }
+}
+
+/// What the kernel tells of its memory.
+#[derive(Debug)]
+pub struct Kernel {
+    flags: File,
+    memory: Vec<Pages>,
+    poisoned: bool,
+}
+
+impl Kernel {
+    /// Asks the kernel whose `/proc` and `/boot` are below `root`, which is `/` but in tests.
+    ///
+    /// # Errors
+    /// When it does not tell: that needs root.
+    pub fn open(root: &Path) -> io::Result<Self> {
+        let read = |name: &str| fs::read_to_string(root.join(name));
+        let memory = system_ram(&read("proc/iomem")?);
+        if memory.is_empty() {
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                "/proc/iomem shows no memory: this has to be run by root",
+            ));
+        }
+        let release = read("proc/sys/kernel/osrelease").unwrap_or_default();
+        let config = read(&format!("boot/config-{}", release.trim())).unwrap_or_default();
+        let poisoned = looks_at_free_pages(&read("proc/cmdline").unwrap_or_default(), &config);
+        Ok(Self { flags: File::open(root.join("proc/kpageflags"))?, memory, poisoned })
+    }
+
+    /// All memory, in ascending order.
+    pub fn memory(&self) -> &[Pages] {
+        &self.memory
+    }
+
+    /// Whether the kernel looks at what is in free pages when it takes them. (That it fills them with zeros when it gets
+    /// them back, `init_on_free`, does no harm: a page that is not sent is one of zeros.)
+    pub fn poisoned(&self) -> bool {
+        self.poisoned
+    }
+
+    /// Tells what each page is used for, in ascending order, in runs.
+    ///
+    /// # Errors
+    /// When the kernel does not tell, or `tell` fails.
+    pub fn scan(&self, mut tell: impl FnMut(Pages, Use) -> io::Result<()>) -> io::Result<()> {
+        let mut bytes = vec![0; BATCH as usize * WORD];
+        for range in &self.memory {
+            let mut first = range.start;
+            while first < range.end {
+                let count = BATCH.min(range.end - first);
+                let bytes = &mut bytes[..count as usize * WORD];
+                self.flags.read_exact_at(bytes, first * WORD as u64)?;
+                let uses = bytes.as_chunks().0.iter().map(|flags| Use::of(u64::from_le_bytes(*flags)));
+                let (mut start, mut before) = (first, None);
+                for (page, now) in (first..).zip(uses) {
+                    if let Some(before) = before.replace(now).filter(|before| *before != now) {
+                        tell(start..page, before)?;
+                        start = page;
+                    }
+                }
+                first += count;
+                before.map_or(Ok(()), |last| tell(start..first, last))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whole pages of "System RAM" in `/proc/iomem`, neighbours put together.
+fn system_ram(iomem: &str) -> Vec<Pages> {
+    let line = |line: &str| {
+        // What is inside of something else is indented.
+        let (range, name) = line.split_once(" : ").filter(|_| !line.starts_with(' '))?;
+        let (first, last) = range.split_once('-').filter(|_| name == "System RAM")?;
+        let (first, last) = (u64::from_str_radix(first, 16).ok()?, u64::from_str_radix(last, 16).ok()?);
+        let pages = first.div_ceil(4096)..last.checked_add(1)? / 4096;
+        (pages.start < pages.end).then_some(pages)
+    };
+    let mut all: Vec<Pages> = Vec::new();
+    for pages in iomem.lines().filter_map(line) {
+        match all.last_mut() {
+            Some(last) if last.end == pages.start => last.end = pages.end,
+            _ => all.push(pages),
+        }
+    }
+    all
+}
+
+/// Whether the kernel fills free pages with a pattern and looks whether it is still there, by its command line and its
+/// configuration.
+fn looks_at_free_pages(command_line: &str, config: &str) -> bool {
+    let mut looks = config.lines().any(|line| line == "CONFIG_DEBUG_PAGEALLOC_ENABLE_DEFAULT=y");
+    for word in command_line.split_ascii_whitespace() {
+        if let Some(("page_poison" | "debug_pagealloc", value)) = word.split_once('=') {
+            looks |= is_yes(value);
+        }
+    }
+    looks
+}
+
+/// Whether the kernel takes a word of its command line for yes (`kstrtobool`): it looks at the first letters alone.
+fn is_yes(value: &str) -> bool {
+    let mut letters = value.chars().map(|letter| letter.to_ascii_lowercase());
+    match letters.next() {
+        Some('y' | 't' | '1') => true,
+        Some('o') => letters.next() == Some('n'),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_pages_are_used_for() {
+        let of = |bits: &[u32]| Use::of(bits.iter().fold(0, |flags, bit| flags | 1 << bit));
+        assert_eq!(of(&[]), Use::Other);
+        assert_eq!(of(&[BUDDY]), Use::Free);
+        assert_eq!(of(&[BUDDY, UPTODATE]), Use::Free);
+        // Tails of other allocations, what is offline, page tables.
+        for bit in [LRU, SLAB, HWPOISON, 16, 22, 23, 26, 32] {
+            assert_eq!(of(&[BUDDY, bit]), Use::Other, "{bit}");
+        }
+        assert_eq!(of(&[UPTODATE, LRU]), Use::Cache { cold: true });
+        assert_eq!(of(&[UPTODATE, LRU, ACTIVE]), Use::Cache { cold: false });
+        assert_eq!(of(&[UPTODATE, LRU, REFERENCED]), Use::Cache { cold: false });
+        for bit in [LOCKED, DIRTY, WRITEBACK, MMAP, ANON, SWAPBACKED, SWAPCACHE, UNEVICTABLE, HWPOISON] {
+            assert_eq!(of(&[UPTODATE, LRU, bit]), Use::Other, "{bit}");
+        }
+        assert_eq!((of(&[LRU]), of(&[UPTODATE])), (Use::Other, Use::Other));
+        let (cold, warm) = (Use::Cache { cold: true }, Use::Cache { cold: false });
+        assert!(cold.is_cache(Cache::All) && cold.is_cache(Cache::Cold) && !cold.is_cache(Cache::None));
+        assert!(warm.is_cache(Cache::All) && !warm.is_cache(Cache::Cold));
+        assert!(!Use::Free.is_cache(Cache::All) && !Use::Other.is_cache(Cache::All));
+    }
+
+    #[test]
+    fn memory_is_what_the_kernel_calls_so() {
+        let iomem = "00000000-00000fff : Reserved\n00001000-0009fbff : System RAM\n000a0000-000bffff : PCI\n\
+                     00100000-1fffffff : System RAM\n  01000000-018fffff : Kernel code\n20000000-20ffffff : System RAM\n\
+                     100000000-13fffffff : System RAM\n";
+        assert_eq!(system_ram(iomem), [1..0x9f, 0x100..0x21000, 0x10_0000..0x14_0000]);
+        assert_eq!(system_ram("00000000-00000000 : System RAM\n"), [0..0; 0]);
+    }
+
+    #[test]
+    fn kernels_that_look_at_free_pages_are_known() {
+        for line in ["page_poison=1", "quiet page_poison=On", "debug_pagealloc=yes ro", "page_poison=true"] {
+            assert!(looks_at_free_pages(line, ""), "{line}");
+        }
+        for line in ["", "page_poison=0", "debug_pagealloc=off", "init_on_free=1", "page_poison"] {
+            assert!(
+                !looks_at_free_pages(line, "# CONFIG_DEBUG_PAGEALLOC_ENABLE_DEFAULT is not set\n"),
+                "{line}"
+            );
+        }
+        assert!(looks_at_free_pages("", "CONFIG_A=y\nCONFIG_DEBUG_PAGEALLOC_ENABLE_DEFAULT=y\n"));
+    }
+
+    #[test]
+    fn pages_are_told_in_runs() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join("proc")).unwrap();
+        let put = |name: &str, text: &[u8]| fs::write(root.path().join(name), text).unwrap();
+        put("proc/iomem", b"00002000-00006fff : System RAM\n10000000-14ffffff : System RAM\n");
+        let mut flags = vec![0_u64; 0x15000];
+        flags[3..5].fill(1 << BUDDY);
+        flags[5] = 1 << LRU | 1 << UPTODATE;
+        flags[0x10000..0x15000].fill(1 << BUDDY);
+        let bytes: Vec<u8> = flags.iter().flat_map(|flags| flags.to_le_bytes()).collect();
+        put("proc/kpageflags", &bytes);
+        let kernel = Kernel::open(root.path()).unwrap();
+        assert!(!kernel.poisoned());
+        let mut told: Vec<(Pages, Use)> = Vec::new();
+        kernel
+            .scan(|pages, used| {
+                match told.last_mut() {
+                    Some((last, before)) if *before == used && last.end == pages.start => {
+                        last.end = pages.end;
+                    }
+                    _ => told.push((pages, used)),
+                }
+                Ok(())
+            })
+            .unwrap();
+        let cache = Use::Cache { cold: true };
+        let expected = [(2..3, Use::Other), (3..5, Use::Free), (5..6, cache), (6..7, Use::Other)];
+        assert_eq!(told[..4], expected);
+        assert_eq!(told[4..], [(0x10000..0x15000, Use::Free)]);
+        // Somebody else's view.
+        put("proc/iomem", b"00000000-00000000 : System RAM\n");
+        assert_eq!(Kernel::open(root.path()).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+    }
+}

@@ -1,0 +1,253 @@
+//! Memory that the guest can do without: `whimbrel-guest` in the guest says which that is, and it is not sent. Every move
+//! compares all other memory by a path of its own (`--verify`), and the guest itself checks every page that it filled.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::mpsc;
+
+use common::{Boot, Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Ram, Setup, until};
+use lab::disk;
+use serde_json::{Value, json};
+
+const PAGES_OF_MIB: u64 = 256;
+
+/// A guest with much that is free, and not empty.
+fn littered(version: QemuVersion) -> GuestSpec {
+    let load = Load { fill_mib: 48, wss_mib: 8, rate_mib_per_s: 20, litter_mib: 64, ..Load::default() };
+    let mut spec = GuestSpec { qemu: version, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.push(Device::GuestPort);
+    spec
+}
+
+fn of_rounds(report: &Value, name: &str) -> u64 {
+    report["rounds"].as_array().unwrap().iter().map(|round| round[name].as_u64().unwrap()).sum()
+}
+
+fn soft(report: &Value, name: &str) -> u64 {
+    report["soft"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {report:#}"))
+}
+
+/// Waits until the program in the guest has opened its port.
+fn somebody_is_there(guest: &Guest) {
+    until("somebody in the guest listens", || {
+        let chardevs = guest.monitor().unwrap().command("query-chardev", &json!({})).unwrap();
+        let port = chardevs.as_array().unwrap().iter().find(|one| one["label"] == "guest0").unwrap().clone();
+        port["frontend-open"] == true
+    });
+}
+
+#[test]
+fn what_is_free_is_not_sent() {
+    for version in [QemuVersion::Installed, QemuVersion::Newer] {
+        let cluster = Cluster::new();
+        let guest = cluster.guest(&littered(version));
+        somebody_is_there(&guest);
+        // So slow that the guest has answered long before all is sent.
+        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "40Mi", "--compress", "none"]);
+        let left_out = of_rounds(&report, "soft_pages");
+        assert!(left_out > 48 * PAGES_OF_MIB, "{report:#}");
+        assert!(soft(&report, "answers") > 0 && report["soft"]["notes"] == json!([]), "{report:#}");
+        cluster.guest_is_whole("b", "vm1");
+        // There it can be asked as well, and what is free is in use again: the guest goes on.
+        let report = cluster.migrate("vm1", "b", "a", &["--bandwidth", "40Mi", "--soft-pages", "none"]);
+        assert_eq!((of_rounds(&report, "soft_pages"), &report["soft"]), (0, &Value::Null), "{report:#}");
+        cluster.guest_is_whole("a", "vm1");
+        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "40Mi"]);
+        assert!(soft(&report, "answers") > 0, "{report:#}");
+        cluster.guest_is_whole("b", "vm1");
+    }
+}
+
+/// Below and above 4 GiB, in several blocks, in shared memory: what is left out is what the guest meant, or its own check
+/// would find zeros.
+#[test]
+fn whatever_memory_is_made_of() {
+    let spec = || littered(QemuVersion::Newer);
+    let large = GuestSpec { memory_mib: 3584, ..spec() };
+    let nodes = GuestSpec { numa_nodes: 2, memory_mib: 256, ..spec() };
+    let shared = GuestSpec { ram: Ram::Memfd, ..spec() };
+    for spec in [large, nodes, shared] {
+        let cluster = Cluster::new();
+        let guest = cluster.guest(&spec);
+        somebody_is_there(&guest);
+        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "60Mi", "--compress", "none"]);
+        assert!(of_rounds(&report, "soft_pages") > 48 * PAGES_OF_MIB, "{report:#}");
+        cluster.guest_is_whole("b", "vm1");
+    }
+}
+
+/// Kernels that do something with what they free.
+#[test]
+fn kernels_that_care_for_free_pages() {
+    for (words, is_poisoned) in [("init_on_free=1", false), ("page_poison=1", true)] {
+        let cluster = Cluster::new();
+        let mut spec = littered(QemuVersion::Newer);
+        if let Boot::Tiny(load) = &mut spec.boot {
+            words.clone_into(&mut load.kernel);
+        }
+        let guest = cluster.guest(&spec);
+        somebody_is_there(&guest);
+        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "60Mi", "--compress", "none"]);
+        assert_eq!(report["soft"]["poisoned"], is_poisoned, "{report:#}");
+        assert_eq!(of_rounds(&report, "soft_pages") == 0, is_poisoned, "{report:#}");
+        cluster.guest_is_whole("b", "vm1");
+    }
+}
+
+/// Nobody in it could answer, and a question that it finds when it goes on would be answered to somebody else.
+#[test]
+fn a_paused_guest_is_not_asked() {
+    let cluster = Cluster::new();
+    let guest = cluster.guest(&littered(QemuVersion::Newer));
+    somebody_is_there(&guest);
+    guest.monitor().unwrap().command("stop", &json!({})).unwrap();
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    assert_eq!((of_rounds(&report, "soft_pages"), &report["soft"]), (0, &Value::Null), "{report:#}");
+}
+
+/// With the link cut in the middle of the first round.
+#[test]
+fn a_cut_loses_nothing_of_what_is_in_use() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let guest = cluster.guest(&littered(QemuVersion::Newer));
+    somebody_is_there(&guest);
+    let report = cluster.migrate_through_a_cut("vm1", &[]);
+    assert!(of_rounds(&report, "soft_pages") > 0, "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
+/// Page cache is put off, given back before the stop, and not sent; what is asked for is what goes.
+#[test]
+fn page_cache_is_given_back_before_the_stop() {
+    let cluster = Cluster::new();
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.img");
+    disk::known_content(&qemu, &image, "raw", 80).unwrap();
+    let load = Load { fill_mib: 32, cache_mib: 64, ..Load::default() };
+    let mut spec = GuestSpec { qemu: QemuVersion::Newer, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.extend([Device::Disk(Disk::new("disk0", &image, "raw")), Device::GuestPort]);
+    let guest = cluster.guest(&spec);
+    somebody_is_there(&guest);
+    let slowly = ["--bandwidth", "60Mi", "--compress", "none", "--soft-pages"];
+
+    let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["free"]].concat());
+    assert_eq!((soft(&report, "put_off_pages"), soft(&report, "given_back_pages")), (0, 0), "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+    // The guest is not asked to do what its kernel cannot: there are no cgroups in it.
+    let report = cluster.migrate("vm1", "b", "a", &[&slowly[..], &["cold"]].concat());
+    assert!(soft(&report, "put_off_pages") > 0, "{report:#}");
+    assert!(report["soft"]["notes"][0].as_str().unwrap().contains("memory.reclaim"), "{report:#}");
+    cluster.guest_is_whole("a", "vm1");
+
+    let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["all"]].concat());
+    let (put_off, given_back) = (soft(&report, "put_off_pages"), soft(&report, "given_back_pages"));
+    assert!(put_off > 60 * PAGES_OF_MIB && given_back > put_off * 9 / 10, "{report:#}");
+    assert_eq!(report["soft"]["notes"], json!([]), "{report:#}");
+    let text = cluster.a.text(&["report", "vm1", "--explain"]).ok().stdout;
+    assert!(text.contains("of page cache that was put off the VM gave"), "{text}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
+/// With everything else that spares pages, and a disk that goes along.
+#[test]
+fn page_cache_of_a_disk_that_is_copied() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 30 << 20 };
+    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.img");
+    disk::known_content(&qemu, &image, "raw", 48).unwrap();
+    let load = Load { fill_mib: 32, wss_mib: 8, rate_mib_per_s: 10, cache_mib: 40, ..Load::default() };
+    let mut spec = GuestSpec { qemu: QemuVersion::Newer, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.extend([Device::Disk(Disk::new("disk0", &image, "raw")), Device::GuestPort]);
+    let guest = cluster.guest(&spec);
+    somebody_is_there(&guest);
+    for (from, to, wanted) in [("a", "b", "free"), ("b", "a", "all")] {
+        let report = cluster.migrate("vm1", from, to, &["--disks", "copy", "--soft-pages", wanted]);
+        assert!(of_rounds(&report, "soft_pages") > 0, "{report:#}");
+        assert_eq!(soft(&report, "given_back_pages") > 0, wanted == "all", "{report:#}");
+        cluster.guest_is_whole(to, "vm1");
+    }
+}
+
+/// Whoever waits for the guest hears its user all the same.
+#[test]
+fn a_guest_that_is_slow_to_give_back_can_be_left_where_it_is() {
+    let cluster = Cluster::new();
+    let guest = cluster.guest(&littered(QemuVersion::Newer));
+    somebody_is_there(&guest);
+    let (tell, told) = mpsc::channel();
+    instead_of_the_guest(guest.directory().join("guest.sock"), move |verb, id| {
+        if verb == "report" {
+            return Some(format!("begin {id} 1\ncache 2000+100\nend {id}\n"));
+        }
+        tell.send(()).unwrap();
+        None
+    });
+    let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--json", "--soft-pages", "all"]);
+    told.recv().unwrap();
+    cluster.a.cli(&["cancel", "vm1"]).ok();
+    let said = migration.wait_with_output().unwrap();
+    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    assert_eq!(report["outcome"], "cancelled", "{report:#}");
+    assert_eq!(soft(&report, "put_off_pages"), 256, "{report:#}");
+    cluster.guest_is_whole("a", "vm1");
+}
+
+/// Somebody who answers in the place of the guest's program, as `answer` says to each question's verb and number.
+fn instead_of_the_guest(
+    socket: std::path::PathBuf,
+    answer: impl Fn(&str, &str) -> Option<String> + Send + 'static,
+) {
+    std::thread::spawn(move || {
+        let _ = std::fs::remove_file(&socket);
+        let listener = UnixListener::bind(&socket).unwrap();
+        for connection in listener.incoming().flatten() {
+            let mut questions = BufReader::new(connection.try_clone().unwrap());
+            let mut connection: UnixStream = connection;
+            let mut line = String::new();
+            while questions.read_line(&mut line).is_ok_and(|read| read > 0) {
+                let mut words = line.split(' ');
+                if let Some(answer) = answer(words.next().unwrap(), words.next().unwrap()) {
+                    let _ = connection.write_all(answer.as_bytes());
+                }
+                line.clear();
+            }
+        }
+    });
+}
+
+/// Whatever it says, the VM is moved, and nothing that it did not call free is missing.
+#[test]
+fn a_guest_that_says_nonsense_is_moved_as_any_other() {
+    let cluster = Cluster::new();
+    let guest = cluster.guest(&littered(QemuVersion::Newer));
+    somebody_is_there(&guest);
+    let socket = guest.directory().join("guest.sock");
+    instead_of_the_guest(socket, |_, id| Some(format!("begin {id} 1\nfree ffffffffff+5 zzz\nend {id}\n")));
+    let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "60Mi"]);
+    assert_eq!(of_rounds(&report, "soft_pages"), 0, "{report:#}");
+    let note = report["soft"]["notes"][0].as_str().unwrap();
+    assert!(note.contains("cannot be read"), "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
+/// A port that nobody has opened is no reason to wait.
+#[test]
+fn a_guest_in_which_nobody_listens_is_moved_as_any_other() {
+    let cluster = Cluster::new();
+    let mut spec = GuestSpec::bare("vm1", common::Accel::Tcg, 1);
+    spec.devices.push(Device::GuestPort);
+    let _guest = cluster.guest(&spec);
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    assert_eq!(report["soft"], Value::Null, "{report:#}");
+    let events = report["events"].as_array().unwrap();
+    let told = events
+        .iter()
+        .any(|event| event["detail"].as_str().is_some_and(|text| text.contains("whimbrel-guest")));
+    assert!(told, "{report:#}");
+}

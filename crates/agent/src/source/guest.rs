@@ -1,0 +1,469 @@
+//! Asking the program in the guest which of its memory need not be sent. A thread of its own asks: an answer may take
+//! long, or never come, and nobody waits for it who does not want to.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::Shutdown;
+use std::ops::Range;
+use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{self, Receiver};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use ::memory::Soft;
+use guest::protocol::{BadLine, Cache, Kind, LINE_BYTES, Line, Pages, Question, VERSION};
+use proto::limits::PAGE_BYTES;
+use qemu::ram::Seen;
+
+/// Longest answer, in lines: more ranges than a guest of some TiB has.
+const MOST_LINES: u64 = 1 << 22;
+/// Notes of the guest that are kept.
+const MOST_NOTES: usize = 4;
+const NOTE_CHARS: usize = 300;
+
+/// Somebody in the guest who can be asked. Dropping it ends the connection, and with it the thread.
+#[derive(Debug)]
+pub(super) struct Guest {
+    desk: Arc<Desk>,
+    connection: UnixStream,
+    soft: Arc<Soft>,
+    cache: Cache,
+}
+
+/// What was heard of the guest, for the report.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Heard {
+    /// Complete answers.
+    pub(super) answers: u64,
+    /// How long the longest of them took.
+    pub(super) longest: Duration,
+    /// The guest's kernel looks at free pages.
+    pub(super) poisoned: bool,
+    /// What the guest or the connection had to say.
+    pub(super) notes: Vec<String>,
+}
+
+impl Heard {
+    fn note(&mut self, text: &str) {
+        let text: String = text.chars().filter(|one| !one.is_control()).take(NOTE_CHARS).collect();
+        if self.notes.len() < MOST_NOTES && !self.notes.contains(&text) {
+            self.notes.push(text);
+        }
+    }
+}
+
+/// Where a question waits for the thread that asks.
+#[derive(Debug, Default)]
+struct Desk {
+    papers: Mutex<Papers>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct Papers {
+    waiting: Option<(Question, mpsc::Sender<()>)>,
+    /// Nobody will ask any more.
+    is_closed: bool,
+    /// Nobody will answer any more.
+    is_silent: bool,
+    heard: Heard,
+}
+
+impl Desk {
+    fn papers(&self) -> MutexGuard<'_, Papers> {
+        self.papers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The next question; none when nobody will ask any more.
+    fn next(&self) -> Option<(Question, mpsc::Sender<()>)> {
+        let mut papers = self.papers();
+        loop {
+            if papers.is_closed {
+                return None;
+            }
+            match papers.waiting.take() {
+                Some(question) => return Some(question),
+                None => papers = self.changed.wait(papers).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+impl Guest {
+    /// Takes a connection to the guest, and where it sees its memory. An answer has to be complete within `patience`.
+    pub(super) fn new(
+        connection: UnixStream,
+        seen: Vec<Seen>,
+        soft: Arc<Soft>,
+        cache: Cache,
+        patience: Duration,
+    ) -> io::Result<Self> {
+        let (desk, mine) = (Arc::new(Desk::default()), connection.try_clone()?);
+        let lines = BufReader::with_capacity(1 << 16, connection.try_clone()?);
+        let asking =
+            Asking { connection, lines, seen, soft: Arc::clone(&soft), desk: Arc::clone(&desk), patience };
+        thread::Builder::new().name("guest".to_owned()).spawn(move || asking.run())?;
+        Ok(Self { desk, connection: mine, soft, cache })
+    }
+
+    /// Asks, as soon as an earlier answer has come, unless the guest does not answer at all. The marks of the round for which
+    /// the answer counts have been cleared; a question that waits for an earlier round is not asked any more. Returns who
+    /// is told when the answer is complete, or never will be.
+    pub(super) fn ask(&self, give_back: bool) -> Option<Receiver<()>> {
+        let (done, told) = mpsc::channel();
+        let question = Question { id: self.soft.begin(), give_back, cache: self.cache };
+        let mut papers = self.desk.papers();
+        if papers.is_silent {
+            return None;
+        }
+        papers.waiting = Some((question, done));
+        self.desk.changed.notify_one();
+        Some(told)
+    }
+
+    /// A question that still waits is not asked any more.
+    pub(super) fn withdraw(&self) {
+        self.desk.papers().waiting = None;
+    }
+
+    pub(super) fn heard(&self) -> Heard {
+        self.desk.papers().heard.clone()
+    }
+}
+
+impl Drop for Guest {
+    /// Whoever comes next finds the port free, also while an answer is waited for.
+    fn drop(&mut self) {
+        self.desk.papers().is_closed = true;
+        self.desk.changed.notify_one();
+        // It is gone already where this fails.
+        let _ = self.connection.shutdown(Shutdown::Both);
+    }
+}
+
+/// Why the guest is not asked any more.
+#[derive(Debug, thiserror::Error)]
+enum AnswerError {
+    #[error("it does not answer in time")]
+    Late,
+    #[error("the port is gone")]
+    Gone,
+    #[error("it speaks version {0} of the protocol, and not {VERSION}")]
+    Version(u32),
+    #[error("its answer cannot be read: {0}")]
+    Line(#[from] BadLine),
+    #[error("its answer cannot be read: {0}")]
+    Disorder(&'static str),
+    #[error("its port cannot be used: {0}")]
+    Port(#[from] io::Error),
+}
+
+/// The thread that asks.
+struct Asking {
+    connection: UnixStream,
+    lines: BufReader<UnixStream>,
+    seen: Vec<Seen>,
+    soft: Arc<Soft>,
+    desk: Arc<Desk>,
+    patience: Duration,
+}
+
+impl Asking {
+    /// Until nobody asks any more, or the guest does not answer as it should: what comes after that belongs to no
+    /// question.
+    fn run(mut self) {
+        while let Some((question, done)) = self.desk.next() {
+            let began = Instant::now();
+            let answered = self.ask(question);
+            let mut papers = self.desk.papers();
+            match &answered {
+                Ok(()) => {
+                    papers.heard.answers += 1;
+                    papers.heard.longest = papers.heard.longest.max(began.elapsed());
+                }
+                Err(error) => {
+                    papers.is_silent = true;
+                    papers.waiting = None;
+                    papers.heard.note(&format!("the guest is not asked any more: {error}"));
+                }
+            }
+            drop(papers);
+            if answered.is_err() {
+                self.soft.forget(question.id);
+            }
+            drop(done);
+            if answered.is_err() {
+                return;
+            }
+        }
+    }
+
+    fn ask(&mut self, question: Question) -> Result<(), AnswerError> {
+        let deadline = Instant::now() + self.patience;
+        self.connection.set_write_timeout(Some(self.patience))?;
+        self.connection.write_all(format!("{question}\n").as_bytes()).map_err(late)?;
+        let (mut bytes, mut has_begun, mut is_poisoned) = (Vec::new(), false, false);
+        // Where the next range of each kind may begin.
+        let mut next = [0; Kind::COUNT];
+        for _ in 0..MOST_LINES {
+            self.read_line(&mut bytes, deadline)?;
+            let text = String::from_utf8_lossy(&bytes);
+            let line = text.trim_end().parse::<Line>();
+            if !has_begun {
+                // What comes before it is left of an answer that somebody asked for who went away, from anywhere in it on.
+                if let Ok(Line::Begin { id, version }) = line
+                    && id == question.id
+                {
+                    has_begun = version == VERSION;
+                    if !has_begun {
+                        return Err(AnswerError::Version(version));
+                    }
+                }
+                continue;
+            }
+            match line? {
+                Line::Begin { .. } => return Err(AnswerError::Disorder("an answer within another one")),
+                Line::End { id } if id == question.id => return Ok(()),
+                Line::End { .. } => return Err(AnswerError::Disorder("the end of another answer")),
+                Line::Note(text) => self.desk.papers().heard.note(&format!("in the guest: {text}")),
+                Line::Poisoned => {
+                    is_poisoned = true;
+                    self.desk.papers().heard.poisoned = true;
+                }
+                Line::Pages(kind, ranges) => {
+                    for range in &ranges {
+                        // That also bounds the work that it can cause.
+                        if range.start < next[kind as usize] {
+                            return Err(AnswerError::Disorder("pages that do not ascend"));
+                        }
+                        next[kind as usize] = range.end;
+                        if !(is_poisoned && kind == Kind::Free) {
+                            self.tell(question.id, kind, range);
+                        }
+                    }
+                }
+            }
+        }
+        Err(AnswerError::Disorder("it never ends"))
+    }
+
+    /// Puts pages as the guest counts them where they are in the blocks.
+    fn tell(&self, answer: u64, kind: Kind, pages: &Pages) {
+        for (block, pages) in places(&self.seen, pages) {
+            match kind {
+                Kind::Free => self.soft.add_free(answer, block, pages),
+                Kind::Cache => self.soft.add_cache(answer, block, pages),
+                Kind::Memory => {}
+            }
+        }
+    }
+
+    /// Reads a line, its end included.
+    fn read_line(&mut self, line: &mut Vec<u8>, deadline: Instant) -> Result<(), AnswerError> {
+        line.clear();
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(AnswerError::Late);
+            }
+            if self.lines.buffer().is_empty() {
+                self.lines.get_ref().set_read_timeout(Some(left))?;
+            }
+            let there = match self.lines.fill_buf() {
+                Ok([]) => return Err(AnswerError::Gone),
+                Ok(there) => there,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(late(error)),
+            };
+            let end = there.iter().position(|byte| *byte == b'\n').map(|at| at + 1);
+            let taken = end.unwrap_or(there.len());
+            if line.len() + taken > LINE_BYTES {
+                return Err(AnswerError::Disorder("a line that is too long"));
+            }
+            line.extend_from_slice(&there[..taken]);
+            self.lines.consume(taken);
+            if end.is_some() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+fn late(error: io::Error) -> AnswerError {
+    match error.kind() {
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => AnswerError::Late,
+        _ => AnswerError::Port(error),
+    }
+}
+
+/// Blocks and pages in them that the guest sees at these pages.
+fn places<'a>(seen: &'a [Seen], pages: &'a Pages) -> impl Iterator<Item = (usize, Range<u64>)> + 'a {
+    seen.iter().filter_map(|seen| {
+        let first = seen.guest_address.div_ceil(PAGE_BYTES);
+        let end = (seen.guest_address.checked_add(seen.bytes)?) / PAGE_BYTES;
+        let (start, end) = (pages.start.max(first), pages.end.min(end));
+        // A piece that is not made of whole pages of the block has none that could be named.
+        let is_whole = seen.guest_address % PAGE_BYTES == seen.offset_bytes % PAGE_BYTES;
+        (is_whole && start < end).then(|| {
+            let at = |page: u64| (page * PAGE_BYTES - seen.guest_address + seen.offset_bytes) / PAGE_BYTES;
+            (seen.block, at(start)..at(end))
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+    const MIB: u64 = 1 << 20;
+
+    /// Memory below and above 4 GiB, and a block before it.
+    fn seen() -> Vec<Seen> {
+        let seen = |guest_address, bytes, offset_bytes| Seen { guest_address, bytes, block: 1, offset_bytes };
+        vec![seen(0, 2 * MIB, 0), seen(4 << 30, 2 * MIB, 2 * MIB)]
+    }
+
+    fn guest(cache: Cache, patience: Duration) -> (Guest, Arc<Soft>, BufReader<UnixStream>) {
+        let (near, far) = UnixStream::pair().unwrap();
+        let soft = Arc::new(Soft::new([MIB, 4 * MIB]));
+        let guest = Guest::new(near, seen(), Arc::clone(&soft), cache, patience).unwrap();
+        (guest, soft, BufReader::new(far))
+    }
+
+    fn hears(far: &mut BufReader<UnixStream>) -> Question {
+        let mut line = String::new();
+        far.read_line(&mut line).unwrap();
+        line.trim().parse().unwrap()
+    }
+
+    fn says(far: &mut BufReader<UnixStream>, text: &str) {
+        far.get_mut().write_all(text.as_bytes()).unwrap();
+    }
+
+    #[test]
+    fn pages_of_the_guest_are_found_in_the_blocks() {
+        let at = |pages: Pages| places(&seen(), &pages).collect::<Vec<_>>();
+        assert_eq!(at(3..5), [(1, 3..5)]);
+        assert_eq!(at(510..(4 << 18) + 2), [(1, 510..512), (1, 512..514)]);
+        assert_eq!(at(600..700), []);
+        assert_eq!(at(0..u64::MAX), [(1, 0..512), (1, 512..1024)]);
+        let odd = [Seen { guest_address: 100, bytes: 3 * PAGE_BYTES, block: 0, offset_bytes: 100 }];
+        assert_eq!(places(&odd, &(0..9)).collect::<Vec<_>>(), [(0, 1..3)]);
+        let crooked = [Seen { offset_bytes: 50, ..odd[0].clone() }];
+        assert_eq!(places(&crooked, &(0..9)).collect::<Vec<_>>(), []);
+    }
+
+    #[test]
+    fn what_the_guest_says_counts() {
+        let (guest, soft, mut far) = guest(Cache::Cold, PATIENCE);
+        let done = guest.ask(false).unwrap();
+        let question = hears(&mut far);
+        assert_eq!((question.give_back, question.cache), (false, Cache::Cold));
+        let id = question.id;
+        says(
+            &mut far,
+            &format!("begin {id} 1\nmemory 0+200\nnote slow today\nfree 1+2 100000+3\ncache 9+1\n"),
+        );
+        says(&mut far, &format!("end {id}\n"));
+        // The end of the channel is what tells.
+        assert!(done.recv().is_err());
+        assert_eq!(soft.pages(), (5, 1));
+        assert_eq!(soft.cache()[1].runs().next(), Some(9..10));
+        let heard = guest.heard();
+        assert_eq!(
+            (heard.answers, heard.poisoned, heard.notes),
+            (1, false, vec!["in the guest: slow today".to_owned()])
+        );
+        // The next round.
+        let _done = guest.ask(true).unwrap();
+        assert_eq!(soft.pages(), (0, 0));
+        assert!(hears(&mut far).give_back);
+    }
+
+    #[test]
+    fn a_kernel_that_looks_at_free_pages_keeps_them() {
+        let (guest, soft, mut far) = guest(Cache::All, PATIENCE);
+        let done = guest.ask(false).unwrap();
+        let id = hears(&mut far).id;
+        says(&mut far, &format!("begin {id} 1\npoisoned\nfree 1+2\ncache 9+1\nend {id}\n"));
+        assert!(done.recv().is_err());
+        assert_eq!((soft.pages(), guest.heard().poisoned), ((0, 1), true));
+    }
+
+    /// Whatever it does, what it said before it went wrong does not count, and nobody waits for it again.
+    #[test]
+    fn a_guest_that_answers_wrongly_is_left_alone() {
+        for wrong in ["free x\n", "begin 7 1\n", "end 7\n", "\u{7f}\n", "free 2+1\n", &"free 1+1".repeat(600)]
+        {
+            let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+            let done = guest.ask(false).unwrap();
+            let id = hears(&mut far).id;
+            says(&mut far, &format!("begin {id} 1\nfree 1+2\n{wrong}"));
+            assert!(done.recv().is_err());
+            assert_eq!(soft.pages(), (0, 0), "{wrong}");
+            let heard = guest.heard();
+            assert_eq!((heard.answers, heard.notes.len()), (0, 1), "{wrong}");
+            assert!(heard.notes[0].contains("cannot be read"), "{heard:?}");
+            assert!(guest.ask(true).is_none());
+        }
+    }
+
+    #[test]
+    fn another_version_is_told_of() {
+        let (guest, _soft, mut far) = guest(Cache::None, PATIENCE);
+        let done = guest.ask(false).unwrap();
+        let id = hears(&mut far).id;
+        says(&mut far, &format!("begin {id} 2\n"));
+        assert!(done.recv().is_err());
+        assert!(guest.heard().notes[0].contains("version 2"));
+    }
+
+    /// What somebody before has left in the port begins anywhere, and may be an answer to a question like this one.
+    #[test]
+    fn answers_to_questions_of_others_do_not_count() {
+        let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+        far.get_mut().write_all(b"\xff\xfe0+1 9+\nbegin 1 1\nfree 1+9\nend 1\n").unwrap();
+        let done = guest.ask(false).unwrap();
+        let id = hears(&mut far).id;
+        says(&mut far, &format!("begin {id} 1\nfree 3+1\nend {id}\n"));
+        assert!(done.recv().is_err());
+        assert_eq!((soft.pages(), guest.heard().answers), ((1, 0), 1));
+    }
+
+    #[test]
+    fn a_silent_guest_is_waited_for_once() {
+        let (guest, soft, mut far) = guest(Cache::None, Duration::from_millis(50));
+        let done = guest.ask(false).unwrap();
+        let id = hears(&mut far).id;
+        says(&mut far, &format!("begin {id} 1\nfree 1+2\n"));
+        assert!(done.recv().is_err());
+        assert_eq!(soft.pages(), (0, 0));
+        assert_eq!(guest.heard().notes, ["the guest is not asked any more: it does not answer in time"]);
+        assert!(guest.ask(false).is_none());
+    }
+
+    /// A question of a round that is over is not asked.
+    #[test]
+    fn the_last_question_is_the_one_that_is_asked() {
+        let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+        let first = guest.ask(false).unwrap();
+        let id = hears(&mut far).id;
+        let second = guest.ask(false).unwrap();
+        let third = guest.ask(true).unwrap();
+        assert!(second.recv().is_err());
+        says(&mut far, &format!("begin {id} 1\nfree 1+2\nend {id}\n"));
+        assert!(first.recv().is_err());
+        assert_eq!(soft.pages(), (0, 0));
+        let question = hears(&mut far);
+        assert!(question.give_back);
+        guest.ask(false).unwrap();
+        guest.withdraw();
+        let id = question.id;
+        says(&mut far, &format!("begin {id} 1\nend {id}\n"));
+        assert!(third.recv().is_err());
+        drop(guest);
+        let mut line = String::new();
+        assert_eq!(far.read_line(&mut line).unwrap(), 0, "{line}");
+    }
+}

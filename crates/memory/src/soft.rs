@@ -1,0 +1,223 @@
+//! Soft pages: memory that the guest says it does not use (Koto et al., `SonicMigration`, section 3). It is not sent.
+//!
+//! # When a page may be left out
+//!
+//! The guest is asked after the marks of a round were cleared ([`Soft::begin`], after
+//! [`Owed::clear_marks`](crate::Owed::clear_marks)), and what it says counts for that round alone. A page that it says is
+//! free was so at some moment after the marks were cleared. If it was written after that moment, it has a mark, and the
+//! next round sends it. If it was not, nobody has looked at what is in it: whoever takes a free page writes to it first. So
+//! it may be anything at the destination (design, trap 16).
+//!
+//! It is not simply left out but sent as a hole, which costs next to nothing and makes it zeros there: a kernel that
+//! fills what it frees with zeros, and trusts in that, finds zeros. One that fills it with something else, and looks
+//! whether it is still there, has to be left alone; its guest says so.
+//!
+//! What a guest says that does not tell the truth changes its own memory, and no other's.
+//!
+//! # Page cache
+//!
+//! Clean page cache is in use, but the guest can give it back. It is put off ([`Soft::cache`], [`Readable::without`]) and
+//! stays owed; before the stop the guest is asked to give it back, and a round sends what was put off: as holes what is
+//! free by then, all else as it is.
+//!
+//! [`Readable::without`]: crate::Readable::without
+
+use std::fmt;
+use std::hash::{BuildHasher, RandomState};
+use std::ops::Range;
+use std::sync::Mutex;
+
+use crate::dirty::{ChunkPages, DirtyBitmap};
+use crate::lock;
+
+/// What the guest says of its memory, shared by whoever asks it and all streams.
+pub struct Soft(Mutex<State>);
+
+struct State {
+    /// Which of the answers is waited for. An earlier one is worth nothing: pages were written since.
+    answer: u64,
+    has_ended: bool,
+    free: Vec<DirtyBitmap>,
+    cache: Vec<DirtyBitmap>,
+    /// Pages that went as holes, and not as anything else since.
+    left_out: Vec<DirtyBitmap>,
+}
+
+impl Soft {
+    /// Nothing is known yet. The first blocks of a migration have these lengths in bytes; of others nothing is left out.
+    pub fn new(block_bytes: impl IntoIterator<Item = u64>) -> Self {
+        let none: Vec<_> = block_bytes.into_iter().map(DirtyBitmap::new).collect();
+        let (free, cache) = (none.clone(), none.clone());
+        // Anywhere: an answer that was asked for in another migration may still be under way in the guest, and come with it.
+        let answer = RandomState::new().hash_one(none.len());
+        Self(Mutex::new(State { answer, has_ended: false, free, cache, left_out: none }))
+    }
+
+    /// The marks of a round were cleared: what was said before is forgotten. Returns the number of the answer to a
+    /// question that is asked from here on.
+    pub fn begin(&self) -> u64 {
+        let mut state = lock(&self.0);
+        let State { answer, free, cache, .. } = &mut *state;
+        free.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
+        *answer = answer.wrapping_add(1);
+        *answer
+    }
+
+    /// The guest says that it does not use these pages of a block.
+    pub fn add_free(&self, answer: u64, block: usize, pages: Range<u64>) {
+        let mut state = lock(&self.0);
+        if state.answer == answer
+            && !state.has_ended
+            && let Some(free) = state.free.get_mut(block)
+        {
+            free.set(within(pages, free));
+        }
+    }
+
+    /// The guest says that it could give these pages of a block back.
+    pub fn add_cache(&self, answer: u64, block: usize, pages: Range<u64>) {
+        let mut state = lock(&self.0);
+        if state.answer == answer
+            && let Some(cache) = state.cache.get_mut(block)
+        {
+            cache.set(within(pages, cache));
+        }
+    }
+
+    /// The guest was cut short, or went wrong: what it said is not relied on.
+    pub fn forget(&self, answer: u64) {
+        let mut state = lock(&self.0);
+        if state.answer == answer {
+            let State { free, cache, .. } = &mut *state;
+            free.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
+        }
+    }
+
+    /// What the guest could give back.
+    pub fn cache(&self) -> Vec<DirtyBitmap> {
+        lock(&self.0).cache.clone()
+    }
+
+    /// How many pages are free, and how many of the cache could be given back.
+    pub fn pages(&self) -> (u64, u64) {
+        let state = lock(&self.0);
+        let count = |blocks: &[DirtyBitmap]| blocks.iter().map(DirtyBitmap::count).sum();
+        (count(&state.free), count(&state.cache))
+    }
+
+    /// How many of these pages are free.
+    pub fn free_of(&self, pages: &[DirtyBitmap]) -> u64 {
+        let state = lock(&self.0);
+        let both = |(free, pages): (&DirtyBitmap, &DirtyBitmap)| {
+            pages.dirty_chunks().map(|chunk| pages.chunk(chunk).count_both(&free.chunk(chunk))).sum::<u64>()
+        };
+        state.free.iter().zip(pages).map(both).sum()
+    }
+
+    /// From here on everything is sent: the guest stands still.
+    pub fn end(&self) {
+        lock(&self.0).has_ended = true;
+        self.begin();
+    }
+
+    /// What the destination has as zeros, and the source may not.
+    pub fn left_out(&self) -> Vec<DirtyBitmap> {
+        lock(&self.0).left_out.clone()
+    }
+
+    /// Those pages of a chunk that need not be sent.
+    pub(crate) fn chunk(&self, block: u16, chunk: u64) -> ChunkPages {
+        lock(&self.0).free.get(usize::from(block)).map_or(ChunkPages::EMPTY, |free| free.chunk(chunk))
+    }
+
+    /// These pages of a chunk were sent, and these of them as holes because they need not be sent.
+    pub(crate) fn sent(&self, block: u16, chunk: u64, pages: &ChunkPages, soft: &ChunkPages) {
+        if let Some(left_out) = lock(&self.0).left_out.get_mut(usize::from(block)) {
+            left_out.remove_from_chunk(chunk, pages);
+            left_out.insert_into_chunk(chunk, soft);
+        }
+    }
+}
+
+/// No further than the block goes: a guest may say anything.
+fn within(pages: Range<u64>, block: &DirtyBitmap) -> Range<u64> {
+    let end = pages.end.min(block.pages());
+    pages.start.min(end)..end
+}
+
+impl fmt::Debug for Soft {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (free, cache) = self.pages();
+        f.debug_struct("Soft").field("free", &free).field("cache", &cache).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHUNK: u64 = 2 << 20;
+
+    #[test]
+    fn an_answer_counts_for_the_round_that_it_was_asked_for() {
+        let soft = Soft::new([2 * CHUNK]);
+        let first = soft.begin();
+        soft.add_free(first, 0, 500..520);
+        soft.add_cache(first, 0, 7..9);
+        assert_eq!((soft.pages(), soft.chunk(0, 0).count(), soft.chunk(0, 1).count()), ((20, 2), 12, 8));
+        let mut some = DirtyBitmap::new(2 * CHUNK);
+        some.set(510..600);
+        assert_eq!(soft.free_of(&[some]), 10);
+        let second = soft.begin();
+        assert_eq!(soft.pages(), (0, 0));
+        soft.add_free(first, 0, 0..5);
+        soft.add_cache(first, 0, 0..5);
+        assert_eq!(soft.pages(), (0, 0));
+        soft.add_free(second, 0, 0..5);
+        assert_eq!(soft.pages(), (5, 0));
+        soft.forget(first);
+        assert_eq!(soft.pages(), (5, 0));
+        soft.forget(second);
+        assert_eq!(soft.pages(), (0, 0));
+    }
+
+    #[test]
+    fn no_two_migrations_ask_for_the_same_answer() {
+        let first = || Soft::new([CHUNK]).begin();
+        assert_ne!(first(), first());
+    }
+
+    #[test]
+    fn a_guest_may_say_anything() {
+        let soft = Soft::new([CHUNK]);
+        let answer = soft.begin();
+        soft.add_free(answer, 0, 510..u64::MAX);
+        soft.add_free(answer, 0, u64::MAX - 1..u64::MAX);
+        soft.add_free(answer, 1, 0..5);
+        assert_eq!(
+            (soft.pages(), soft.chunk(1, 0), soft.chunk(0, 9)),
+            ((2, 0), ChunkPages::EMPTY, ChunkPages::EMPTY)
+        );
+    }
+
+    #[test]
+    fn while_the_guest_stands_still_nothing_is_left_out() {
+        let soft = Soft::new([CHUNK]);
+        let answer = soft.begin();
+        soft.add_free(answer, 0, 0..9);
+        soft.end();
+        assert_eq!(soft.pages(), (0, 0));
+        soft.add_free(answer.wrapping_add(1), 0, 0..9);
+        assert_eq!(soft.pages(), (0, 0));
+    }
+
+    #[test]
+    fn what_was_left_out_is_so_until_it_is_sent() {
+        let soft = Soft::new([CHUNK]);
+        let pages = |range| ChunkPages::from_range(range);
+        soft.sent(0, 0, &pages(0..100), &pages(10..50));
+        soft.sent(0, 0, &pages(20..30), &ChunkPages::EMPTY);
+        soft.sent(1, 0, &pages(0..5), &pages(0..5));
+        assert_eq!(soft.left_out()[0].runs().collect::<Vec<_>>(), [10..20, 30..50]);
+    }
+}

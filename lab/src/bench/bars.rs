@@ -1,6 +1,6 @@
 //! What was to be reached, and whether it was: the bars that the project has set for itself.
 
-use super::case::{Case, Contender, Program};
+use super::case::{Case, Contender, Mode, Program, Soft, Way};
 use super::result::{CaseResult, Measured, Quantity, Results, Spread};
 
 /// A bar.
@@ -50,6 +50,22 @@ pub fn bars(results: &Results) -> Vec<Bar> {
     bars.push(growth(&results.cases));
     bars.extend(["idle-1g", "idle-100m"].into_iter().filter_map(case).flat_map(link));
     bars.extend(results.cases.iter().filter(|result| is_writing(&result.case)).map(lost_work));
+    // Sending less: what it costs where it is of no use, and what it brings where it is.
+    let both = |(what, of, beside, quantity, most)| {
+        move |result: &CaseResult| beside_another(result, what, of, beside, quantity, most)
+    };
+    let (plain, xbzrle) = (Contender::Packing(Way::None), Contender::Qemu(Mode::Xbzrle));
+    let (everything, dispensable) = (Contender::Soft(Soft::None), Contender::Soft(Soft::All));
+    for (name, bar) in [
+        ("packing-random", ("total", OURS, plain, Quantity::Total, 1.05)),
+        ("packing-random", ("CPU", OURS, plain, Quantity::Cpu, 1.05)),
+        ("changes-1g", ("total", OURS, xbzrle, Quantity::Total, 1.0)),
+        ("changes-1g", ("sent", OURS, xbzrle, Quantity::Sent, 1.0)),
+        ("cache-0", ("total", dispensable, everything, Quantity::Total, 0.15)),
+        ("cache-0", ("sent", dispensable, everything, Quantity::Sent, 0.07)),
+    ] {
+        bars.push(case(name).and_then(both(bar)));
+    }
     bars.push(agents_memory(&results.cases));
     bars.into_iter().flatten().collect()
 }
@@ -65,6 +81,24 @@ fn ratio(result: &CaseResult, quantity: Quantity, word: &str, most: f64) -> Opti
         what: format!("{}: {word}, ratio to QEMU's best", result.case.name),
         wanted: format!("≤ {most}"),
         found: format!("{ratio:.2} (of {best})"),
+        held: ratio <= most,
+    })
+}
+
+/// A contender beside another one, whoever is QEMU's best.
+fn beside_another(
+    result: &CaseResult,
+    word: &str,
+    of: Contender,
+    other: Contender,
+    quantity: Quantity,
+    most: f64,
+) -> Option<Bar> {
+    let ratio = result.ratio(of, other, quantity)?;
+    Some(Bar {
+        what: format!("{}: {word} of {of}, ratio to {other}", result.case.name),
+        wanted: format!("≤ {most}"),
+        found: format!("{ratio:.3}"),
         held: ratio <= most,
     })
 }

@@ -354,7 +354,12 @@ enum Look {
 
 impl Look {
     fn at(page: &[u8]) -> Self {
-        if is_zero(page) { Self::Zeros } else { filling(page).map_or(Self::Other, Self::Filled) }
+        if is_zero(page) {
+            return Self::Zeros;
+        }
+        // What begins with zeros and is not all zero need not be looked at again.
+        let filling = if page.starts_with(&[0; FILLING_BYTES]) { None } else { filling(page) };
+        filling.map_or(Self::Other, Self::Filled)
     }
 }
 

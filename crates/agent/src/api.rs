@@ -22,6 +22,7 @@
 //! Within `/v1` fields are added, never taken away; clients ignore those that they do not know. Requests with fields
 //! that the agent does not know are refused: a misspelt limit must not be a missing one.
 
+mod choices;
 mod client;
 mod control;
 pub(crate) mod problem;
@@ -29,6 +30,7 @@ mod routes;
 mod server;
 mod types;
 
+pub use choices::*;
 pub use client::{Client, ClientError, Lines, Which};
 pub use control::Control;
 pub use engine::handover::Role;

@@ -40,8 +40,10 @@ pub enum Workload {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Mover {
-    /// Whimbrel, with its disk.
+    /// Whimbrel, with its disk, as it comes.
     Whimbrel,
+    /// The same, but everything is sent as it is: not compressed, and nothing spared that has to be sent.
+    WhimbrelPlain,
     /// The same; the more the guest has written, the slower it may write.
     WhimbrelThreshold,
     /// The same; the guest may write so fast that copying comes to an end.
@@ -56,8 +58,9 @@ pub enum Mover {
     Rsync,
 }
 
-const NAMES: [(Mover, &str); 7] = [
+const NAMES: [(Mover, &str); 8] = [
     (Mover::Whimbrel, "whimbrel"),
+    (Mover::WhimbrelPlain, "whimbrel-plain"),
     (Mover::WhimbrelThreshold, "whimbrel-threshold"),
     (Mover::WhimbrelDrain, "whimbrel-drain"),
     (Mover::MemoryOnly, "memory-only"),
@@ -69,7 +72,7 @@ const NAMES: [(Mover, &str); 7] = [
 impl Mover {
     /// Whether Whimbrel's agents move the guest.
     pub(super) fn is_ours(self) -> bool {
-        matches!(self, Self::Whimbrel | Self::WhimbrelThreshold | Self::WhimbrelDrain | Self::MemoryOnly)
+        !matches!(self, Self::Mirror | Self::Scp | Self::Rsync)
     }
 
     /// Whether the guest's writes are slowed down.
@@ -127,7 +130,7 @@ impl Case {
 
 /// All cases, in the order in which they are measured, each with who takes part.
 pub fn cases() -> Vec<(Case, Vec<Mover>)> {
-    use Mover::{MemoryOnly, Mirror, Rsync, Scp, Whimbrel, WhimbrelDrain, WhimbrelThreshold};
+    use Mover::{MemoryOnly, Mirror, Rsync, Scp, Whimbrel, WhimbrelDrain, WhimbrelPlain, WhimbrelThreshold};
     let case = |name: &str, workload, megabits: u64| Case {
         name: name.to_owned(),
         workload,
@@ -138,9 +141,10 @@ pub fn cases() -> Vec<(Case, Vec<Mover>)> {
     // The first pass of the disk takes a minute; whoever is not done after several times that will not be.
     let diabolical = Case { patience_s: 400, ..case("diabolical", Workload::Writer, 100) };
     let live = vec![MemoryOnly, Whimbrel, Mirror];
-    let frozen = [live.clone(), vec![Scp, Rsync]].concat();
+    let web = vec![MemoryOnly, Whimbrel, WhimbrelPlain, Mirror];
+    let frozen = [web.clone(), vec![Scp, Rsync]].concat();
     vec![
-        (case("static", Workload::Static, 100), live.clone()),
+        (case("static", Workload::Static, 100), web),
         (case("dynamic", Workload::Board, 100), frozen),
         (case("video", Workload::Video, 100), live.clone()),
         (diabolical, vec![Whimbrel, WhimbrelThreshold, WhimbrelDrain, Mirror]),

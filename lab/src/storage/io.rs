@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::guest::{VM, ask, word};
+use super::ours::PLAIN;
 use crate::agents::Agents;
 use crate::bench::usage::traffic;
 use crate::error::{Error, Result};
@@ -105,7 +106,8 @@ pub(super) fn measure(
     adopt(agents, &lab.a, guest)?;
     let adopted = sample(DriverState::Adopted)?;
 
-    let migrate = ["migrate", VM, "--to", lab.b.name(), "--disks", "copy", "--detach"];
+    // As it is: what was sent tells what was copied.
+    let migrate = [&["migrate", VM, "--to", lab.b.name(), "--disks=copy", "--detach"], &PLAIN[..]].concat();
     let agent = |words: &[&str]| run(&mut agents.command(&lab.a, words)).map(drop);
     let before = traffic(&lab.a)?;
     agent(&migrate)?;

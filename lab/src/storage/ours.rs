@@ -14,12 +14,16 @@ use crate::migrating::{migrate, number};
 use crate::run::run;
 
 const PAGE_BYTES: u64 = 4096;
+/// Everything is sent as it is.
+pub(super) const PLAIN: [&str; 4] =
+    ["--compression=none", "--no-references", "--deltas=never", "--soft-pages=none"];
 
 pub(super) fn by_whimbrel(stage: &Stage<'_>, mover: Mover) -> Result<End> {
     let mut words = match mover {
         Mover::MemoryOnly => vec!["--disks=shared"],
         Mover::WhimbrelThreshold => vec!["--disks=copy", "--throttle-writes=threshold"],
         Mover::WhimbrelDrain => vec!["--disks=copy", "--throttle-writes=drain"],
+        Mover::WhimbrelPlain => [&["--disks=copy"], &PLAIN[..]].concat(),
         _ => vec!["--disks=copy"],
     };
     if stage.compare {

@@ -16,7 +16,7 @@ use crate::run::run;
 const PAGE_BYTES: u64 = 4096;
 /// Everything is sent as it is.
 pub(super) const PLAIN: [&str; 4] =
-    ["--compression=none", "--no-references", "--deltas=never", "--soft-pages=none"];
+    ["--compress=none", "--no-references", "--deltas=never", "--soft-pages=none"];
 
 pub(super) fn by_whimbrel(stage: &Stage<'_>, mover: Mover) -> Result<End> {
     let mut words = match mover {

@@ -138,8 +138,8 @@ pub fn cases() -> Vec<(Case, Vec<Mover>)> {
         link_bytes_per_s: megabits * 1_000_000 / 8,
         patience_s: 600,
     };
-    // The first pass of the disk takes a minute; whoever is not done after several times that will not be.
-    let diabolical = Case { patience_s: 400, ..case("diabolical", Workload::Writer, 100) };
+    // The first pass of the disk takes a minute; whoever is not done after four times that will not be.
+    let diabolical = Case { patience_s: 240, ..case("diabolical", Workload::Writer, 100) };
     let live = vec![MemoryOnly, Whimbrel, Mirror];
     let web = vec![MemoryOnly, Whimbrel, WhimbrelPlain, Mirror];
     let frozen = [web.clone(), vec![Scp, Rsync]].concat();

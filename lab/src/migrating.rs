@@ -21,7 +21,7 @@ pub(crate) fn adopt(agents: &Agents, host: &Host, guest: &Guest) -> Result<()> {
 }
 
 /// Has agents forget a guest, which is gone.
-pub(crate) fn forget(agents: &Agents, hosts: [&Host; 2], vm: &str) {
+pub(crate) fn forget<'a>(agents: &Agents, hosts: impl IntoIterator<Item = &'a Host>, vm: &str) {
     for host in hosts {
         // It may not know it.
         let _ = run(&mut agents.command(host, &["vm", "forget", vm]));

@@ -8,7 +8,7 @@ use agent::api::{BadName, Compress, HostId, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::rate::Rate;
-use choices::{DeltasArg, DisksArg, OnLimitArg, RamArg, SoftPagesArg, ThrottleArg, one_disk};
+use choices::{DeltasArg, DisksArg, OnLimitArg, PolicyArg, RamArg, SoftPagesArg, ThrottleArg, one_disk};
 
 fn vm_name(name: &str) -> Result<VmName, BadName> {
     VmName::new(name)
@@ -224,13 +224,17 @@ pub(crate) struct MigrateCommand {
     /// Only look on both hosts whether it can be done; changes nothing
     #[arg(long, conflicts_with = "detach")]
     pub check: bool,
+    /// When the VM is stopped: `pattern` when rounds do not make the downtime shorter any more, `target` as soon as it
+    /// would be short enough, `rounds` after some rounds; the last two are the rules of KVM and Xen (pattern)
+    #[arg(long, value_name = "pattern|target|rounds", hide_possible_values = true)]
+    pub policy: Option<PolicyArg>,
     /// Longest downtime, in milliseconds (300)
     #[arg(long, value_name = "MS")]
     pub max_downtime: Option<u64>,
     /// Most rounds of pre-copy (30)
     #[arg(long, value_name = "N")]
     pub max_rounds: Option<u32>,
-    /// When the rounds are used up, or six in a row have left no less to send: `abort` leaves the VM where it is,
+    /// When the rounds are used up, or lead no further for a while: `abort` leaves the VM where it is,
     /// `stop` stops it and sends the rest, however long that takes (abort)
     #[arg(long, value_name = "abort|stop", hide_possible_values = true)]
     pub on_limit: Option<OnLimitArg>,

@@ -20,6 +20,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         vm: command.vm,
         to: command.to,
         check_only: command.check,
+        policy: command.policy.map(Into::into),
         max_downtime_ms: command.max_downtime,
         max_rounds: command.max_rounds,
         on_limit: command.on_limit.map(Into::into),

@@ -23,10 +23,11 @@ use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use engine::precopy::Sampling;
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
-use crate::api::{Compress, Deltas, OnLimit, SoftPages, ThrottleWrites};
+use crate::api::{Compress, Deltas, OnLimit, SoftPages, StopPolicy, ThrottleWrites};
 pub use crate::pool::{Pool, PoolFormat};
 
 /// Where the configuration lies if nothing else is said.
@@ -144,6 +145,20 @@ pub struct Limits {
     pub streams: u16,
     /// Cap on the sending rate, in bytes per second; 0 for none.
     pub bandwidth_bytes_per_s: u64,
+    /// When the guest is stopped.
+    pub policy: StopPolicy,
+    /// Longest time between two looks at what the guest writes, once all of its memory went, in milliseconds; 0 to have
+    /// it follow from the link's rate.
+    pub sampling_ms: u64,
+    /// Over how many looks the number of modified pages is averaged.
+    pub stable_window: u32,
+    /// By how much that may change from look to look, in hundredths of what was sent in between, and be called stable.
+    pub stable_percent: u32,
+    /// How much of what is sent was sent shortly before where the guest writes to the same pages again and again, in
+    /// hundredths.
+    pub resent_percent: u32,
+    /// How many rounds before are shortly before.
+    pub resent_rounds: u32,
     /// Longest downtime, in milliseconds. Below it rounds go on as long as they make it shorter.
     pub max_downtime_ms: u64,
     /// Most rounds of pre-copy.
@@ -170,6 +185,17 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// How the guest's writes are looked at.
+    pub(crate) fn sampling(&self) -> Sampling {
+        Sampling {
+            interval_ns: self.sampling_ms.saturating_mul(1_000_000),
+            window: self.stable_window,
+            stable_percent: self.stable_percent,
+            resent_percent: self.resent_percent,
+            history: self.resent_rounds,
+        }
+    }
+
     /// What is worth compressing.
     pub(crate) fn worth(&self) -> memory::Worth {
         memory::Worth {
@@ -186,9 +212,16 @@ impl Limits {
 
 impl Default for Limits {
     fn default() -> Self {
+        let sampling = Sampling::default();
         Self {
             streams: 4,
             bandwidth_bytes_per_s: 0,
+            policy: StopPolicy::Pattern,
+            sampling_ms: sampling.interval_ns / 1_000_000,
+            stable_window: sampling.window,
+            stable_percent: sampling.stable_percent,
+            resent_percent: sampling.resent_percent,
+            resent_rounds: sampling.history,
             max_downtime_ms: 300,
             max_rounds: 30,
             on_limit: OnLimit::Abort,

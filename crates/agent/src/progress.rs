@@ -66,11 +66,14 @@ pub struct Progress {
     pub standing: Standing,
     /// Current round, from 1 on; 0 before the first.
     pub round: u32,
+    /// Which way through memory it is a part of, from 1 on; 0 before the first.
+    #[serde(default)]
+    pub pass: u32,
     /// Size of the guest's RAM, in bytes.
     pub ram_bytes: u64,
-    /// What this round had to send when it began, in bytes of guest memory.
+    /// What there was to send when this round began, in bytes of guest memory.
     pub round_bytes: u64,
-    /// What of this round is still to be sent, in bytes of guest memory.
+    /// What of that is still to be sent, in bytes of guest memory.
     pub remaining_bytes: u64,
     /// Sent on all streams since the beginning, in bytes on the wire.
     pub sent_bytes: u64,

@@ -7,6 +7,7 @@
 mod explain;
 mod text;
 
+use engine::precopy::{Pattern, Trace};
 use proto::message::{Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
@@ -68,6 +69,10 @@ pub struct Report {
     pub soft: Option<Soft>,
     /// Rounds of pre-copy and the last one, in order.
     pub rounds: Vec<Round>,
+    /// What the policy of the stop was shown and what it decided: enough to decide it all again. A new one begins where
+    /// the guest gave its page cache back.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub traces: Vec<Trace>,
     /// How long the guest stood still; absent if it was never stopped.
     pub downtime: Option<Downtime>,
     /// Bytes on the wire from source to destination, all connections.
@@ -120,6 +125,9 @@ pub enum Outcome {
 /// What was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Objective {
+    /// When the guest was to be stopped (`pattern`, `target`, `rounds`).
+    #[serde(default)]
+    pub policy: String,
     /// Longest downtime allowed, in milliseconds.
     pub max_downtime_ms: u64,
     /// Most rounds of pre-copy.
@@ -219,7 +227,11 @@ pub struct Round {
     pub round: u32,
     /// The guest was stopped during it.
     pub stopped: bool,
-    /// Pages found dirty; in round 1 all pages of the guest's RAM. Disks count in pages, too.
+    /// Which way through memory it is a part of, from 1 on; 0 of a round of disks alone, and with the guest stopped.
+    #[serde(default)]
+    pub pass: u32,
+    /// Pages found dirty; in the first pass all pages of the guest's RAM that have not gone and were not written to since.
+    /// Disks count in pages, too.
     pub dirty_pages: u64,
     /// Those of them that are of disks.
     pub disk_pages: u64,
@@ -255,8 +267,17 @@ pub struct Round {
     pub dirty_rate_bytes_per_s: u64,
     /// Downtime to be expected had the guest been stopped after it, in microseconds.
     pub expected_downtime_us: Option<u64>,
+    /// Pages that were dirty and that it left to the next round, so as not to take long.
+    #[serde(default)]
+    pub left_pages: u64,
+    /// Pages that had been sent shortly before, too, once all of memory went.
+    #[serde(default)]
+    pub resent_pages: u64,
     /// What the policy decided after it (`another-round`, `stop`, `abort`).
     pub decision: String,
+    /// How the guest wrote, where that showed that rounds helped no more.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pattern: Option<Pattern>,
 }
 
 /// How long the guest stood still, and why. The parts add up to the total.
@@ -411,6 +432,7 @@ impl Report {
             deltas: None,
             soft: None,
             rounds: Vec::new(),
+            traces: Vec::new(),
             downtime: None,
             sent_bytes: 0,
             received_bytes: 0,

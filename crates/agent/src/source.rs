@@ -28,12 +28,13 @@ use std::time::Instant;
 
 use engine::handover::Terms;
 use engine::handover::source::{SourceEvent, SourceReport, SourceState};
+use engine::precopy::Sampling;
 use proto::message::Proposal;
 use proto::{Generation, VmName};
 
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
-use crate::api::{Compress, Deltas, MigrateRequest, OnLimit, SoftPages, ThrottleWrites};
+use crate::api::{Compress, Deltas, MigrateRequest, OnLimit, SoftPages, StopPolicy, ThrottleWrites};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
@@ -47,6 +48,10 @@ pub(crate) use vm::{SourceVm, VmError};
 /// What a migration aims at; parts of it can be changed while it runs.
 #[derive(Clone, Debug)]
 pub(crate) struct Aims {
+    /// When the guest is stopped.
+    pub(crate) policy: StopPolicy,
+    /// How its writes are looked at.
+    pub(crate) sampling: Sampling,
     /// Downtime to aim at, in milliseconds.
     pub(crate) max_downtime_ms: u64,
     /// Most rounds of pre-copy.
@@ -80,6 +85,8 @@ impl Aims {
     pub(crate) fn new(request: &MigrateRequest, limits: &ConfigLimits) -> Self {
         let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
         Self {
+            policy: request.policy.unwrap_or(limits.policy),
+            sampling: limits.sampling(),
             max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
             max_rounds: request.max_rounds.unwrap_or(limits.max_rounds),
             on_limit: request.on_limit.unwrap_or(limits.on_limit),
@@ -98,6 +105,7 @@ impl Aims {
 
     pub(crate) fn objective(&self) -> Objective {
         Objective {
+            policy: self.policy.name().to_owned(),
             max_downtime_ms: self.max_downtime_ms,
             max_rounds: self.max_rounds,
             on_limit: match self.on_limit {

@@ -14,6 +14,11 @@
 //! counts as the work goes on. Taken is the cheapest way whose rate is next to the best one. Where the destination is
 //! what is waited for, because its workers have no pause, nothing helps, and least is done.
 //!
+//! A guest that stands still waits for both, one after the other: for its last pages that way is taken in which packing and
+//! sending a byte take the least together, `packing(way) + ratio(way) / link`. What keeps a link busy best in a long round
+//! is far too slow for that. (As if one processor packed: of few pages that is so, and of more it errs towards the quicker
+//! way.)
+//!
 //! Where the link is waited for it pays as well to know of every page what was sent, so that of what is sent again only
 //! changes go. Marking pages takes processor time long before anything comes of it, and so it is begun only then, and is
 //! not ended any more: what is not marked in one round is not known in the next.
@@ -81,6 +86,8 @@ pub struct Observation {
 pub struct Decision {
     /// The way from now on.
     pub way: Compression,
+    /// The way for a guest that stands still.
+    pub standing_way: Compression,
     /// Ways to be tried out.
     pub try_out: Vec<Compression>,
     /// What the link seems to carry, in bytes per second; absent as long as nobody waited for it.
@@ -116,6 +123,8 @@ struct Shares {
 pub struct Chooser {
     /// Place of the present way in [`WAYS`].
     present: usize,
+    /// The same for a guest that stands still.
+    standing: usize,
     link_bytes_per_s: Option<f64>,
     /// For how many looks in a row the link was waited for, where processors could have done more.
     slow_looks: u32,
@@ -140,6 +149,7 @@ impl Chooser {
         }
         Decision {
             way: WAYS[self.present],
+            standing_way: WAYS[self.standing],
             try_out: if tells { self.due_trials(observed) } else { Vec::new() },
             link_bytes_per_s: self.link_bytes_per_s.map(|rate| rate as u64),
             link_is_slow: self.link_is_slow,
@@ -206,16 +216,23 @@ impl Chooser {
             });
         }
         let Shares { saved, spent } = self.shares.unwrap_or(Shares { saved: 1.0, spent: 1.0 });
-        let rate = |way: usize| -> f64 {
-            let (ratio, packing_ns) = match self.seen[way] {
-                Some(seen) if way > 0 => (1.0 - (1.0 - seen.ratio) * saved, seen.pack_ns * spent),
-                _ => (1.0, 0.0),
-            };
+        let costs = |way: usize| match self.seen[way] {
+            Some(seen) if way > 0 => (1.0 - (1.0 - seen.ratio) * saved, seen.pack_ns * spent),
+            _ => (1.0, 0.0),
+        };
+        let rate = |way: usize| {
+            let (ratio, packing_ns) = costs(way);
             (link / ratio.max(0.001)).min(handled_at(packing_ns))
+        };
+        let standing_ns = |way: usize| {
+            let (ratio, packing_ns) = costs(way);
+            packing_ns + ratio * 1e9 / link
         };
         let allowed = self.banned.map_or(WAYS.len(), |(way, _)| way);
         let best = (0..allowed).map(rate).fold(0.0, f64::max);
-        self.present = (0..allowed).find(|way| rate(*way) >= best * AS_GOOD).unwrap_or(0);
+        let present = (0..allowed).find(|way| rate(*way) >= best * AS_GOOD).unwrap_or(0);
+        let standing = (0..allowed).min_by(|one, other| standing_ns(*one).total_cmp(&standing_ns(*other)));
+        (self.present, self.standing) = (present, standing.unwrap_or(0));
     }
 
     /// Nothing is tried out before the link was waited for, nor where the processors could not follow it.
@@ -379,6 +396,21 @@ mod tests {
         assert_eq!(settles(&World::new(118, 2.0)), Compression::Zstd(3));
         // 100 Mb/s.
         assert_eq!(settles(&World::new(12, 2.0)), Compression::Zstd(7));
+    }
+
+    /// What is packed beside sending in a long round is waited for in a last one.
+    #[test]
+    fn a_guest_that_stands_still_is_not_kept_waiting_by_hard_ways() {
+        let standing = |world: &World| {
+            let mut chooser = Chooser::default();
+            run(&mut chooser, world, 60);
+            WAYS[chooser.standing]
+        };
+        // 10 Gb/s: sending takes less than even the cheapest way.
+        assert_eq!(standing(&World::new(1_200, 3.5)), Compression::None);
+        assert_eq!(standing(&World::new(118, 2.0)), Compression::Lz4);
+        assert_eq!(standing(&World::new(12, 2.0)), Compression::Zstd(3));
+        assert_eq!(standing(&World { ratios: NOISE, ..World::new(12, 2.0) }), Compression::None);
     }
 
     #[test]

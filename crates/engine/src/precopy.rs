@@ -14,18 +14,24 @@
 //! if expected_downtime < max_downtime then stop and send the rest
 //! ```
 //!
-//! [`StopTime`] keeps its idea and changes four things. The expected downtime has a *fixed part*, because stopping,
+//! [`ByPattern`] keeps its idea and changes five things. The expected downtime has a *fixed part*, because stopping,
 //! saving and loading devices and continuing take time even when no page is left; for small remainders they are most of
-//! it. The bandwidth is not that of the last interval alone (see [`StopTime`]). Below the allowed downtime it goes on
-//! as long as a round is worth it. And there are limits: section II.B shows that a target below what is attainable
-//! keeps KVM's loop going for ever.
+//! it. The bandwidth is not that of the last interval alone. Below the allowed downtime it goes on as long as a round is
+//! worth it. There are limits: section II.B shows that a target below what is attainable keeps KVM's loop going for
+//! ever. And beyond the allowed downtime it looks at how the guest writes (section VII, Algorithm 2): where a [`Pattern`]
+//! says that rounds do not help, it does not go on until a limit is reached.
+//!
+//! [`ByTarget`] is KVM's rule itself, [`ByRounds`] Xen's: to compare with.
 //!
 //! # Replay
 //!
 //! A policy reads no clock and draws no random number, so its decisions follow from what it was shown. [`Traced`] keeps
 //! that as a [`Trace`], which goes into the report; [`Trace::replay`] decides it all again.
 
-mod stop_time;
+mod classic;
+mod forecast;
+mod pace;
+mod pattern;
 mod trace;
 
 use std::fmt;
@@ -33,13 +39,16 @@ use std::fmt;
 use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
-pub use stop_time::{CostHistory, FixedCost, OnLimit, StopTime};
-pub use trace::{Trace, TraceEntry, Traced};
+pub use classic::{ByRounds, ByTarget};
+pub use forecast::{CostHistory, FixedCost};
+pub use pattern::{ByPattern, Pattern, Sampling};
+pub use trace::{AnyPolicy, Trace, TraceEntry, Traced};
 
 /// What a policy is shown after a round: how it went, and what a scan right after it found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoundObservation {
-    /// Which round was sent, from 1 on. 0 says that the first, of all memory, is not complete.
+    /// How often all that was dirty has been sent, this time included: 1 when all of memory went once, and 0 before. One
+    /// time can be several rounds, each with a part of the pages.
     pub round: u32,
     /// Pages that would have to be sent if the guest were stopped now.
     pub dirty_pages: u64,
@@ -52,11 +61,18 @@ pub struct RoundObservation {
     /// already, or as nothing because the guest does not use them.
     #[serde(default)]
     pub spared_pages: u64,
+    /// Pages that were dirty before the round and that it did not send, because it was to be a short one.
+    #[serde(default)]
+    pub left_pages: u64,
+    /// Pages of those sent that had been sent shortly before, too, once all of memory went ([`Sampling::history`]).
+    #[serde(default)]
+    pub resent_pages: u64,
     /// Bytes that the round put on the wire.
     pub bytes_sent: u64,
     /// How long the round took, from its first page until the last one was acknowledged.
     pub duration_ns: u64,
-    /// Time between the scan before the round and the one after it: in this time `dirty_pages` were written.
+    /// Time between the scan before the round and the one after it: in this time those of `dirty_pages` were written that
+    /// had not been left.
     pub interval_ns: u64,
     /// How long the scan after the round took.
     pub scan_ns: u64,
@@ -70,7 +86,8 @@ impl RoundObservation {
 
     /// How fast the guest writes to new pages, in bytes of whole pages per second.
     pub fn dirty_rate_bytes_per_s(&self) -> u64 {
-        per_second(u128::from(self.dirty_pages) * u128::from(PAGE_BYTES), self.interval_ns)
+        let written = self.dirty_pages.saturating_sub(self.left_pages);
+        per_second(u128::from(written) * u128::from(PAGE_BYTES), self.interval_ns)
     }
 }
 
@@ -98,11 +115,17 @@ pub enum Decision {
     NextRound {
         /// What the downtime would be if the guest were stopped now. `u64::MAX` where nothing was measured yet.
         expected_downtime_ns: u64,
+        /// Send only so many pages and look again; none to send all.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        most_pages: Option<u64>,
     },
     /// Stop the guest and send the rest.
     StopAndCopy {
         /// What the downtime is expected to be.
         expected_downtime_ns: u64,
+        /// How the guest writes, where that says that rounds help no more.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pattern: Option<Pattern>,
     },
     /// End the migration; the guest runs on where it is.
     GiveUp {
@@ -122,6 +145,17 @@ pub struct GiveUp {
     pub fixed_ns: u64,
     /// What it may be.
     pub max_downtime_ns: u64,
+}
+
+/// What to do when rounds lead no further and the expected downtime is beyond what is allowed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnLimit {
+    /// Stop the guest for longer than was asked for.
+    Stop,
+    /// Give up; the guest runs on where it is.
+    #[default]
+    Abort,
 }
 
 /// A limit of patience.

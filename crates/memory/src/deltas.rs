@@ -169,8 +169,8 @@ impl Deltas {
         self.counters.mark_ns.fetch_add(mark_ns, Ordering::Relaxed);
     }
 
-    /// Pages of these chunks are about to be sent in a round: they are not what makes room in it.
-    pub(crate) fn keep(&self, owed: &[DirtyBitmap], round: u32) {
+    /// Pages of these chunks are about to be sent in a round, or wait for one after it: they are not what makes room in it.
+    pub fn keep(&self, owed: &[DirtyBitmap], round: u32) {
         let mut table = lock(&self.table);
         if !table.is_on || table.chunks.is_empty() {
             return;

@@ -216,6 +216,11 @@ impl DirtyBitmap {
         self.chunks.iter().all(ChunkPages::is_empty)
     }
 
+    /// How many of its pages are in another set, too.
+    pub fn count_both(&self, other: &Self) -> u64 {
+        self.chunks.iter().zip(&other.chunks).map(|(mine, theirs)| mine.count_both(theirs)).sum()
+    }
+
     /// The pages of one chunk; none for a chunk beyond the end.
     pub fn chunk(&self, chunk: u64) -> ChunkPages {
         self.chunks.get(chunk as usize).copied().unwrap_or_default()

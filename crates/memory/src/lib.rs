@@ -33,8 +33,10 @@ mod clock;
 mod deltas;
 pub mod dirty;
 mod pack;
+mod postcopy;
 pub mod ram;
 pub mod receive;
+mod recent;
 mod references;
 pub mod round;
 pub mod send;
@@ -48,12 +50,16 @@ pub use deltas::{Deltas, DeltasCounted};
 pub use dirty::{ChunkPages, DirtyBitmap};
 pub use pack::codec::BadPacked;
 pub use pack::{Counted, Packing, Worth};
+pub use postcopy::{Awaited, PageOf, Placer, Remaining};
 pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, open_destination, open_source};
 pub use receive::{
     AttachError, DestinationRam, Discardable, Presumed, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
 };
+pub use recent::Recent;
 pub use references::{Known, NAME_BYTES, PageName, Templates};
-pub use round::{Cleared, DirtyLog, DrainFailed, Owed, Place, Readable, ScanError, ScanFailed, ScanStats};
+pub use round::{
+    Cleared, DirtyLog, DrainFailed, Owed, PartAround, Place, Readable, ScanError, ScanFailed, ScanStats,
+};
 pub use send::{
     Interrupted, Progress, RoundStats, Saving, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,
 };

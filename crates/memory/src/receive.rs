@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use link::LinkError;
 use proto::Generation;
@@ -126,6 +126,10 @@ pub enum ReceiverEvent {
         round: u32,
         /// Which of those that brought memory: disks may have gone ahead. 0 for a round before the first of them.
         ram_round: u32,
+        /// From its first frame on.
+        took: Duration,
+        /// Whether something in it was referred to.
+        referred: bool,
     },
     /// A stream came to an end that the receiver was not asked for.
     Broken {
@@ -238,6 +242,10 @@ struct Rounds {
     complete: u32,
     /// The first round that has brought memory, 0 before it.
     first_of_ram: u32,
+    /// When the first frame of the newest round came.
+    began: Instant,
+    /// Whether something was referred to since the last one was complete.
+    referred: bool,
 }
 
 impl Rounds {
@@ -264,7 +272,14 @@ impl Receiver {
         streams: u16,
         observer: impl Fn(ReceiverEvent, &ReceiverHandle) + Send + Sync + 'static,
     ) -> Self {
-        let rounds = Rounds { newest: 0, ended: vec![0; streams.into()], complete: 0, first_of_ram: 0 };
+        let rounds = Rounds {
+            newest: 0,
+            ended: vec![0; streams.into()],
+            complete: 0,
+            first_of_ram: 0,
+            began: Instant::now(),
+            referred: false,
+        };
         let shared = Shared {
             ram,
             presumed,

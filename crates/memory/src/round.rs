@@ -130,6 +130,25 @@ impl Owed {
             Err(source) => Err(ScanFailed { owed: self, source }),
         }
     }
+
+    /// The same, and tells which pages of the first blocks, so many, the log had.
+    pub fn clear_marks_and_tell(
+        mut self,
+        log: &mut dyn DirtyLog,
+        first: usize,
+    ) -> Result<(Cleared, Vec<DirtyBitmap>), ScanFailed> {
+        let none = |block: &DirtyBitmap| DirtyBitmap::new(block.pages() * PAGE_BYTES);
+        let first = first.min(self.blocks.len());
+        let others = self.blocks.split_off(first);
+        let mut into: Vec<_> = self.blocks.iter().map(none).chain(others).collect();
+        let taken = log.take(&mut into);
+        self.blocks.extend(into.split_off(first));
+        self.blocks.iter_mut().zip(&into).for_each(|(mine, found)| mine.insert(found));
+        match taken {
+            Ok(scan) => Ok((Cleared { owed: self, scan }, into)),
+            Err(source) => Err(ScanFailed { owed: self, source }),
+        }
+    }
 }
 
 /// The dirty log failed; nothing that it had told is lost.
@@ -210,6 +229,26 @@ pub struct Place {
     page: u64,
 }
 
+/// See [`Readable::part_around`].
+#[derive(Debug)]
+pub struct PartAround {
+    /// The pages of this round.
+    pub readable: Readable,
+    /// The others.
+    pub later: Owed,
+    /// Where the next one begins.
+    pub next: Place,
+    /// Whether this one has come to the end of all blocks.
+    pub is_around: bool,
+}
+
+impl Place {
+    /// A page.
+    pub fn at(block: u16, page: u64) -> Self {
+        Self { block: block.into(), page }
+    }
+}
+
 impl Readable {
     /// Only so many of the pages from a place on; the others stay owed, whoever takes them back
     /// ([`Owed::take_back`]). Also tells where the next part begins; none if this one goes to the end.
@@ -240,6 +279,17 @@ impl Readable {
             later.clear(start..end);
         }
         (self, later, next)
+    }
+
+    /// So many of the pages from a place on, and after the end from the beginning on: rounds that follow one another so
+    /// leave no page waiting for ever. The others stay owed, whoever takes them back ([`Owed::take_back`]).
+    pub fn part_around(self, from: Place, pages: u64) -> PartAround {
+        let (part, later, next) = self.part(from, pages);
+        if let Some(next) = next {
+            return PartAround { readable: part, later, next, is_around: false };
+        }
+        let (more, later, next) = Self { owed: later }.part(Place::default(), pages - part.pages());
+        PartAround { readable: part.and(more.owed()), later, next: next.unwrap_or_default(), is_around: true }
     }
 
     /// Without these pages of each block, which stay owed, whoever takes them back ([`Owed::take_back`]).
@@ -332,6 +382,27 @@ mod tests {
         assert_eq!((part.pages(), later.pages(), next), (900, whole.pages() - 900, None));
     }
 
+    /// Round after round from where the last one ended, pages that are dirty again included: all get their turn.
+    #[test]
+    fn rounds_go_around() {
+        let mut block = DirtyBitmap::new(4 << 20);
+        block.set(0..1000);
+        let (mut owed, mut place) = (Owed { blocks: vec![block.clone()], round: 7 }, Place::default());
+        let mut ends = Vec::new();
+        for _ in 0..5 {
+            let around = Readable { owed }.part_around(place, 400);
+            assert_eq!((around.readable.pages(), around.later.pages()), (400, 600));
+            // The guest writes to all of them again.
+            owed = around.readable.give_up();
+            owed.take_back(&around.later);
+            ends.push((around.next.page, around.is_around));
+            place = around.next;
+        }
+        assert_eq!(ends, [(400, false), (800, false), (200, true), (600, false), (1000, false)]);
+        let all = Readable { owed }.part_around(place, 2000);
+        assert_eq!((all.readable.pages(), all.later.pages(), all.is_around), (1000, 0, true));
+    }
+
     /// What is put off is not lost, and nothing is put off that is not owed.
     #[test]
     fn pages_may_be_put_off() {
@@ -351,8 +422,13 @@ mod tests {
         let nothing = Owed { blocks: vec![DirtyBitmap::new(1 << 20)], round: 3 };
         let failed = nothing.clear_marks(&mut Log(vec![1, 5], true)).unwrap_err();
         assert_eq!(failed.owed.pages(), 2);
-        let cleared = failed.owed.clear_marks(&mut Log(vec![7], false)).unwrap();
+        let told = failed.owed.clone().clear_marks_and_tell(&mut Log(vec![1, 9], true), 1).unwrap_err();
+        assert_eq!(told.owed.pages(), 3);
+        let told = failed.owed.clone().clear_marks_and_tell(&mut Log(vec![1, 9], false), 0).unwrap();
+        assert_eq!((told.0.pages(), told.1.len()), (3, 0));
+        let (cleared, found) = failed.owed.clear_marks_and_tell(&mut Log(vec![7], false), 9).unwrap();
         assert_eq!((cleared.pages(), cleared.scan().pages), (3, 1));
+        assert!(found[0].count() == 1 && found[0].contains(7));
         let failed = cleared.drain(|| Err(std::io::Error::from(std::io::ErrorKind::TimedOut))).unwrap_err();
         assert_eq!(failed.owed.pages(), 3);
         let cleared = failed.owed.clear_marks(&mut Log(vec![], false)).unwrap();

@@ -12,7 +12,8 @@ use nix::libc;
 use rustix::ioctl::opcode;
 
 pub(crate) use raw::{
-    page_region, pm_scan_arg, uffdio_api, uffdio_range, uffdio_register, uffdio_writeprotect,
+    page_region, pm_scan_arg, uffdio_api, uffdio_copy, uffdio_range, uffdio_register, uffdio_writeprotect,
+    uffdio_zeropage,
 };
 
 /// Reads, and write-protects in the same step, what a page table says.
@@ -33,6 +34,22 @@ const _: () =
 const _: () = assert!(
     linux_raw_sys::ioctl::UFFDIO_WRITEPROTECT == opcode::read_write::<uffdio_writeprotect>(0xAA, 0x06) as u32
 );
+
+const _: () =
+    assert!(linux_raw_sys::ioctl::UFFDIO_COPY == opcode::read_write::<uffdio_copy>(0xAA, 0x03) as u32);
+const _: () = assert!(
+    linux_raw_sys::ioctl::UFFDIO_ZEROPAGE == opcode::read_write::<uffdio_zeropage>(0xAA, 0x04) as u32
+);
+const _: () = assert!(linux_raw_sys::ioctl::UFFDIO_WAKE == opcode::read::<uffdio_range>(0xAA, 0x02) as u32);
+
+/// What [`crate::MissingPages`] asks a userfaultfd for: threads wait for pages of shared memory, too.
+pub(crate) const MISSING_FEATURES: u64 = raw::UFFD_FEATURE_MISSING_SHMEM as u64;
+/// The calls that it needs for each range.
+pub(crate) const PLACING_CALLS: u64 =
+    1 << raw::_UFFDIO_WAKE | 1 << raw::_UFFDIO_COPY | 1 << raw::_UFFDIO_ZEROPAGE;
+/// Bytes of a message of a userfaultfd.
+pub(crate) const UFFD_MSG_BYTES: usize = size_of::<raw::uffd_msg>();
+const _: () = assert!(UFFD_MSG_BYTES == 32);
 
 /// Everything that a [`crate::WriteTracker`] asks a userfaultfd for.
 pub(crate) const TRACKING_FEATURES: u64 = (raw::UFFD_FEATURE_PAGEFAULT_FLAG_WP
@@ -74,11 +91,22 @@ pub(crate) fn uffd_api(uffd: &impl AsFd, features: u64) -> io::Result<uffdio_api
 
 /// Registers `len` bytes at `start` for write protection.
 pub(crate) fn uffd_register_wp(uffd: &impl AsFd, start: u64, len: u64) -> io::Result<()> {
+    uffd_register(uffd, start, len, raw::UFFDIO_REGISTER_MODE_WP).map(drop)
+}
+
+/// Registers `len` bytes at `start`: from here on threads that touch a page that is not there wait. Returns which calls
+/// there are for it.
+pub(crate) fn uffd_register_missing(uffd: &impl AsFd, start: u64, len: u64) -> io::Result<u64> {
+    uffd_register(uffd, start, len, raw::UFFDIO_REGISTER_MODE_MISSING)
+}
+
+fn uffd_register(uffd: &impl AsFd, start: u64, len: u64, mode: u32) -> io::Result<u64> {
     let range = uffdio_range { start, len };
-    let mut argument = uffdio_register { range, mode: u64::from(raw::UFFDIO_REGISTER_MODE_WP), ioctls: 0 };
+    let mut argument = uffdio_register { range, mode: u64::from(mode), ioctls: 0 };
     // SAFETY: the structure of this request, without pointers: addresses in it are of the traced
     // process and only name ranges.
-    unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_REGISTER, &mut argument) }.map(drop)
+    unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_REGISTER, &mut argument) }?;
+    Ok(argument.ioctls)
 }
 
 /// Takes the registration back, and the protection with it.
@@ -94,6 +122,42 @@ pub(crate) fn uffd_write_protect(uffd: &impl AsFd, start: u64, len: u64) -> io::
     let mut argument = uffdio_writeprotect { range, mode: 1 };
     // SAFETY: as in `uffd_register_wp`.
     unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_WRITEPROTECT, &mut argument) }.map(drop)
+}
+
+/// Makes pages at `address` of what is in `from`, whole pages, and wakes who waits for them. A page is there at once or
+/// not at all. Returns how many bytes were placed, and why not all.
+pub(crate) fn uffd_copy(uffd: &impl AsFd, address: u64, from: &[u8]) -> (u64, io::Result<()>) {
+    let (src, len) = (from.as_ptr() as u64, from.len() as u64);
+    let mut argument = uffdio_copy { dst: address, src, len, mode: 0, copy: 0 };
+    // SAFETY: the structure of this request; `src` points to `len` bytes that outlive the call, and the kernel only
+    // reads them. `dst` is an address of the other process, which the kernel checks.
+    let result = unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_COPY, &mut argument) }.map(drop);
+    // Less than nothing says why nothing was placed.
+    (u64::try_from(argument.copy).unwrap_or(0), result)
+}
+
+/// The same with zeros.
+pub(crate) fn uffd_zeropage(uffd: &impl AsFd, start: u64, len: u64) -> (u64, io::Result<()>) {
+    let range = uffdio_range { start, len };
+    let mut argument = uffdio_zeropage { range, mode: 0, zeropage: 0 };
+    // SAFETY: the structure of this request, without pointers.
+    let result = unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_ZEROPAGE, &mut argument) }.map(drop);
+    (u64::try_from(argument.zeropage).unwrap_or(0), result)
+}
+
+/// Wakes all threads that wait for pages in a range: who finds none waits anew, and says so.
+pub(crate) fn uffd_wake(uffd: &impl AsFd, start: u64, len: u64) -> io::Result<()> {
+    let mut argument = uffdio_range { start, len };
+    // SAFETY: the structure of this request, without pointers.
+    unsafe { ioctl(uffd, linux_raw_sys::ioctl::UFFDIO_WAKE, &mut argument) }.map(drop)
+}
+
+/// The address of a thread's wait for a page that is not there, in a message of a userfaultfd; none of other messages.
+pub(crate) fn uffd_fault(message: &[u8; UFFD_MSG_BYTES]) -> Option<u64> {
+    // `event`, seven bytes of nothing, then `arg.pagefault`: flags, address.
+    let (words, _) = message.as_chunks::<8>();
+    let address = u64::from_ne_bytes(*words.get(2)?);
+    (u32::from(message[0]) == raw::UFFD_EVENT_PAGEFAULT).then_some(address)
 }
 
 /// What a scan looks for: pages whose categories, after turning over `inverted`, include all of

@@ -9,6 +9,7 @@
 //! | [`Kernel`] | says whether this kernel has what is needed |
 //! | [`Injector`] | makes the process run single system calls (ptrace, from a small process of its own) |
 //! | [`WriteTracker`] | tells which pages were written since it was last asked (userfaultfd, `PAGEMAP_SCAN`) |
+//! | [`MissingPages`] | has threads wait for pages that are not there yet, and places them |
 //! | [`maps`], [`Pagemap`] | what is mapped, and which pages are there at all |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
@@ -16,7 +17,7 @@
 //!
 //! It is the only crate with `unsafe`, and it knows nothing of virtual machines, networks or
 //! migrations. Everything that changes the other process has an undo that works when it is dropped
-//! and when this process dies.
+//! and when this process dies; only for missing pages there is none, on purpose.
 
 mod abi;
 mod arch;
@@ -25,6 +26,7 @@ pub mod heap;
 mod inject;
 mod kernel;
 pub mod maps;
+mod missing;
 mod pagemap;
 mod process;
 mod ram_file;
@@ -34,8 +36,9 @@ mod tracker;
 
 #[doc(hidden)]
 pub use inject::holds_a_thread;
-pub use inject::{InjectError, Injector, injector_main};
+pub use inject::{InjectError, Injector, LeftUserfaultfd, injector_main};
 pub use kernel::{Feature, Kernel, MissingFeatures};
+pub use missing::{MissingError, MissingPages};
 pub use pagemap::Pagemap;
 pub use process::{Process, ProcessError, Signal, Status};
 pub use ram_file::{FileRange, RamFile, RamFileError, RamFileKind};

@@ -1,6 +1,6 @@
 //! What was to be reached, and whether it was: the bars that the project has set for itself.
 
-use super::case::{Case, Contender, Mode, Program, Soft, Way};
+use super::case::{Case, Contender, Mode, Policy, Program, Soft, Way};
 use super::result::{CaseResult, Measured, Quantity, Results, Spread};
 
 /// A bar.
@@ -66,6 +66,7 @@ pub fn bars(results: &Results) -> Vec<Bar> {
     ] {
         bars.push(case(name).and_then(both(bar)));
     }
+    bars.extend(case("converge-1g").into_iter().flat_map(pattern));
     bars.push(agents_memory(&results.cases));
     bars.into_iter().flatten().collect()
 }
@@ -147,6 +148,32 @@ fn link(result: &CaseResult) -> [Option<Bar>; 2] {
         held: time.median <= 1.03,
     });
     [used, time]
+}
+
+/// A guest that writes faster than the link carries is stopped soon, for no longer than what was left then takes.
+fn pattern(result: &CaseResult) -> [Option<Bar>; 2] {
+    let (Some(rate), name) = (result.case.link_bytes_per_s, &result.case.name) else { return [None, None] };
+    let ours = || {
+        let runs = result.runs_of(Contender::Policy(Policy::Pattern));
+        let told = runs.filter_map(|run| run.measured.as_ref()).filter_map(|m| Some((m, m.stop.as_ref()?)));
+        told.filter(|(_, stop)| stop.left_pages > 0)
+    };
+    let intervals = Spread::of(ours().map(|(_, stop)| stop.intervals as f64));
+    let needed_ms = |pages: u64| pages as f64 * 4096.0 / rate as f64 * 1e3;
+    let ratio = Spread::of(ours().map(|(m, stop)| m.downtime_ms / needed_ms(stop.left_pages)));
+    let intervals = intervals.map(|found| Bar {
+        what: format!("{name}: sampling intervals after all of memory went, policy `pattern`"),
+        wanted: "≤ 3".to_owned(),
+        found: format!("{}, at most {}", found.median, found.most),
+        held: found.median <= 3.0,
+    });
+    let ratio = ratio.map(|found| Bar {
+        what: format!("{name}: downtime, to what was left at the link's rate, policy `pattern`"),
+        wanted: "≤ 1.2".to_owned(),
+        found: format!("{:.2}", found.median),
+        held: found.median <= 1.2,
+    });
+    [intervals, ratio]
 }
 
 /// What it was measured of in all cases, with the name of the case in which it was most.

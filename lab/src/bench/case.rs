@@ -89,6 +89,8 @@ pub enum Contender {
     Whole,
     /// Whimbrel, told what of the guest's memory need not be sent.
     Soft(Soft),
+    /// Whimbrel, told when to stop the guest; it does so however long the guest stands still then.
+    Policy(Policy),
     /// QEMU's own migration.
     Qemu(Mode),
 }
@@ -109,6 +111,26 @@ impl Soft {
 
     fn word(self) -> &'static str {
         Self::WORDS.iter().find(|(soft, _)| *soft == self).map_or("", |(_, word)| word)
+    }
+}
+
+/// When the guest is stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Policy {
+    /// When a pattern shows that rounds help no more.
+    Pattern,
+    /// As soon as the downtime would be short enough: KVM's rule.
+    Target,
+    /// After some rounds: Xen's rule.
+    Rounds,
+}
+
+impl Policy {
+    const WORDS: [(Self, &'static str); 3] =
+        [(Self::Pattern, "pattern"), (Self::Target, "target"), (Self::Rounds, "rounds")];
+
+    fn word(self) -> &'static str {
+        Self::WORDS.iter().find(|(policy, _)| *policy == self).map_or("", |(_, word)| word)
     }
 }
 
@@ -183,7 +205,7 @@ impl Contender {
 
     /// Whether it is Whimbrel, whatever it was told.
     pub fn is_whimbrel(self) -> bool {
-        matches!(self, Self::Whimbrel(_) | Self::Packing(_) | Self::Whole | Self::Soft(_))
+        !matches!(self, Self::Nobody | Self::Qemu(_))
     }
 
     /// What Whimbrel is told on its command line.
@@ -194,6 +216,9 @@ impl Contender {
             Self::Packing(way) => vec![format!("--compress={way}")],
             Self::Whole => vec!["--deltas=never".to_owned()],
             Self::Soft(soft) => vec![format!("--soft-pages={}", soft.word())],
+            Self::Policy(policy) => {
+                vec![format!("--policy={}", policy.word()), "--on-limit=stop".to_owned()]
+            }
             Self::Whimbrel(None) | Self::Nobody | Self::Qemu(_) => Vec::new(),
         }
     }
@@ -213,6 +238,7 @@ impl fmt::Display for Contender {
             Self::Packing(way) => write!(f, "whimbrel-{way}"),
             Self::Whole => f.write_str("whimbrel-whole"),
             Self::Soft(soft) => write!(f, "whimbrel-soft-{}", soft.word()),
+            Self::Policy(policy) => write!(f, "whimbrel-{}", policy.word()),
             Self::Qemu(Mode::Default) => f.write_str("qemu"),
             Self::Qemu(Mode::Multifd(channels)) => write!(f, "multifd-{channels}"),
             Self::Qemu(Mode::MultifdZstd(2)) => f.write_str("multifd-zstd"),
@@ -245,9 +271,13 @@ impl FromStr for Contender {
             let word = name.strip_prefix("whimbrel-soft-")?;
             Soft::WORDS.iter().find(|(_, known)| *known == word).map(|(soft, _)| Self::Soft(*soft))
         };
-        fixed.or_else(counted).or_else(packing).or_else(soft).ok_or_else(|| {
+        let policy = || {
+            let word = name.strip_prefix("whimbrel-")?;
+            Policy::WORDS.iter().find(|(_, known)| *known == word).map(|(policy, _)| Self::Policy(*policy))
+        };
+        fixed.or_else(counted).or_else(packing).or_else(soft).or_else(policy).ok_or_else(|| {
             let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
-            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL, -whole, and -soft-none, -soft-free and -soft-all")
+            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL, -whole, -soft-none, -soft-free, -soft-all, -pattern, -target and -rounds")
         })
     }
 }
@@ -436,6 +466,8 @@ mod tests {
             Contender::Packing(Way::Zstd(7)),
             Contender::Soft(Soft::None),
             Contender::Soft(Soft::All),
+            Contender::Policy(Policy::Pattern),
+            Contender::Policy(Policy::Rounds),
             Contender::Qemu(Mode::Multifd(8)),
             Contender::Qemu(Mode::MultifdZstd(4)),
         ];

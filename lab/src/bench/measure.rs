@@ -141,11 +141,9 @@ impl Bench {
             meter: &meter,
         };
         let end = match contender {
-            Contender::Whimbrel(_) | Contender::Packing(_) | Contender::Whole | Contender::Soft(_) => {
-                by_whimbrel(&stage, contender)?
-            }
             Contender::Qemu(mode) => by_qemu(&stage, mode)?,
             Contender::Nobody => End::GivenUp,
+            _ => by_whimbrel(&stage, contender)?,
         };
         let End::Moved(moved) = end else { return Ok(None) };
         let peak = |pids: &[u32]| -> Result<u64> { pids.iter().map(|pid| peak_bytes(*pid)).sum() };
@@ -166,6 +164,7 @@ impl Bench {
             source_agent_peak_bytes: peak(&ours)?,
             destination_agent_peak_bytes: peak(&theirs)?,
             rounds: moved.rounds,
+            stop: moved.stop.clone(),
             has_switched: moved.has_switched,
             first_round_bytes_per_s: moved.first_round.map(rate),
         };

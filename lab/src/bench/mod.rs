@@ -24,11 +24,11 @@ mod suite;
 pub(crate) mod usage;
 
 pub use bars::{Bar, bars};
-pub use case::{Case, Contender, Mode, Program};
+pub use case::{Case, Contender, Mode, Policy, Program};
 pub use measure::Bench;
 pub use mover::DowntimeParts;
 pub use page::{put, tables};
 pub use plot::plots;
 pub use program::Disturbance;
-pub use result::{CaseResult, Measured, Provenance, Quantity, Results, Run, SCHEMA, Spread};
+pub use result::{CaseResult, Measured, Provenance, Quantity, Results, Run, SCHEMA, Spread, Stop};
 pub use suite::{Suite, suites};

@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::case::{Case, Contender, Mode};
+use super::result::Stop;
 use super::subject::{Subject, UNLIMITED, VM, failed};
 use super::usage::{Meter, Used, processes_of};
 use crate::agents::Agents;
@@ -64,6 +65,8 @@ pub(super) struct Moved {
     pub(super) first_round: Option<(f64, Duration)>,
     /// Passes over memory, the last one included.
     pub(super) rounds: u64,
+    /// What the policy of the stop saw, where it told.
+    pub(super) stop: Option<Stop>,
     /// Of post-copy: whether the guest ran on before all was there.
     pub(super) has_switched: Option<bool>,
     pub(super) serial: Serial,
@@ -241,6 +244,7 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
         resumed: SystemTime::UNIX_EPOCH + Duration::from_micros(resumed_us),
         first_round: None,
         rounds: number(&told["ram"], "dirty-sync-count")?,
+        stop: None,
         has_switched: (mode == Mode::PostCopy).then_some(has_switched),
         serial,
         _destination: Destination::Guest { _guest: destination },
@@ -267,8 +271,10 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, contender: Contender) -> Result<End
     }
     let report = told.report();
     let part = |name: &str| Ok::<_, Error>(told.downtime(name)?.as_secs_f64() * 1e3);
-    let first = &report["rounds"][0];
-    let share = number(first, "sent_bytes")? as f64 / number(report, "sent_bytes")? as f64;
+    let rounds = report["rounds"].as_array().map_or(&[][..], Vec::as_slice);
+    let first = rounds.iter().filter(|round| round["pass"] == 1);
+    let sum = |what: &str| first.clone().map(|round| number(round, what)).sum::<Result<u64>>();
+    let share = sum("sent_bytes")? as f64 / number(report, "sent_bytes")? as f64;
     let (Some(pid), Some(used)) = (arrived.first().copied(), used) else {
         return Err(Error::Config(format!("the guest that Whimbrel moved has no QEMU: {report}")));
     };
@@ -290,12 +296,33 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, contender: Contender) -> Result<End
         last_scans: Some(told.downtime("last_scans_us")?),
         used,
         resumed: told.at("running")?,
-        first_round: Some((share, Duration::from_micros(number(first, "duration_us")?))),
-        rounds: report["rounds"].as_array().map_or(0, Vec::len) as u64,
+        first_round: Some((share, Duration::from_micros(sum("duration_us")?))),
+        rounds: passes(rounds),
+        stop: stop(report),
         has_switched: None,
         serial: Serial::new(&socket, &socket.with_extension("log"), Some(pid)),
         _destination: Destination::Process(pid),
     })))
+}
+
+/// Ways through memory, those with the guest stopped included.
+fn passes(rounds: &[Value]) -> u64 {
+    let live = rounds.iter().filter_map(|round| round["pass"].as_u64()).max().unwrap_or(0);
+    live + rounds.iter().filter(|round| round["stopped"] == true).count() as u64
+}
+
+/// What the policy was shown, from the trace in the report.
+fn stop(report: &Value) -> Option<Stop> {
+    let trace = report["traces"].as_array()?.last()?;
+    let is_look = |entry: &&Value| entry["what"] == "round" && entry["observed"]["round"] != 0;
+    let looks: Vec<_> = trace["entries"].as_array()?.iter().filter(is_look).collect();
+    let last = looks.last()?;
+    Some(Stop {
+        // The first look is the one right after all of memory went.
+        intervals: looks.len() as u64 - 1,
+        left_pages: last["observed"]["dirty_pages"].as_u64()?,
+        pattern: last["decision"]["pattern"].as_str().map(str::to_owned),
+    })
 }
 
 /// The socket of a guest's serial line, from its QEMU's command line.

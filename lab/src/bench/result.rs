@@ -128,12 +128,26 @@ pub struct Measured {
     pub destination_agent_peak_bytes: u64,
     /// Passes over the guest's memory.
     pub rounds: u64,
+    /// What Whimbrel's policy saw, where it told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stop: Option<Stop>,
     /// Of post-copy, whether the guest ran on before all of its memory was there; absent elsewhere, and where it was not
     /// noted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub has_switched: Option<bool>,
     /// The sending rate of the first of them, with all headers, where it is known, bytes per second.
     pub first_round_bytes_per_s: Option<f64>,
+}
+
+/// When the guest was stopped, and why then.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stop {
+    /// Sampling intervals after all of memory went once.
+    pub intervals: u64,
+    /// Dirty pages at the last look before the stop.
+    pub left_pages: u64,
+    /// The pattern that was seen, if there was one.
+    pub pattern: Option<String>,
 }
 
 /// A median with the least and the most.

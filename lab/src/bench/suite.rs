@@ -1,6 +1,6 @@
 //! What `make bench` measures.
 
-use super::case::{Case, Contender, Mode, Program, Soft, Way};
+use super::case::{Case, Contender, Mode, Policy, Program, Soft, Way};
 use crate::environment::QemuVersion;
 use crate::spec::LoadMode;
 
@@ -134,6 +134,13 @@ pub fn suites() -> Vec<Suite> {
         (case, [&[Contender::Nobody], &ours[..], &[MULTIFD_2]].concat())
     });
 
+    // Faster than the link carries, and nothing to be spared: what no rounds bring to an end.
+    let policies = [Policy::Pattern, Policy::Target, Policy::Rounds].map(Contender::Policy);
+    let rivals = [DEFAULT, MULTIFD_2, XBZRLE, AUTO, POST_COPY];
+    let case = idle("converge-1g").sized(1024, 400).writing(128, 150, LoadMode::Random);
+    let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 60, ..case };
+    let convergence = vec![(case, [&[Contender::Nobody], &policies[..], &rivals].concat())];
+
     let mut sizes = Vec::new();
     for (memory, fill) in [(256, 128), (512, 320), (1024, 800), (2048, 1750), (4096, 3700), (8192, 7600)] {
         // Taken when QEMU starts: a virtual machine that runs this may have to get memory from its host, at a cost that
@@ -166,6 +173,11 @@ pub fn suites() -> Vec<Suite> {
             cases: packing,
         },
         Suite { name: "soft", about: "Page cache and free memory", cases: soft.into() },
+        Suite {
+            name: "convergence",
+            about: "Guests that write faster than the link carries",
+            cases: convergence,
+        },
         Suite { name: "sizes", about: "How cost grows", cases: sizes },
     ]
 }

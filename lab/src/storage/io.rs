@@ -14,7 +14,7 @@ use crate::bench::usage::traffic;
 use crate::error::{Error, Result};
 use crate::guest::Guest;
 use crate::lab::Lab;
-use crate::migrating::adopt;
+use crate::migrating::{adopt, forget};
 use crate::run::run;
 
 /// How often, and for how long, the guest writes in each state.
@@ -99,12 +99,17 @@ pub(super) fn measure(
     turn: u32,
     held_bytes: u64,
 ) -> Result<IoTurn> {
-    let sample = |state| samples(lab, guest, state);
     // The first one is the first after a start.
     written(guest)?;
-    let alone = sample(DriverState::Alone)?;
-    adopt(agents, &lab.a, guest)?;
-    let adopted = sample(DriverState::Adopted)?;
+    let (mut alone, mut adopted) = (Sampling::of(DriverState::Alone), Sampling::of(DriverState::Adopted));
+    // By turns: what makes both faster or slower is no difference between them.
+    for _ in 0..SAMPLES {
+        forget(agents, [&lab.a], VM);
+        alone.sample(lab, guest)?;
+        adopt(agents, &lab.a, guest)?;
+        adopted.sample(lab, guest)?;
+    }
+    let (alone, adopted) = (alone.rates(), adopted.rates());
 
     // As it is: what was sent tells what was copied.
     let migrate = [&["migrate", VM, "--to", lab.b.name(), "--disks=copy", "--detach"], &PLAIN[..]].concat();
@@ -120,13 +125,13 @@ pub(super) fn measure(
         thread::sleep(Duration::from_millis(100));
     }
     agent(&["limit", VM, "--bandwidth", NEARLY_IDLE])?;
-    let recording = sample(DriverState::Recording)?;
+    let recording = sampled(lab, guest, DriverState::Recording)?;
     end_migration(lab, agents)?;
 
     agent(&migrate)?;
     // It looks at the guest first.
     thread::sleep(Duration::from_secs(2));
-    let transferring = sample(DriverState::Transferring)?;
+    let transferring = sampled(lab, guest, DriverState::Transferring)?;
     end_migration(lab, agents)?;
     Ok(IoTurn { turn, states: vec![alone, adopted, recording, transferring] })
 }
@@ -150,12 +155,40 @@ fn end_migration(lab: &Lab, agents: &Agents) -> Result<()> {
     }
 }
 
-fn samples(lab: &Lab, guest: &Guest, state: DriverState) -> Result<StateRates> {
-    let (before, began) = (traffic(&lab.a)?, Instant::now());
-    let samples = (0..SAMPLES).map(|_| written(guest)).collect::<Result<_>>()?;
-    let sent_bytes = traffic(&lab.a)?.since(before).bytes;
-    let link_bytes_per_s = sent_bytes as f64 / began.elapsed().as_secs_f64();
-    Ok(StateRates { state, link_bytes_per_s, samples })
+/// A state in which samples are taken.
+struct Sampling {
+    state: DriverState,
+    samples: Vec<IoRate>,
+    sent_bytes: u64,
+    took: Duration,
+}
+
+impl Sampling {
+    fn of(state: DriverState) -> Self {
+        Self { state, samples: Vec::new(), sent_bytes: 0, took: Duration::ZERO }
+    }
+
+    fn sample(&mut self, lab: &Lab, guest: &Guest) -> Result<()> {
+        let (before, began) = (traffic(&lab.a)?, Instant::now());
+        self.samples.push(written(guest)?);
+        self.sent_bytes += traffic(&lab.a)?.since(before).bytes;
+        self.took += began.elapsed();
+        Ok(())
+    }
+
+    fn rates(self) -> StateRates {
+        let link_bytes_per_s = self.sent_bytes as f64 / self.took.as_secs_f64();
+        StateRates { state: self.state, link_bytes_per_s, samples: self.samples }
+    }
+}
+
+/// All samples of a state, one after the other.
+fn sampled(lab: &Lab, guest: &Guest, state: DriverState) -> Result<StateRates> {
+    let mut sampling = Sampling::of(state);
+    for _ in 0..SAMPLES {
+        sampling.sample(lab, guest)?;
+    }
+    Ok(sampling.rates())
 }
 
 /// Has the guest write for a while.

@@ -10,13 +10,15 @@ use crate::bench::Spread;
 use crate::bench::page::{bars_table, spread_of};
 
 /// A column of the tables: its heading, what it shows, and how many of it are one.
-const COLUMNS: [(&str, Quantity, f64); 16] = [
+const COLUMNS: [(&str, Quantity, f64); 18] = [
     ("total, s", Quantity::Total, 1.0),
     ("disk, s", Quantity::Disk, 1.0),
     ("memory, s", Quantity::Memory, 1.0),
     ("downtime, ms", Quantity::Downtime, 1.0),
     ("disruption, ms", Quantity::Disruption, 1.0),
     ("at the switch-over, ms", Quantity::Switchover, 1.0),
+    ("of it before the stop, ms", Quantity::BeforeStop, 1.0),
+    ("after the resumption, ms", Quantity::AfterResume, 1.0),
     ("before, ms", Quantity::UsualGap, 1.0),
     ("writes/s", Quantity::WriteRate, 1.0),
     ("deltas", Quantity::Deltas, 1.0),

@@ -89,6 +89,12 @@ pub struct Seen {
     pub disruption_ms: f64,
     /// The longest of those that touch the switch-over or the second before or after it, ms.
     pub switchover_gap_ms: Option<f64>,
+    /// How long before the guest's stop that one began, ms; less than nothing if it began later.
+    #[serde(default)]
+    pub silent_before_stop_ms: Option<f64>,
+    /// How long after the guest went on it ended, ms.
+    #[serde(default)]
+    pub silent_after_resume_ms: Option<f64>,
     /// The longest in the quarter of a minute before the request, ms.
     pub usual_gap_ms: f64,
     /// Whole answers in a second.
@@ -142,6 +148,10 @@ pub enum Quantity {
     Disruption,
     /// The longest silence at the switch-over, ms.
     Switchover,
+    /// How long before the guest's stop that one began, ms.
+    BeforeStop,
+    /// How long after the guest went on it ended, ms.
+    AfterResume,
     /// The longest silence before the request, ms.
     UsualGap,
     /// Dirty pages of the disk that were sent again.
@@ -178,6 +188,8 @@ impl Quantity {
             Self::Downtime => Some(measured.downtime_ms),
             Self::Disruption => Some(seen.disruption_ms),
             Self::Switchover => seen.switchover_gap_ms,
+            Self::BeforeStop => seen.silent_before_stop_ms,
+            Self::AfterResume => seen.silent_after_resume_ms,
             Self::UsualGap => Some(seen.usual_gap_ms),
             Self::Deltas => deltas,
             Self::DeltaRate => deltas.map(|deltas| deltas / (measured.total_ms / 1e3).max(1e-3)),

@@ -245,6 +245,9 @@ impl Moments {
         let (before, during) = (self.undisturbed(), self.requested..self.until);
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let around = self.switchover.as_ref().map(|it| it.start.saturating_sub(AROUND)..it.end + AROUND);
+        let silence = around.as_ref().and_then(|around| watched.tally.longest_silence(around));
+        let silence = silence.zip(self.switchover.as_ref());
+        let apart = |later: Duration, earlier: Duration| (later.as_secs_f64() - earlier.as_secs_f64()) * 1e3;
         // Until it stopped, or until nobody looked on any more.
         let stopped = self.switchover.as_ref().map_or(self.until, |it| it.start);
         let grown = |growth| (at(growth, stopped) - at(growth, self.requested)).max(0.0) as u64;
@@ -252,6 +255,8 @@ impl Moments {
         Seen {
             disruption_ms: ms(tally.longest_gap(&during)),
             switchover_gap_ms: around.map(|around| ms(tally.longest_gap(&around))),
+            silent_before_stop_ms: silence.as_ref().map(|(silent, stood)| apart(stood.start, silent.start)),
+            silent_after_resume_ms: silence.as_ref().map(|(silent, stood)| apart(silent.end, stood.end)),
             usual_gap_ms: ms(tally.longest_gap(&before)),
             answers_per_s: tally.answers_per_s(&during),
             usual_answers_per_s: tally.answers_per_s(&before),
@@ -306,6 +311,8 @@ mod tests {
         let seen = moments.judge(&watched, &sampled);
         assert!((seen.disruption_ms - 3_000.0).abs() < 1e-6, "{seen:?}");
         assert!(seen.switchover_gap_ms.is_some_and(|gap| (gap - 2_000.0).abs() < 1e-6), "{seen:?}");
+        // From the 89th second to the 91st.
+        assert_eq!((seen.silent_before_stop_ms, seen.silent_after_resume_ms), (Some(0.0), Some(1_000.0)));
         assert!((seen.usual_gap_ms - 1_000.0).abs() < 1e-6, "{seen:?}");
         // The guest was seen until its 80th second.
         assert_eq!(seen.writes, 400);

@@ -61,6 +61,12 @@ impl Tally {
         longest(&self.gaps, window)
     }
 
+    /// From when to when that was.
+    pub(super) fn longest_silence(&self, window: &Range<Duration>) -> Option<Range<Duration>> {
+        let span = self.gaps.iter().filter(|gap| gap.overlaps(window)).max_by_key(|gap| gap.took)?;
+        Some(span.ended.saturating_sub(span.took)..span.ended)
+    }
+
     /// The longest that an answer took, of those that were waited for in the window.
     pub(super) fn slowest_answer(&self, window: &Range<Duration>) -> Duration {
         longest(&self.answers, window)

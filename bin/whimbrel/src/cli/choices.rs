@@ -1,6 +1,6 @@
 //! What can be chosen for a migration, as words of the command line.
 
-use agent::api::{Deltas, DiskWish, OnLimit, RamChoice, SoftPages, ThrottleWrites};
+use agent::api::{Deltas, DiskWish, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleWrites};
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -16,6 +16,24 @@ impl From<OnLimitArg> for OnLimit {
         match arg {
             OnLimitArg::Stop => Self::Stop,
             OnLimitArg::Abort => Self::Abort,
+        }
+    }
+}
+
+/// See [`StopPolicy`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PolicyArg {
+    Pattern,
+    Target,
+    Rounds,
+}
+
+impl From<PolicyArg> for StopPolicy {
+    fn from(arg: PolicyArg) -> Self {
+        match arg {
+            PolicyArg::Pattern => Self::Pattern,
+            PolicyArg::Target => Self::Target,
+            PolicyArg::Rounds => Self::Rounds,
         }
     }
 }

@@ -17,6 +17,31 @@ pub enum OnLimit {
     Abort,
 }
 
+/// When the guest is stopped.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum StopPolicy {
+    /// When rounds do not make the downtime shorter any more, or when it shows in how the guest writes that they will not
+    /// (Ibrahim et al., *Optimized pre-copy live migration*, section VII).
+    #[default]
+    Pattern,
+    /// As soon as the downtime would be short enough: KVM's rule.
+    Target,
+    /// After a number of rounds: Xen's rule.
+    Rounds,
+}
+
+impl StopPolicy {
+    /// Its name, as everywhere.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Pattern => "pattern",
+            Self::Target => "target",
+            Self::Rounds => "rounds",
+        }
+    }
+}
+
 /// How fast a guest may write to disks that are copied.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

@@ -8,7 +8,7 @@ use proto::message::{DiskWish, Finding, Severity};
 use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 
-use super::choices::{Compress, Deltas, OnLimit, RamChoice, SoftPages, ThrottleWrites};
+use super::choices::{Compress, Deltas, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleWrites};
 use crate::progress::{Progress, Standing};
 
 /// Who the agent is and what its host can do.
@@ -167,6 +167,9 @@ pub struct MigrateRequest {
     /// Only pre-flight.
     #[serde(default)]
     pub check_only: bool,
+    /// When the guest is stopped.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<StopPolicy>,
     /// Longest downtime, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_downtime_ms: Option<u64>,
@@ -221,6 +224,7 @@ impl MigrateRequest {
             vm,
             to,
             check_only: false,
+            policy: None,
             max_downtime_ms: None,
             max_rounds: None,
             on_limit: None,

@@ -312,6 +312,7 @@ impl Checks<'_> {
             );
             return Err(self.wrong(&["limits", "compression_least_ratio_percent"], what));
         }
+        self.check_sampling(l)?;
         if l.deltas_memory_mib > 1 << 20 {
             let what =
                 format!("{} MiB are more than a host has; choose at most 1048576", l.deltas_memory_mib);
@@ -328,6 +329,26 @@ impl Checks<'_> {
             return Err(
                 self.wrong(&["limits", "max_rounds"], "cannot be 0: the first round sends all memory")
             );
+        }
+        Ok(())
+    }
+
+    fn check_sampling(&self, l: &Limits) -> Result<(), ConfigError> {
+        let wrong = |key, what: String| Err(self.wrong(&["limits", key], what));
+        if l.sampling_ms != 0 && !(10..=60_000).contains(&l.sampling_ms) {
+            return wrong("sampling_ms", format!("{} ms; choose 10 to 60000, or 0", l.sampling_ms));
+        }
+        if !(1..=100).contains(&l.stable_window) {
+            return wrong("stable_window", format!("{} looks; choose 1 to 100", l.stable_window));
+        }
+        for (key, percent) in [("stable_percent", l.stable_percent), ("resent_percent", l.resent_percent)] {
+            if !(1..=100).contains(&percent) {
+                return wrong(key, format!("{percent} hundredths; choose 1 to 100"));
+            }
+        }
+        if l.resent_rounds > 16 {
+            let what = format!("{} rounds; choose at most 16: each takes memory", l.resent_rounds);
+            return wrong("resent_rounds", what);
         }
         Ok(())
     }

@@ -117,6 +117,8 @@ impl Daemon {
     fn controls_of(&self, record: &MigrationRecord) -> Controls {
         let limits = &self.context.config.limits;
         let aims = Aims {
+            policy: limits.policy,
+            sampling: limits.sampling(),
             max_downtime_ms: limits.max_downtime_ms,
             max_rounds: limits.max_rounds,
             on_limit: limits.on_limit,

@@ -48,13 +48,13 @@ impl Receiving {
         let presumed = Presumed { templates: Some(templates), delta_seed };
         let referred = Arc::clone(&told);
         let observer = move |event, handle: &ReceiverHandle| match event {
-            ReceiverEvent::RoundEnded { ram_round, .. } => {
+            ReceiverEvent::RoundEnded { ram_round, took, referred: is_referred_to, .. } => {
                 flushing.flush();
-                // Nothing is referred to once memory has come: what ends their servers is not left for the stop.
-                if ram_round > 0 {
+                // Nothing is referred to once all of memory has come: what ends their servers is not left for the stop.
+                if ram_round > 0 && !is_referred_to {
                     referred.close();
                 }
-                giver.give_back(ram_round, handle);
+                giver.give_back(ram_round, took, handle);
             }
             ReceiverEvent::Broken { generation, stream, cause } => {
                 if cause.is_connection() {
@@ -123,6 +123,10 @@ struct Giver {
     addresses: Vec<u64>,
 }
 
+/// To give memory back takes some milliseconds: next to nothing beside a round that took so long, even if the guest stands
+/// still for it.
+const LONG_ROUND: Duration = Duration::from_millis(250);
+
 impl Giver {
     fn new(context: &Context, vm: &Arriving) -> Result<Self, ArriveError> {
         Ok(Self {
@@ -132,9 +136,9 @@ impl Giver {
         })
     }
 
-    fn give_back(&self, round: u32, handle: &ReceiverHandle) {
-        // The first rounds are long; whether a later one is the last is not known here. Before them there is no memory.
-        if !(1..=2).contains(&round) {
+    fn give_back(&self, round: u32, took: Duration, handle: &ReceiverHandle) {
+        // Whether it is the last is not known here; the first two are not. Before them there is no memory.
+        if round == 0 || (round > 2 && took < LONG_ROUND) {
             return;
         }
         handle.discard_with(|discardable| {

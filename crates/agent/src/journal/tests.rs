@@ -170,6 +170,7 @@ fn vms_and_reports_are_kept() {
     assert!(!journal.remove_vm(&name("web")).unwrap());
 
     let objective = Objective {
+        policy: "pattern".into(),
         max_downtime_ms: 30,
         max_rounds: 30,
         on_limit: "abort".into(),

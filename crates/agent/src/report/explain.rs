@@ -87,21 +87,13 @@ pub fn explain(report: &Report) -> String {
 
 /// Of each round why it was.
 fn causes(report: &Report) -> Vec<Cause> {
-    let ram_pages: u64 = report.ram_blocks.iter().map(|block| block.bytes / PAGE_BYTES).sum();
-    let is_first = |round: &Round| round.dirty_pages.saturating_sub(round.disk_pages) >= ram_pages;
-    let first = report.rounds.iter().position(is_first).unwrap_or(0);
-    let cause = |(index, round): (usize, &Round)| {
-        if round.stopped {
-            Cause::Stopped
-        } else if index < first {
-            Cause::DisksAhead
-        } else if index == first {
-            Cause::FirstTime
-        } else {
-            Cause::Written
-        }
+    let cause = |round: &Round| match round.pass {
+        _ if round.stopped => Cause::Stopped,
+        0 => Cause::DisksAhead,
+        1 => Cause::FirstTime,
+        _ => Cause::Written,
     };
-    report.rounds.iter().enumerate().map(cause).collect()
+    report.rounds.iter().map(cause).collect()
 }
 
 fn add(sum: &mut Round, round: &Round) {
@@ -150,16 +142,19 @@ mod tests {
             Round { dirty_pages: 10, disk_pages: 10, data_pages: 10, sent_bytes: 41_000, ..Round::default() };
         report.rounds.insert(0, disk);
         let later = Round {
+            pass: 2,
             dirty_pages: 500,
             data_pages: 100,
             delta_pages: 400,
             sent_bytes: 450_000,
             ..Round::default()
         };
-        report.rounds.insert(2, later.clone());
-        report.rounds.insert(3, Round { refused_pages: 7, ..later });
+        // The first pass in two parts.
+        report.rounds.insert(2, Round { pass: 1, dirty_pages: 7, data_pages: 7, ..Round::default() });
+        report.rounds.insert(3, later.clone());
+        report.rounds.insert(4, Round { refused_pages: 7, ..later });
         report.sent_bytes = 6_000_000;
-        assert_eq!(causes(&report), [DisksAhead, FirstTime, Written, Written, Stopped]);
+        assert_eq!(causes(&report), [DisksAhead, FirstTime, FirstTime, Written, Written, Stopped]);
         report.compression =
             Some(Compression { data_bytes: 5 << 20, wire_bytes: 3 << 20, ..Compression::default() });
         report.deltas = Some(Deltas {

@@ -155,8 +155,16 @@ fn compressed(compression: &Compression) -> String {
     )
 }
 
+/// Of very many rounds so many are shown at the beginning, and at the end.
+const FIRST_ROUNDS: usize = 8;
+const LAST_ROUNDS: usize = 24;
+
 /// Two tables, each of which fits on a terminal of 80 columns: how it went, and what was in the rounds.
-fn rounds(rounds: &[Round]) -> String {
+fn rounds(all: &[Round]) -> String {
+    let last = all.len().saturating_sub(LAST_ROUNDS).max(FIRST_ROUNDS.min(all.len()));
+    let (first, rest) = all.split_at(FIRST_ROUNDS.min(all.len()));
+    let left_out = last - first.len();
+    let rounds: Vec<&Round> = first.iter().chain(&rest[left_out..]).collect();
     let number =
         |round: &Round| if round.stopped { format!("{}*", round.round) } else { round.round.to_string() };
     let went = |round: &Round| {
@@ -182,12 +190,24 @@ fn rounds(rounds: &[Round]) -> String {
         ]
     };
     let heading = ["round", "sent", "took", "rate", "dirtied", "expected", "then"].map(str::to_owned);
-    let mut text = table(&iter::once(heading).chain(rounds.iter().map(went)).collect::<Vec<_>>());
+    let mut text =
+        table(&iter::once(heading).chain(rounds.iter().map(|round| went(round))).collect::<Vec<_>>());
     let heading = ["round", "dirty", "data", "empty", "there", "scan", "drain"].map(str::to_owned);
     text.push('\n');
-    text.push_str(&table(&iter::once(heading).chain(rounds.iter().map(held)).collect::<Vec<_>>()));
+    text.push_str(&table(
+        &iter::once(heading).chain(rounds.iter().map(|round| held(round))).collect::<Vec<_>>(),
+    ));
+    if left_out > 0 {
+        let _ = writeln!(
+            text,
+            "  {left_out} rounds after the first {FIRST_ROUNDS} are not shown; --json has them"
+        );
+    }
     if rounds.iter().any(|round| round.stopped) {
         text.push_str("  * with the guest stopped\n");
+    }
+    if let Some(pattern) = rounds.iter().rev().find_map(|round| round.pattern) {
+        let _ = writeln!(text, "  stopped at {pattern}");
     }
     text
 }
@@ -300,6 +320,7 @@ pub(super) mod tests {
     pub(in crate::report) fn sample() -> Report {
         let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(7) };
         let objective = Objective {
+            policy: "pattern".into(),
             max_downtime_ms: 30,
             max_rounds: 30,
             on_limit: "abort".into(),
@@ -312,6 +333,7 @@ pub(super) mod tests {
         report.rounds = vec![
             Round {
                 round: 1,
+                pass: 1,
                 dirty_pages: 131_072,
                 data_pages: 1000,
                 hole_pages: 130_072,
@@ -419,12 +441,28 @@ pub(super) mod tests {
         assert_eq!(at(table[0], "dirty"), at(table[1], "131072"), "columns are aligned:\n{text}");
     }
 
+    #[test]
+    fn of_very_many_rounds_the_first_and_the_last_are_shown() {
+        let many = |count: u32| -> Vec<Round> {
+            (1..=count)
+                .map(|round| Round { round, dirty_pages: 7_000 + u64::from(round), ..Round::default() })
+                .collect()
+        };
+        assert!(!rounds(&many(32)).contains("not shown") && rounds(&many(32)).contains("7009"));
+        let text = rounds(&many(100));
+        assert!(text.contains("68 rounds after the first 8 are not shown"), "{text}");
+        assert!(text.contains("7008") && !text.contains("7009"), "{text}");
+        assert!(!text.contains("7076") && text.contains("7077") && text.contains("7100"), "{text}");
+        assert!(!rounds(&[]).contains("not shown"));
+    }
+
     /// With numbers as large as they come, but for the length of a VM's name, paths and reasons.
     #[test]
     fn text_fits_on_a_terminal() {
         let mut report = sample();
         let large = Round {
             round: 999,
+            pass: 99,
             dirty_pages: 1_000_000_000,
             disk_pages: 1_000_000_000,
             data_pages: 1_000_000_000,
@@ -434,6 +472,9 @@ pub(super) mod tests {
             soft_pages: 1_000_000_000,
             reference_pages: 1_000_000_000,
             delta_pages: 1_000_000_000,
+            left_pages: 1_000_000_000,
+            resent_pages: 1_000_000_000,
+            pattern: Some(engine::precopy::Pattern::Resent),
             refused_pages: 1_000_000_000,
             sent_bytes: 1000 << 40,
             duration_us: 999_999_900,

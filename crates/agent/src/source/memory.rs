@@ -11,7 +11,7 @@ use ::memory::{
     SourceRam, TrackedRam,
 };
 use block::nbd::NbdError;
-use engine::precopy::{Aim, FixedCost, OnLimit, RoundObservation, StopTime, Traced};
+use engine::precopy::{Aim, ByPattern, ByRounds, ByTarget, FixedCost, OnLimit, RoundObservation, Traced};
 use engine::throttle::Cap;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::RecordError;
@@ -20,7 +20,7 @@ use tracee::{InjectError, TrackerStart};
 use super::Aims;
 use super::throttling::Throttling;
 use super::vm::{SourceVm, VmError};
-use crate::api;
+use crate::api::{self, StopPolicy, ThrottleWrites};
 use crate::context::Context;
 use crate::disks::{DiskLog, LeavingDisk, first_pages};
 use crate::ram;
@@ -137,6 +137,13 @@ impl Cargo {
     pub(crate) fn end_deltas(&self) {
         if let Some(deltas) = &self.saving.deltas {
             deltas.end();
+        }
+    }
+
+    /// What is marked of these pages stays so: they wait for a later round.
+    pub(crate) fn keep_marks(&self, later: &Owed) {
+        if let Some(deltas) = &self.saving.deltas {
+            deltas.keep(later.blocks(), later.round() + 1);
         }
     }
 
@@ -328,11 +335,21 @@ impl DirtyLog for Log<'_> {
 
 /// The policy that decides when to stop.
 pub(crate) fn policy(aims: &Aims, fixed: FixedCost) -> Traced {
+    let goal = aim(aims);
     let on_limit = match aims.on_limit {
         api::OnLimit::Stop => OnLimit::Stop,
         api::OnLimit::Abort => OnLimit::Abort,
     };
-    Traced::new(StopTime::new(aim(aims), on_limit, fixed))
+    match aims.policy {
+        StopPolicy::Pattern => {
+            let policy = ByPattern::new(goal, on_limit, fixed).sampling(aims.sampling);
+            // The longer it takes the less a guest may write whose writes are throttled.
+            let is_throttled = aims.throttle_writes != ThrottleWrites::Off;
+            Traced::new(if is_throttled { policy.with_patience(u32::MAX) } else { policy })
+        }
+        StopPolicy::Target => Traced::new(ByTarget::new(goal, on_limit)),
+        StopPolicy::Rounds => Traced::new(ByRounds::default()),
+    }
 }
 
 /// What is aimed at now.
@@ -344,6 +361,12 @@ pub(crate) fn aim(aims: &Aims) -> Aim {
 pub(crate) struct SentRound {
     pub(crate) stats: RoundStats,
     pub(crate) scanned_at: Instant,
+    /// How often all that was dirty has been sent, this round included.
+    pub(crate) pass: u32,
+    /// Dirty pages that it left to the next.
+    pub(crate) left_pages: u64,
+    /// Pages of it that were sent shortly before, too.
+    pub(crate) resent_pages: u64,
 }
 
 /// What the policy is shown after a round and the scan that followed it, which found so many dirty pages, and so many of
@@ -356,11 +379,13 @@ pub(crate) fn observe(
 ) -> RoundObservation {
     let stats = &sent.stats;
     RoundObservation {
-        round: stats.round,
+        round: sent.pass,
         dirty_pages,
         unknown_pages,
         pages_sent: stats.contents.pages(),
         spared_pages: stats.contents.delta + stats.contents.reference + stats.contents.soft,
+        left_pages: sent.left_pages,
+        resent_pages: sent.resent_pages,
         bytes_sent: stats.wire_bytes,
         duration_ns: stats.duration_us.saturating_mul(1000),
         interval_ns: scanned_at.duration_since(sent.scanned_at).as_nanos() as u64,

@@ -12,6 +12,7 @@
 //! A phase that cannot go on returns a [`Failure`]: what the engine is to be told, and why, for people. The rounds are
 //! in [`rounds`]; what is done while the guest stands still is in [`standstill`].
 
+mod course;
 mod disks;
 mod rounds;
 mod standstill;

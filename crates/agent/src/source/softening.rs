@@ -22,6 +22,8 @@ const FIRST_ANSWER: Duration = Duration::from_secs(3);
 const LOOK: Duration = Duration::from_millis(50);
 /// A round of fewer pages (64 MiB) is over before the guest has answered, and asking costs it more than sending costs us.
 const WORTH_ASKING: u64 = 1 << 14;
+/// From one question to the next: to answer takes the guest some processor time.
+const PAUSE: Duration = Duration::from_secs(1);
 
 /// What is known of a guest that says which of its memory need not be sent.
 #[derive(Debug)]
@@ -29,6 +31,8 @@ pub(super) struct Softening {
     guest: Guest,
     soft: Arc<Soft>,
     cache: Cache,
+    /// When it was asked last.
+    asked: Option<Instant>,
     /// Page cache that was not sent in the first round. It is owed.
     put_off: Option<Owed>,
     told: report::Soft,
@@ -69,7 +73,7 @@ impl Driver {
                 let guest = guest.map_err(failed).ok()?;
                 let told = report::Soft { wanted, ..report::Soft::default() };
                 let controls = Arc::clone(&self.controls);
-                Some(Softening { guest, soft, cache, put_off: None, told, controls })
+                Some(Softening { guest, soft, cache, asked: None, put_off: None, told, controls })
             }
             Ok(None) | Err(VmError::Gone) => None,
             Err(error) => {
@@ -79,13 +83,14 @@ impl Driver {
         }
     }
 
-    /// Asks for a round whose marks have been cleared. In the first one, in which all of memory goes, what could be given back
-    /// later is put off.
+    /// Asks for a round whose marks have been cleared, and that sends so many pages at most. In the first one, in which all of
+    /// memory goes, what could be given back later is put off.
     pub(super) fn ask_guest(
         &mut self,
         softening: &mut Softening,
         readable: Readable,
         is_first: bool,
+        most_pages: u64,
     ) -> Result<Readable, Failure> {
         if is_first && softening.cache != Cache::None && softening.put_off.is_none() {
             let told = softening.guest.ask(false);
@@ -95,7 +100,9 @@ impl Driver {
             softening.put_off = (put_off.pages() > 0).then_some(put_off);
             return Ok(readable);
         }
-        if is_first || readable.pages() >= WORTH_ASKING {
+        let is_due = softening.asked.is_none_or(|asked| asked.elapsed() >= PAUSE);
+        if is_first || (is_due && readable.pages().min(most_pages) >= WORTH_ASKING) {
+            softening.asked = Some(Instant::now());
             // Those pages are left out that have not been sent when the guest says so.
             drop(softening.guest.ask(false));
         } else {

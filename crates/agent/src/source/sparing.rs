@@ -157,9 +157,8 @@ impl Means {
     }
 }
 
-/// From here on the way that was decided.
-fn pick(packing: &Packing, decision: &Decision, controls: &Controls) {
-    packing.set_way(decision.way);
+/// Which way was picked, for the report.
+fn tell(decision: &Decision, controls: &Controls) {
     let picked = PickedWay {
         at_us: controls.requested.elapsed().as_micros() as u64,
         way: decision.way.to_string(),
@@ -202,9 +201,10 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
             if !decision.try_out.is_empty() {
                 packing.try_out(&decision.try_out);
             }
+            packing.set_ways(decision.way, decision.standing_way);
             if decision.way != present {
                 present = decision.way;
-                pick(&packing, &decision, &controls);
+                tell(&decision, &controls);
             }
         }
     };

@@ -1,6 +1,7 @@
 //! What people see of a migration while it runs: progress, sampled from the sender a few times a second, and bytes
 //! counted over all connections.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -21,13 +22,21 @@ pub(crate) struct Telemetry {
     /// When the migration was asked for.
     begun: Instant,
     connections: Arc<Mutex<Vec<Handle>>>,
+    /// Pages that wait for a later round.
+    later_pages: Arc<AtomicU64>,
     /// Dropping it ends the sampling thread.
     sampler: Mutex<Option<Sender<()>>>,
 }
 
 impl Telemetry {
     pub(crate) fn new(publisher: Publisher, begun: Instant) -> Self {
-        Self { publisher, begun, connections: Arc::default(), sampler: Mutex::default() }
+        Self {
+            publisher,
+            begun,
+            connections: Arc::default(),
+            later_pages: Arc::default(),
+            sampler: Mutex::default(),
+        }
     }
 
     /// Since the migration was asked for, in microseconds.
@@ -47,6 +56,12 @@ impl Telemetry {
         self.publisher.now()
     }
 
+    /// A round begins: of which pass, and how many pages wait for a later one.
+    pub(crate) fn begins(&self, pass: u32, later_pages: u64) {
+        self.later_pages.store(later_pages, Ordering::Relaxed);
+        self.update(|progress| progress.pass = pass);
+    }
+
     /// Counts the bytes of a connection from now on.
     pub(crate) fn count(&self, connection: Handle) {
         lock(&self.connections).push(connection);
@@ -62,7 +77,7 @@ impl Telemetry {
         let Some(sender) = sender else { return drop(lock(&self.sampler).take()) };
         let (stop, stopped) = mpsc::channel();
         let (publisher, connections) = (self.publisher.clone(), Arc::clone(&self.connections));
-        let begun = self.begun;
+        let (begun, later) = (self.begun, Arc::clone(&self.later_pages));
         let sample = move || {
             let mut before = (Instant::now(), sum(&lock(&connections)).0);
             while stopped.recv_timeout(SAMPLE) == Err(RecvTimeoutError::Timeout) {
@@ -71,10 +86,11 @@ impl Telemetry {
                 let rate = sent_bytes.saturating_sub(before.1) as f64 / span;
                 before = (now, sent_bytes);
                 let round = sender.progress();
-                let left = round.pages.saturating_sub(round.sent.pages());
+                let later = later.load(Ordering::Relaxed);
+                let left = round.pages.saturating_sub(round.sent.pages()) + later;
                 publisher.update(|progress| {
                     progress.round = round.round;
-                    progress.round_bytes = round.pages * proto::limits::PAGE_BYTES;
+                    progress.round_bytes = (round.pages + later) * proto::limits::PAGE_BYTES;
                     progress.remaining_bytes = left * proto::limits::PAGE_BYTES;
                     progress.sent_bytes = sent_bytes;
                     progress.rate_bytes_per_s = rate as u64;

@@ -12,8 +12,9 @@ use crate::api::ThrottleWrites;
 use crate::disks::DiskLog;
 
 /// A part before the drain is known, and the least that tells of it: of a small one its beginning and end take the
-/// time.
+/// time, unless it takes long.
 const LEAST_PAGES: u64 = 4096;
+const LONG_US: u64 = 500_000;
 
 /// How fast the guest may write, from look to look.
 #[derive(Debug)]
@@ -52,7 +53,8 @@ impl Throttling {
         let there = stats.contents.reference + stats.contents.delta;
         let pages = stats.contents.pages() - there;
         // Where most of it was there, the time tells nothing of the rest.
-        if pages >= LEAST_PAGES.max(there) {
+        let tells = pages >= LEAST_PAGES || (pages > 0 && stats.duration_us >= LONG_US);
+        if tells && pages >= there {
             let rate = pages.saturating_mul(PAGE_BYTES).saturating_mul(1_000_000) / stats.duration_us.max(1);
             self.drained_bytes_per_s = Some(rate);
         }
@@ -110,6 +112,9 @@ mod tests {
         };
         assert_eq!(rate(30_000, 0, 0), Some(30_000 * PAGE_BYTES));
         assert_eq!(rate(20_000, 5_000, 5_000), Some(20_000 * PAGE_BYTES));
+        // On a slow link there are few in any time.
+        assert_eq!(rate(1_000, 0, 0), Some(1_000 * PAGE_BYTES));
+        assert_eq!(rate(20_000, 0, 0), Some(20_000 * PAGE_BYTES));
         // Mostly there: the rate before is still the best that is known.
         assert_eq!(rate(10_000, 0, 90_000), Some(20_000 * PAGE_BYTES));
         assert_eq!(rate(10_000, 90_000, 0), Some(20_000 * PAGE_BYTES));

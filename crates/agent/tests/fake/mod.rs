@@ -298,6 +298,7 @@ impl Control for Fake {
     fn report(&self, id: &MigrationId) -> Result<Report, Problem> {
         let (to, progress) = self.with(id, |migration| (migration.to.clone(), migration.progress.now()))?;
         let objective = Objective {
+            policy: "pattern".to_owned(),
             max_downtime_ms: 30,
             max_rounds: 30,
             on_limit: "abort".into(),

@@ -9,6 +9,8 @@ fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: u64) -> Rou
         unknown_pages: dirty_pages,
         pages_sent,
         spared_pages: 0,
+        left_pages: 0,
+        resent_pages: 0,
         bytes_sent: pages_sent * PAGE_BYTES,
         duration_ns: duration_ms * 1_000_000,
         interval_ns: duration_ms * 1_000_000,
@@ -20,15 +22,14 @@ fn free() -> FixedCost {
     FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 }
 }
 
-fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> StopTime {
-    StopTime::new(Aim { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds }, on_limit, free())
+fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> ByPattern {
+    ByPattern::new(Aim { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds }, on_limit, free())
 }
 
 fn expected(decision: Decision) -> u64 {
     match decision {
-        Decision::NextRound { expected_downtime_ns } | Decision::StopAndCopy { expected_downtime_ns } => {
-            expected_downtime_ns
-        }
+        Decision::NextRound { expected_downtime_ns, .. }
+        | Decision::StopAndCopy { expected_downtime_ns, .. } => expected_downtime_ns,
         Decision::GiveUp { reason } => reason.expected_downtime_ns,
     }
 }
@@ -105,23 +106,26 @@ fn agrees_with_kvm_s_rule_at_a_steady_rate() {
     // 1000 pages in 10 ms, round after round: 100 pages take 1 ms.
     for (n, dirty) in [(1, 100_000), (2, 30_000), (3, 9_000), (4, 3_001)] {
         let decision = policy.decide(&round(n, dirty, 1000 * u64::from(n), 10 * u64::from(n)));
-        assert_eq!(decision, Decision::NextRound { expected_downtime_ns: dirty * 10_000 });
+        assert!(matches!(decision, Decision::NextRound { .. }));
+        assert_eq!(expected(decision), dirty * 10_000);
     }
     let decision = policy.decide(&round(5, 3_000, 3_000, 30));
-    assert_eq!(decision, Decision::StopAndCopy { expected_downtime_ns: 30_000_000 });
+    assert!(matches!(decision, Decision::StopAndCopy { expected_downtime_ns: 30_000_000, .. }));
 }
 
 /// 10 pages a millisecond are sent, and `dirty_per_ms` are written: how many rounds it takes to stop, and what is left.
 fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> (u32, u64) {
     let aim = Aim { max_downtime_ns: 300_000_000, max_rounds };
-    let mut policy = StopTime::new(aim, OnLimit::Abort, fixed);
+    let mut policy = ByPattern::new(aim, OnLimit::Abort, fixed);
     let (mut n, mut left) = (1, 10_000);
     loop {
         let duration_ms = left / 10;
         let observed = round(n, dirty_per_ms * duration_ms, left, duration_ms);
         match policy.decide(&observed) {
             Decision::NextRound { .. } => (n, left) = (n + 1, observed.dirty_pages),
-            Decision::StopAndCopy { expected_downtime_ns } => return (n, expected_downtime_ns / 1_000_000),
+            Decision::StopAndCopy { expected_downtime_ns, .. } => {
+                return (n, expected_downtime_ns / 1_000_000);
+            }
             Decision::GiveUp { reason } => panic!("{reason}"),
         }
     }
@@ -164,7 +168,7 @@ fn the_time_between_rounds_counts() {
 fn saving_counts_where_it_takes_longer_than_the_last_pages() {
     let fixed = FixedCost { save_ns: 5_000_000, ..free() };
     let decide = |dirty| {
-        expected(StopTime::new(Aim::default(), OnLimit::Abort, fixed).decide(&round(1, dirty, 1000, 10)))
+        expected(ByPattern::new(Aim::default(), OnLimit::Abort, fixed).decide(&round(1, dirty, 1000, 10)))
     };
     assert_eq!((decide(0), decide(400), decide(600)), (5_000_000, 5_000_000, 6_000_000));
 }
@@ -173,7 +177,7 @@ fn saving_counts_where_it_takes_longer_than_the_last_pages() {
 fn the_fixed_part_counts() {
     let aim = Aim::default();
     let fixed = FixedCost { load_ns: aim.max_downtime_ns, ..free() };
-    let decide = |fixed| StopTime::new(aim, OnLimit::Abort, fixed).decide(&round(1, 1000, 1000, 10));
+    let decide = |fixed| ByPattern::new(aim, OnLimit::Abort, fixed).decide(&round(1, 1000, 1000, 10));
     assert!(matches!(decide(free()), Decision::StopAndCopy { .. }));
     assert!(matches!(decide(fixed), Decision::NextRound { .. }));
 }
@@ -206,7 +210,7 @@ fn limits() {
         assert!(matches!(abort.decide(&observed), Decision::NextRound { .. }));
     }
     let last = round(3, 10_000, 1000, 100);
-    assert!(matches!(stop.decide(&last), Decision::StopAndCopy { expected_downtime_ns: 1_000_000_000 }));
+    assert!(matches!(stop.decide(&last), Decision::StopAndCopy { expected_downtime_ns: 1_000_000_000, .. }));
     let Decision::GiveUp { reason } = abort.decide(&last) else { panic!("no limit") };
     assert_eq!(reason.limit, Limit::Rounds);
     assert!(
@@ -244,12 +248,173 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
     assert_eq!(read.replay(), policy.trace().decisions());
 }
 
+/// A guest on a link of 10 pages a millisecond, with so many dirty pages after all of memory went: how many intervals of
+/// 100 ms it takes, and how it ends. What is written in each, and what of that which was sent had been sent shortly before,
+/// follows from what is sent.
+fn patterns(
+    dirty_pages: u64,
+    on_limit: OnLimit,
+    mut write: impl FnMut(u64) -> (u64, u64),
+) -> (u32, Decision) {
+    let sampling = Sampling { interval_ns: 100_000_000, ..Sampling::default() };
+    let mut policy = policy(10, 30, on_limit).sampling(sampling);
+    // The last part of it may be as small as it likes.
+    let part = RoundObservation { left_pages: 10_000, ..round(0, dirty_pages, 100_000, 10_000) };
+    assert!(matches!(policy.decide(&part), Decision::NextRound { most_pages: None, .. }));
+    let mut decision = policy.decide(&round(1, dirty_pages, 50, 5));
+    let (mut looks, mut dirty, mut passes, mut gone) = (0, dirty_pages, 1, 0);
+    while let Decision::NextRound { most_pages, .. } = decision {
+        looks += 1;
+        assert!(looks < 100, "no end");
+        let sent = most_pages.unwrap_or(u64::MAX).min(dirty);
+        let left_pages = dirty - sent;
+        gone += sent;
+        if left_pages == 0 || gone >= dirty_pages {
+            (passes, gone) = (passes + 1, 0);
+        }
+        let (written, resent_pages) = write(sent);
+        dirty = left_pages + written;
+        decision = policy.decide(&RoundObservation {
+            left_pages,
+            resent_pages,
+            ..round(passes, dirty, sent, sent.div_ceil(10))
+        });
+    }
+    (looks, decision)
+}
+
+fn pattern_of(decision: Decision) -> Option<Pattern> {
+    match decision {
+        Decision::StopAndCopy { pattern, .. } => pattern,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Fig. 10 a: all that is sent is written again at once.
+#[test]
+fn a_guest_that_writes_as_fast_as_the_link_carries_is_recognised() {
+    let (looks, decision) = patterns(1_800, OnLimit::Stop, |sent| (sent, 0));
+    assert_eq!((looks, pattern_of(decision)), (2, Some(Pattern::Stable)));
+    // It would have to stand still for a second: what was seen for two tenths of one may be over soon.
+    let (looks, decision) = patterns(10_000, OnLimit::Stop, |sent| (sent, 0));
+    assert_eq!((looks, pattern_of(decision)), (6, Some(Pattern::Stable)));
+    // Nor does it help to wait where pages become more.
+    let (looks, decision) = patterns(1_800, OnLimit::Stop, |sent| (sent + sent / 4, 0));
+    assert!(looks < 10 && pattern_of(decision) == Some(Pattern::Stable), "{looks} {decision:?}");
+}
+
+/// Whoever wants it to stay rather than stand still for long waits for it to become calmer: for as long as six ways through
+/// all that is dirty take.
+#[test]
+fn a_guest_that_is_not_to_stand_still_for_long_gets_time() {
+    let (looks, decision) = patterns(10_000, OnLimit::Abort, |sent| (sent, 0));
+    assert!(
+        matches!(decision, Decision::GiveUp { reason: GiveUp { limit: Limit::NotShrinking, .. } }),
+        "{decision:?}"
+    );
+    assert_eq!(looks, 1 + 10 * ByPattern::PATIENCE_ROUNDS);
+    // A burst that is over in time.
+    let mut look = 0;
+    let (_, decision) = patterns(10_000, OnLimit::Abort, |sent| {
+        look += 1;
+        (if look < 50 { sent } else { sent / 10 }, 0)
+    });
+    assert_eq!(pattern_of(decision), Some(Pattern::Drained));
+}
+
+/// A slow way through much memory is no standstill, although only a tenth less is left after each interval; and its parts
+/// are not counted as rounds.
+#[test]
+fn a_guest_that_writes_little_beside_what_is_sent_is_not_taken_for_one_that_is_stuck() {
+    for on_limit in [OnLimit::Abort, OnLimit::Stop] {
+        let (looks, decision) = patterns(10_000, on_limit, |sent| (sent / 4, 0));
+        assert_eq!(pattern_of(decision), Some(Pattern::Drained));
+        assert!(looks > 10, "{looks}");
+    }
+}
+
+/// Fig. 10 c: less and less is left, but it is always the same pages that go.
+#[test]
+fn a_guest_that_writes_to_the_same_pages_is_recognised() {
+    let (looks, decision) = patterns(1_900, OnLimit::Stop, |sent| (sent - sent / 4, sent - sent / 20));
+    assert_eq!((looks, pattern_of(decision)), (2, Some(Pattern::Resent)));
+    let (_, decision) = patterns(1_900, OnLimit::Stop, |sent| (sent - sent / 4, sent / 2));
+    assert_eq!(pattern_of(decision), Some(Pattern::Drained), "half is not nine tenths");
+}
+
+/// One look in between that finds something else is averaged away.
+#[test]
+fn the_number_of_modified_pages_is_averaged() {
+    let mut number = 0;
+    let (looks, decision) = patterns(1_800, OnLimit::Stop, |sent| {
+        number += 1;
+        (if number % 2 == 1 { sent + sent / 3 } else { sent - sent / 3 }, 0)
+    });
+    assert_eq!((looks, pattern_of(decision)), (2, Some(Pattern::Stable)));
+}
+
+/// An answer takes 80 ms. Rounds of 100 ms would be mostly waiting.
+#[test]
+fn on_a_long_link_intervals_are_longer() {
+    const WAY_MS: u64 = 80;
+    let mut policy = policy(1, 30, OnLimit::Abort);
+    // 10 Gb/s: 305 pages a millisecond.
+    let first = RoundObservation { bytes_sent: 12_500_000_000, ..round(1, 10_000_000, 3_050_000, 10_000) };
+    let (mut decision, mut sent) = (policy.decide(&first), 0);
+    for _ in 0..12 {
+        let Decision::NextRound { most_pages, .. } = decision else { panic!("{decision:?}") };
+        sent = most_pages.unwrap();
+        let left =
+            RoundObservation { left_pages: 9_000_000, ..round(1, 10_000_000, sent, WAY_MS + sent / 305) };
+        decision = policy.decide(&left);
+    }
+    assert!(sent > 5 * WAY_MS * 305, "{sent}");
+}
+
+/// As much as the paper's link carries in a second; less on a slower one, and never for less than a tenth of a second.
+#[test]
+fn the_interval_follows_the_link() {
+    let most_pages = |megabytes_per_s: u64| {
+        let mut policy = policy(1, 30, OnLimit::Abort);
+        let bytes_sent = megabytes_per_s * 10_000_000;
+        let observed = RoundObservation { bytes_sent, ..round(1, 10_000_000, 1_000_000, 10_000) };
+        match policy.decide(&observed) {
+            Decision::NextRound { most_pages, .. } => most_pages.unwrap_or(u64::MAX) * PAGE_BYTES / 1_000_000,
+            decision => panic!("{decision:?}"),
+        }
+    };
+    // 10 MB/s for a second, 1 GB/s for an eighth of one, 5 GB/s for a tenth.
+    assert_eq!([10, 125, 1_000, 5_000].map(most_pages), [9, 124, 124, 499]);
+}
+
+/// All policies, whatever they are shown, decide the same when they are asked again.
+#[test]
+fn every_policy_can_be_replayed() {
+    let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 5 };
+    let policies: [AnyPolicy; 3] = [
+        ByPattern::new(aim, OnLimit::Stop, free()).into(),
+        ByTarget::new(aim, OnLimit::Abort).into(),
+        ByRounds::default().into(),
+    ];
+    for policy in policies {
+        let mut traced = Traced::new(policy);
+        for (n, dirty) in
+            [(0, 90_000), (1, 50_000), (1, 30_000), (2, 9_000), (3, 100_000), (5, 90_000), (6, 10)]
+        {
+            traced.decide(&RoundObservation { left_pages: dirty / 3, ..round(n, dirty, 100_000, 1000) });
+        }
+        let text = serde_json::to_string(traced.trace()).unwrap();
+        let read: Trace = serde_json::from_str(&text).unwrap();
+        assert_eq!((read.replay(), &read), (traced.trace().decisions(), traced.trace()), "{text}");
+    }
+}
+
 fn any_observation() -> impl Strategy<Value = RoundObservation> {
     let number = || prop_oneof![Just(0), Just(u64::MAX), any::<u64>(), 0..1_000_000_u64];
-    let pages = (number(), number(), number(), number());
+    let pages = (number(), number(), number(), number(), number(), number());
     (pages, number(), number(), number(), number()).prop_map(
         |(
-            (dirty_pages, unknown_pages, pages_sent, spared_pages),
+            (dirty_pages, unknown_pages, pages_sent, spared_pages, left_pages, resent_pages),
             bytes_sent,
             duration_ns,
             interval_ns,
@@ -260,6 +425,8 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
             unknown_pages,
             pages_sent,
             spared_pages,
+            left_pages,
+            resent_pages,
             bytes_sent,
             duration_ns,
             interval_ns,
@@ -268,19 +435,19 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
     )
 }
 
-fn any_policy() -> impl Strategy<Value = StopTime> {
+fn any_policy() -> impl Strategy<Value = ByPattern> {
     let number = || prop_oneof![Just(0), Just(u64::MAX), 0..1_000_000_000_u64];
     (number(), 0..60_u32, any::<bool>(), number(), number(), 0..10_u32).prop_map(
         |(max_downtime_ns, max_rounds, stop, load_ns, stop_ns, patience)| {
             let on_limit = if stop { OnLimit::Stop } else { OnLimit::Abort };
             let fixed = FixedCost { stop_ns, load_ns, ..FixedCost::default() };
-            StopTime::new(Aim { max_downtime_ns, max_rounds }, on_limit, fixed).with_patience(patience)
+            ByPattern::new(Aim { max_downtime_ns, max_rounds }, on_limit, fixed).with_patience(patience)
         },
     )
 }
 
 /// Feeds observations as rounds 0 (first round incomplete), 1, 2, … until the policy ends it.
-fn run(policy: StopTime, seen: &[RoundObservation]) -> Traced {
+fn run(policy: ByPattern, seen: &[RoundObservation]) -> Traced {
     let mut policy = Traced::new(policy);
     for (n, observed) in (0..).zip(seen) {
         if !matches!(policy.decide(&RoundObservation { round: n, ..*observed }), Decision::NextRound { .. }) {
@@ -342,7 +509,7 @@ proptest! {
             let observed = RoundObservation { duration_ns, ..round(n, dirty, left, 0) };
             match policy.decide(&observed) {
                 Decision::NextRound { .. } => left = dirty,
-                Decision::StopAndCopy { expected_downtime_ns } => {
+                Decision::StopAndCopy { expected_downtime_ns, .. } => {
                     prop_assert!(expected_downtime_ns <= 30_000_000);
                     return Ok(());
                 }

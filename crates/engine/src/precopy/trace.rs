@@ -2,13 +2,62 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Aim, Decision, Policy, RoundObservation, StopTime};
+use super::{Aim, ByPattern, ByRounds, ByTarget, Decision, Policy, RoundObservation};
+
+/// A policy of any kind, as a trace keeps it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "policy", rename_all = "kebab-case")]
+#[allow(clippy::large_enum_variant, reason = "a migration has one")]
+pub enum AnyPolicy {
+    /// Patterns.
+    Pattern(ByPattern),
+    /// KVM's rule.
+    Target(ByTarget),
+    /// Xen's rule.
+    Rounds(ByRounds),
+}
+
+impl Policy for AnyPolicy {
+    fn aim(&mut self, aim: Aim) {
+        match self {
+            Self::Pattern(policy) => policy.aim(aim),
+            Self::Target(policy) => policy.aim(aim),
+            Self::Rounds(policy) => policy.aim(aim),
+        }
+    }
+
+    fn decide(&mut self, observed: &RoundObservation) -> Decision {
+        match self {
+            Self::Pattern(policy) => policy.decide(observed),
+            Self::Target(policy) => policy.decide(observed),
+            Self::Rounds(policy) => policy.decide(observed),
+        }
+    }
+}
+
+impl From<ByPattern> for AnyPolicy {
+    fn from(policy: ByPattern) -> Self {
+        Self::Pattern(policy)
+    }
+}
+
+impl From<ByTarget> for AnyPolicy {
+    fn from(policy: ByTarget) -> Self {
+        Self::Target(policy)
+    }
+}
+
+impl From<ByRounds> for AnyPolicy {
+    fn from(policy: ByRounds) -> Self {
+        Self::Rounds(policy)
+    }
+}
 
 /// All that a policy's decisions followed from.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trace {
     /// The policy before its first decision.
-    pub policy: StopTime,
+    pub policy: AnyPolicy,
     /// What came then, in order.
     pub entries: Vec<TraceEntry>,
 }
@@ -55,15 +104,21 @@ impl Trace {
 /// A policy that keeps its trace.
 #[derive(Clone, Debug)]
 pub struct Traced {
-    policy: StopTime,
+    policy: AnyPolicy,
     aim: Option<Aim>,
     trace: Trace,
 }
 
 impl Traced {
     /// Keeps the trace of a policy that has decided nothing yet.
-    pub fn new(policy: StopTime) -> Self {
+    pub fn new(policy: impl Into<AnyPolicy>) -> Self {
+        let policy = policy.into();
         Self { trace: Trace { policy: policy.clone(), entries: Vec::new() }, aim: None, policy }
+    }
+
+    /// Whether it looks at pages that are sent again.
+    pub fn has_history(&self) -> bool {
+        matches!(self.policy, AnyPolicy::Pattern(_))
     }
 
     /// What happened so far.

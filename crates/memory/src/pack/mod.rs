@@ -43,6 +43,8 @@ pub struct Packing {
 #[derive(Debug)]
 struct Orders {
     way: Compression,
+    /// For a guest that stands still.
+    standing_way: Compression,
     /// To be tried, all on the same frame.
     to_try: Vec<Compression>,
 }
@@ -88,16 +90,17 @@ impl Packing {
     pub fn new(way: Compression, worth: Worth) -> Self {
         Self {
             worth,
-            orders: Mutex::new(Orders { way, to_try: Vec::new() }),
+            orders: Mutex::new(Orders { way, standing_way: way, to_try: Vec::new() }),
             counters: Counters::default(),
             trials: Mutex::default(),
             encoders: Mutex::default(),
         }
     }
 
-    /// From the next frame of each stream on.
-    pub fn set_way(&self, way: Compression) {
-        lock(&self.orders).way = way;
+    /// From the next frame of each stream on; the second way is for a guest that stands still.
+    pub fn set_ways(&self, way: Compression, standing_way: Compression) {
+        let mut orders = lock(&self.orders);
+        (orders.way, orders.standing_way) = (way, standing_way);
     }
 
     /// Has these ways tried on one frame that is sent while the guest runs; what comes of it is thrown away.
@@ -151,7 +154,8 @@ impl Packing {
         let mut orders = lock(&self.orders);
         let fits = guest_runs && data_bytes >= LEAST_TRIAL_BYTES;
         let to_try = if fits { std::mem::take(&mut orders.to_try) } else { Vec::new() };
-        (if data_bytes < LEAST_BYTES { Compression::None } else { orders.way }, to_try)
+        let way = if guest_runs { orders.way } else { orders.standing_way };
+        (if data_bytes < LEAST_BYTES { Compression::None } else { way }, to_try)
     }
 }
 

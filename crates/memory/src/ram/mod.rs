@@ -23,7 +23,7 @@
 use std::io;
 use std::ops::Range;
 
-use tracee::{AddressRange, ProcessError, RamFileError, RemoteError};
+use tracee::{AddressRange, MissingError, ProcessError, RamFileError, RemoteError};
 
 mod destination;
 mod dropped;
@@ -69,6 +69,9 @@ pub enum RamError {
     /// The process itself.
     #[error(transparent)]
     Process(#[from] ProcessError),
+    /// Pages of a guest that runs already cannot be placed.
+    #[error(transparent)]
+    Missing(#[from] MissingError),
     /// Its page table, or where its file has data.
     #[error("cannot find out where RAM has memory behind it")]
     Present(#[source] io::Error),

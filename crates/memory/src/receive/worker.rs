@@ -191,6 +191,9 @@ impl StreamWorker {
             }
         }
         self.write(writer.as_ref(), begin).map_err(|(at, source)| failed(at, source))?;
+        if runs.iter().any(|run| run.content == Content::Reference) {
+            lock(&shared.rounds).referred = true;
+        }
         if !missing.is_empty() {
             let payload = encode_missing(seq, missing.words());
             self.sink.send(Kind::Missing, &[&payload]).map_err(ReceiveError::Stream)?;
@@ -275,10 +278,11 @@ impl StreamWorker {
         let complete = rounds.ended.iter().copied().min().unwrap_or(0);
         let news = complete > rounds.complete;
         rounds.complete = complete.max(rounds.complete);
-        let ram_round = rounds.of_ram(complete);
+        let (ram_round, took) = (rounds.of_ram(complete), rounds.began.elapsed());
+        let referred = news && std::mem::take(&mut rounds.referred);
         drop(rounds);
         if news {
-            self.guard.shared.tell(ReceiverEvent::RoundEnded { round: complete, ram_round });
+            self.guard.shared.tell(ReceiverEvent::RoundEnded { round: complete, ram_round, took, referred });
         }
         Ok(())
     }
@@ -301,7 +305,9 @@ impl StreamWorker {
         if round > self.round {
             self.round = round;
             let mut rounds = lock(&self.guard.shared.rounds);
-            rounds.newest = rounds.newest.max(round);
+            if round > rounds.newest {
+                (rounds.newest, rounds.began) = (round, Instant::now());
+            }
         }
         Ok(())
     }

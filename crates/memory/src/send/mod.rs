@@ -221,7 +221,8 @@ pub struct Interrupted {
 pub struct Sent {
     /// Ready for the next round.
     pub sender: Sender,
-    /// Nothing is owed any more but what the dirty log will tell, and pages of which a reference or a change was refused.
+    /// Nothing is owed any more but what the dirty log will tell, pages of which a reference or a change was refused, and
+    /// those for which there was no time.
     pub owed: Owed,
     /// What the round was.
     pub stats: RoundStats,
@@ -287,7 +288,15 @@ impl Sender {
     /// # Errors
     /// [`Interrupted`] when a connection breaks, guest memory cannot be read, or somebody cancels.
     pub fn send_round(self, pages: Readable) -> Result<Sent, Box<Interrupted>> {
-        self.send(pages, None)
+        self.send(pages, None, None)
+    }
+
+    /// As [`send_round`](Self::send_round), but begins no chunk after a moment: pages that are not sent by then stay owed.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn send_round_until(self, pages: Readable, until: Instant) -> Result<Sent, Box<Interrupted>> {
+        self.send(pages, None, Some(until))
     }
 
     /// As [`send_round`](Self::send_round), for a guest that stands still meanwhile: it does so no longer than until
@@ -297,13 +306,19 @@ impl Sender {
     /// # Errors
     /// As there, and with [`SendError::Overdue`].
     pub fn send_round_by(self, pages: Readable, deadline: Instant) -> Result<Sent, Box<Interrupted>> {
-        self.send(pages, Some(deadline))
+        self.send(pages, Some(deadline), None)
     }
 
-    fn send(mut self, pages: Readable, deadline: Option<Instant>) -> Result<Sent, Box<Interrupted>> {
+    fn send(
+        mut self,
+        pages: Readable,
+        deadline: Option<Instant>,
+        until: Option<Instant>,
+    ) -> Result<Sent, Box<Interrupted>> {
         let started = Instant::now();
         let round = pages.owed.round + 1;
-        let plan = Arc::new(Plan::new(&pages.owed.blocks, self.shared.stream_count(), round, deadline));
+        let plan = Plan::new(&pages.owed.blocks, self.shared.stream_count(), round, deadline);
+        let plan = Arc::new(Plan { until, ..plan });
         self.shared.begin(pages.owed.blocks, &plan);
         if plan.pages <= INLINE_PAGES {
             (0..self.shared.stream_count()).for_each(|stream| self.shared.send_share(stream, &plan));

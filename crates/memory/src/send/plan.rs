@@ -24,6 +24,8 @@ pub(super) struct Plan {
     pub(super) pages: u64,
     /// Until when all of it has to be sent and acknowledged; none if there is time.
     pub(super) deadline: Option<Instant>,
+    /// When to stop with what was sent by then; none to send all.
+    pub(super) until: Option<Instant>,
     /// For each stream its chunks, in ascending order.
     pub(super) shares: Vec<Vec<Place>>,
 }
@@ -39,6 +41,13 @@ impl Plan {
                     .push(Place { block, chunk: chunk as u32 });
             }
         }
-        Self { round, pages, deadline, shares }
+        Self { round, pages, deadline, until: None, shares }
+    }
+
+    /// The chunks of a stream for which there is time; one of them in any case, so that every round comes nearer to the end.
+    pub(super) fn share(&self, stream: u16) -> impl Iterator<Item = &Place> {
+        let is_in_time = |number: usize| number == 0 || self.until.is_none_or(|until| Instant::now() < until);
+        let share = self.shares[usize::from(stream)].iter().enumerate();
+        share.take_while(move |(number, _)| is_in_time(*number)).map(|(_, place)| place)
     }
 }

@@ -233,9 +233,8 @@ impl Shared {
         let mut outlet = lock(&self.streams[usize::from(stream)].outlet);
         // The workers' streams are closed at the deadline; who sends himself is waiting for them.
         outlet.sink.set_deadline(plan.deadline);
-        let share = &plan.shares[usize::from(stream)];
-        let sent = share
-            .iter()
+        let sent = plan
+            .share(stream)
             .try_for_each(|place| self.send_chunk(stream, &mut outlet, plan, *place))
             .and_then(|()| self.end_round(stream, &mut outlet, plan.round));
         if let Err(cause) = sent {

@@ -15,7 +15,9 @@ use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recv, sendmsg};
 
 use super::thread::{Buffers, Held, Refusal, Steps, Target};
-use super::wire::{Failure, MAX_WORDS, Operation, Reply, Request, USERFAULTFD_FLAGS};
+use super::wire::{
+    Failure, LASTING_USERFAULTFD_FLAGS, MAX_WORDS, Operation, Reply, Request, USERFAULTFD_FLAGS,
+};
 use crate::Process;
 
 /// Runs the injector on standard input, which has to be one end of the socket pair of an
@@ -140,6 +142,11 @@ fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
             // With the number that the first call returns.
             (libc::SYS_close as u64, [0; 3]),
         ],
+        Operation::LeaveUserfaultfd => vec![
+            (libc::SYS_userfaultfd as u64, [LASTING_USERFAULTFD_FLAGS, 0, 0]),
+            // Only if it cannot be taken over.
+            (libc::SYS_close as u64, [0; 3]),
+        ],
         Operation::Close => arguments.iter().map(|&fd| (libc::SYS_close as u64, [fd, 0, 0])).collect(),
         Operation::Discard => {
             let (pairs, []) = arguments.as_chunks::<2>() else { return None };
@@ -151,16 +158,16 @@ fn calls(request: &Request) -> Option<Vec<(u64, [u64; 3])>> {
 }
 
 /// Makes the calls; returns how it went, how many were made, and the descriptor if one was asked
-/// for.
+/// for, with its number there in the place of a count.
 fn run(
     held: &mut Held<'_>,
     operation: Operation,
     calls: &[(u64, [u64; 3])],
     process: &Process,
 ) -> (Result<(), Failure>, u64, Option<OwnedFd>) {
-    if operation == Operation::TakeUserfaultfd {
-        return match take(held, calls, process) {
-            Ok(descriptor) => (Ok(()), 1, Some(descriptor)),
+    if matches!(operation, Operation::TakeUserfaultfd | Operation::LeaveUserfaultfd) {
+        return match take(held, calls, process, operation == Operation::LeaveUserfaultfd) {
+            Ok((descriptor, there)) => (Ok(()), there, Some(descriptor)),
             Err(failure) => (Err(failure), 0, None),
         };
     }
@@ -174,8 +181,13 @@ fn run(
     (Ok(()), done, None)
 }
 
-/// Makes a userfaultfd there, takes it over and closes it there.
-fn take(held: &mut Held<'_>, calls: &[(u64, [u64; 3])], process: &Process) -> Result<OwnedFd, Failure> {
+/// Makes a userfaultfd there and takes it over; closes it there unless it is to stay. Returns its number there, too.
+fn take(
+    held: &mut Held<'_>,
+    calls: &[(u64, [u64; 3])],
+    process: &Process,
+    stays: bool,
+) -> Result<(OwnedFd, u64), Failure> {
     let &[(userfaultfd, flags), (close, _)] = calls else { return Err(Failure::Request) };
     let there = call(held, userfaultfd, flags)?;
     held.step();
@@ -188,8 +200,10 @@ fn take(held: &mut Held<'_>, calls: &[(u64, [u64; 3])], process: &Process) -> Re
         Ok(unsafe { OwnedFd::from_raw_fd(here as i32) })
     };
     held.step();
-    call(held, close, [there, 0, 0])?;
-    taken
+    if !stays || taken.is_err() {
+        call(held, close, [there, 0, 0])?;
+    }
+    Ok((taken?, there))
 }
 
 fn call(held: &mut Held<'_>, number: u64, arguments: [u64; 3]) -> Result<u64, Failure> {

@@ -49,7 +49,7 @@ use rustix::net::{
     recvmsg, send, socketpair,
 };
 
-use crate::{AddressRange, Process, ProcessError};
+use crate::{AddressRange, Process, ProcessError, abi};
 use choice::best_threads;
 use error::{seccomp_action, traced};
 use gadgets::Gadgets;
@@ -95,6 +95,15 @@ impl Drop for Running {
     }
 }
 
+/// A userfaultfd of another process that was left open there.
+#[derive(Debug)]
+pub struct LeftUserfaultfd {
+    /// The one here.
+    pub here: OwnedFd,
+    /// Number of the one there.
+    pub there: i32,
+}
+
 impl Injector {
     /// An injector that is started as `program arguments…`; that program has to call
     /// [`injector_main`]. Usually the running program itself with a hidden subcommand.
@@ -118,13 +127,39 @@ impl Injector {
         descriptor.ok_or_else(|| InjectError::Answer { program: self.program.clone() })
     }
 
+    /// Makes a userfaultfd for the memory of `process` that reaches faults of the kernel, too, takes it over, and leaves
+    /// it open inside the process: what is registered with it stays so when this agent dies.
+    ///
+    /// # Errors
+    /// Where the process may not make one: it needs `CAP_SYS_PTRACE`, or `vm.unprivileged_userfaultfd`.
+    pub fn leave_userfaultfd(&self, process: &Process) -> Result<LeftUserfaultfd, InjectError> {
+        let (there, descriptor) = self.inject(process, Operation::LeaveUserfaultfd, &[])?;
+        let not_understood = || InjectError::Answer { program: self.program.clone() };
+        let there = i32::try_from(there).map_err(|_| not_understood())?;
+        let here = descriptor.ok_or_else(not_understood)?;
+        // Right now: one that is not in use yet is taken for a leftover.
+        abi::uffd_api(&here, abi::MISSING_FEATURES).map_err(|source| InjectError::Call {
+            pid: process.pid(),
+            call: "userfaultfd",
+            source,
+        })?;
+        Ok(LeftUserfaultfd { here, there })
+    }
+
+    /// Closes a userfaultfd that was left inside `process`.
+    pub fn close_left(&self, process: &Process, there: i32) -> Result<(), InjectError> {
+        let there = u64::try_from(there).unwrap_or(u64::MAX);
+        self.inject(process, Operation::Close, &[there]).map(drop)
+    }
+
     /// Closes the userfaultfds that an injector left inside `process` when it was killed between
     /// making and closing one; returns how many there were.
     ///
-    /// A userfaultfd of the process itself is not touched. The two are told apart by the handshake
-    /// `UFFDIO_API`: the agent does it only after the descriptor inside is closed, so a leftover
-    /// never had it, while a program does it right after making the descriptor (QEMU makes one only
-    /// for its own migration or snapshots). The kernel shows which is which in `/proc/PID/fdinfo`.
+    /// A userfaultfd of the process itself is not touched, nor one that was
+    /// [left](Self::leave_userfaultfd) there. They are told apart by the handshake `UFFDIO_API`: for
+    /// tracking the agent does it only after the descriptor inside is closed, so a leftover never
+    /// had it, while a program does it right after making the descriptor (QEMU makes one only for
+    /// its own migration or snapshots). The kernel shows which is which in `/proc/PID/fdinfo`.
     /// Descriptors in `keep`, known from before, are left alone in any case.
     pub fn close_leftovers(&self, process: &Process, keep: &[i32]) -> Result<usize, InjectError> {
         self.cancel_pending(process)?;
@@ -337,7 +372,7 @@ impl Injector {
     fn explain(&self, pid: u32, request: &Request, failure: Failure) -> InjectError {
         let error = |number: u64| io::Error::from_raw_os_error(number as i32);
         let call = match request.operation {
-            Operation::TakeUserfaultfd => "userfaultfd",
+            Operation::TakeUserfaultfd | Operation::LeaveUserfaultfd => "userfaultfd",
             Operation::Close => "close",
             Operation::Discard => "madvise",
             Operation::Cancel => "none",

@@ -24,6 +24,13 @@ pub(super) enum Operation {
     /// Let threads that an earlier injector diverted, and that did not make their call yet, go on
     /// without it. Looks at all threads of the request.
     Cancel = 4,
+    /// Make a userfaultfd, take it over, and leave it open there. The answer's number is that of the descriptor there.
+    LeaveUserfaultfd = 5,
+}
+
+impl Operation {
+    const ALL: [Self; 5] =
+        [Self::TakeUserfaultfd, Self::Close, Self::Discard, Self::Cancel, Self::LeaveUserfaultfd];
 }
 
 /// A request of the agent.
@@ -67,9 +74,7 @@ impl Request {
         let &[MAGIC, operation, pid, start_time, gadget, sigreturn, die_at, threads, arguments] = head else {
             return None;
         };
-        let operation = [Operation::TakeUserfaultfd, Operation::Close, Operation::Discard, Operation::Cancel]
-            .into_iter()
-            .find(|&known| known as u64 == operation)?;
+        let operation = Operation::ALL.into_iter().find(|&known| known as u64 == operation)?;
         let (threads, rest) = rest.split_at_checked(usize::try_from(threads).ok()?)?;
         if rest.len() as u64 != arguments || threads.len() > MAX_THREADS || rest.len() > MAX_ARGUMENTS {
             return None;
@@ -165,7 +170,7 @@ impl Failure {
     }
 }
 
-/// The answer of the injector; for [`Operation::TakeUserfaultfd`] the descriptor goes with it.
+/// The answer of the injector; the descriptor of a userfaultfd goes with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Reply {
     pub(super) result: Result<(), Failure>,
@@ -214,6 +219,9 @@ fn from_bytes(bytes: &[u8]) -> Option<Vec<u64>> {
 /// enough for write protection that nobody waits for and is permitted to every process.
 pub(super) const USERFAULTFD_FLAGS: u64 =
     (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64 | linux_raw_sys::general::UFFD_USER_MODE_ONLY as u64;
+/// Flags where threads have to wait: the kernel touches a guest's memory for them, too (KVM, system calls). That is not
+/// permitted to every process (design, trap 9).
+pub(super) const LASTING_USERFAULTFD_FLAGS: u64 = (libc::O_CLOEXEC | libc::O_NONBLOCK) as u64;
 
 #[cfg(test)]
 mod tests {

@@ -19,6 +19,8 @@ use crate::testing::{Peer, Qemu, SlowRegister, World, host, id, terms};
 
 fn aims() -> Aims {
     Aims {
+        policy: crate::api::StopPolicy::Pattern,
+        sampling: engine::precopy::Sampling::default(),
         max_downtime_ms: 30,
         max_rounds: 30,
         on_limit: OnLimit::Stop,

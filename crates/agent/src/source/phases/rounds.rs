@@ -2,12 +2,15 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{DataStream, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent};
+use ::memory::{
+    DataStream, DirtyBitmap, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent,
+};
 use engine::handover::source::SourceEvent;
-use engine::precopy::{Decision, Policy, RoundObservation, Traced};
+use engine::precopy::{Decision, Policy, RoundObservation, Trace, Traced};
 use tracing::info;
 
 use super::Failure;
+use super::course::{Course, Share};
 use crate::progress::Phase;
 use crate::report::Round;
 use crate::source::memory::Cargo;
@@ -16,10 +19,12 @@ use crate::source::{Driver, VmError, memory};
 /// What a round has to send, found and fit to be read.
 pub(super) struct Looked {
     pub(super) readable: Readable,
-    disk_pages: u64,
-    scan: ScanStats,
-    scanned_at: Instant,
-    drain_us: u64,
+    pub(super) disk_pages: u64,
+    pub(super) scan: ScanStats,
+    pub(super) scanned_at: Instant,
+    pub(super) drain_us: u64,
+    /// What of memory was written since the look before, in the first pass over it.
+    pub(super) found: Vec<DirtyBitmap>,
 }
 
 impl Looked {
@@ -37,6 +42,15 @@ pub(super) struct SentOrCut {
     pub(super) owed: Owed,
     /// None if it was cut off; the sender has new connections then.
     pub(super) stats: Option<RoundStats>,
+}
+
+/// What comes after a look.
+#[derive(Clone, Copy)]
+enum Next {
+    /// A round, of so many pages at most.
+    Round { most_pages: Option<u64> },
+    /// The stop.
+    Stop { expected_downtime: Duration },
 }
 
 impl Driver {
@@ -66,76 +80,99 @@ impl Driver {
         cargo: &mut Cargo,
     ) -> Result<(Sender, Owed), Failure> {
         self.phase(Phase::PreCopy);
-        let new_policy =
-            |driver: &Self| memory::policy(&driver.controls.aims(), driver.context.fixed_costs().estimate());
-        let mut policy = new_policy(self);
+        let mut course = self.new_course(0);
         let (mut sender, mut owed) = (sender, owed);
         let mut sent_before: Option<memory::SentRound> = None;
         let mut softening = self.meet_guest(cargo);
         let mut is_first = true;
-        // Rounds of disks alone, and their parts, are none of these.
-        let mut rounds_before = owed.round();
         loop {
-            let mut looked = self.look(owed, cargo)?;
-            let stop = match sent_before.take() {
-                Some(sent) => self.is_to_stop(&mut policy, rounds_before, &sent, &looked, cargo)?,
-                None => None,
-            };
-            let mut is_taking_back = false;
-            match (stop, &mut softening) {
-                (Some(_), Some(softening)) if softening.has_put_off() => {
-                    is_taking_back = true;
-                    rounds_before = looked.readable.owed().round();
-                    looked.readable = self.take_back(softening, looked.readable)?;
+            let mut looked = self.look_at(owed, course.passes == 0, cargo)?;
+            course.heat(&mut looked);
+            if let Some(mut sent) = sent_before.take() {
+                sent.pass = course.passes;
+                let next = self.decide(&mut course.policy, &sent, &looked, cargo)?;
+                match (next, &mut softening) {
+                    (Next::Round { most_pages }, _) => course.most_pages = most_pages,
+                    (Next::Stop { .. }, Some(softening)) if softening.has_put_off() => {
+                        looked.readable = self.take_back(softening, looked.readable)?;
+                        // The guest writes to what it keeps of each page that it gives back, for as long as that takes:
+                        // neither that nor this round says anything of the rounds that follow.
+                        course = self.new_course(course.passes);
+                        self.take_notices()?;
+                        let sent = self.send_looked(sender, looked, None, cargo)?;
+                        if sent.stats.is_some() {
+                            self.tell_of_part(course.passes + 1, 0, 0);
+                        }
+                        (sender, owed) = (sent.sender, sent.owed);
+                        continue;
+                    }
+                    (Next::Stop { expected_downtime }, _) => {
+                        self.clock.expected_downtime = expected_downtime;
+                        return Ok((sender, looked.readable.give_up()));
+                    }
                 }
-                (Some(expected_downtime), _) => {
-                    self.clock.expected_downtime = expected_downtime;
-                    return Ok((sender, looked.readable.give_up()));
-                }
-                (None, Some(softening)) => {
-                    looked.readable = self.ask_guest(softening, looked.readable, is_first)?;
-                }
-                (None, None) => {}
+            }
+            if let Some(softening) = &mut softening {
+                let most_pages = course.most_pages.unwrap_or(u64::MAX);
+                looked.readable = self.ask_guest(softening, looked.readable, is_first, most_pages)?;
             }
             self.throttle(cargo)?;
             self.take_notices()?;
             let scanned_at = looked.scanned_at;
-            let sent = self.send_looked(sender, looked, cargo)?;
+            let Share { looked, later, until } = course.share(looked, cargo);
+            let later_pages = later.as_ref().map_or(0, Owed::pages);
+            let (resent_pages, of_pass) = (course.count_resent(&looked, cargo), course.passes + 1);
+            self.telemetry.begins(of_pass, later_pages);
+            if let Some(later) = &later {
+                cargo.keep_marks(later);
+            }
+            let sent = self.send_looked(sender, looked, until, cargo)?;
             cargo.drained(sent.stats.as_ref());
-            if sent.stats.is_some() {
-                is_first = false;
+            (sender, owed) = (sent.sender, sent.owed);
+            // What was refused is none of what had no time.
+            let left_pages = later_pages + if until.is_some() { owed.pages() } else { 0 };
+            course.sent(sent.stats.as_ref(), owed.pages());
+            if let Some(later) = &later {
+                owed.take_back(later);
+            }
+            is_first &= sent.stats.is_none();
+            if course.has_sent_all() {
                 cargo.end_references();
             }
-            sent_before = sent.stats.map(|stats| memory::SentRound { stats, scanned_at });
-            if is_taking_back {
-                // The guest has written to what it keeps of each page that it gave back, for as long as that took: neither
-                // says anything of the rounds that follow.
-                (policy, sent_before) = (new_policy(self), None);
-            }
-            (sender, owed) = (sent.sender, sent.owed);
+            let pass = course.passes;
+            sent_before = sent.stats.map(|stats| {
+                self.tell_of_part(of_pass, left_pages, resent_pages);
+                memory::SentRound { stats, scanned_at, pass, left_pages, resent_pages }
+            });
         }
     }
 
-    /// Whether the policy says stop, after a round and the look that followed it; with the downtime that it expects.
-    fn is_to_stop(
+    /// A course whose policy has seen nothing yet, after so many passes.
+    fn new_course(&self, passes: u32) -> Course {
+        let aims = self.controls.aims();
+        let policy = memory::policy(&aims, self.context.fixed_costs().estimate());
+        self.controls.report(|report| report.traces.push(policy.trace().clone()));
+        Course::new(policy, aims.sampling, passes)
+    }
+
+    /// What is next, after a round and the look that followed it.
+    fn decide(
         &mut self,
         policy: &mut Traced,
-        rounds_before: u32,
         sent: &memory::SentRound,
         looked: &Looked,
         cargo: &Cargo,
-    ) -> Result<Option<Duration>, Failure> {
+    ) -> Result<Next, Failure> {
         let owed = looked.readable.owed();
         let pages = (owed.pages(), cargo.unknown_pages(owed));
         let observed = memory::observe(sent, looked.scan, pages, looked.scanned_at);
-        let observed = RoundObservation { round: observed.round.saturating_sub(rounds_before), ..observed };
         policy.aim(memory::aim(&self.controls.aims()));
         let decision = policy.decide(&observed);
-        self.decided(&observed, &decision);
+        self.decided(&observed, &decision, policy.trace());
         match decision {
-            Decision::NextRound { .. } => Ok(None),
-            Decision::StopAndCopy { expected_downtime_ns } => {
-                Ok(Some(Duration::from_nanos(expected_downtime_ns)))
+            Decision::NextRound { most_pages, .. } => Ok(Next::Round { most_pages }),
+            Decision::StopAndCopy { expected_downtime_ns, .. } => {
+                Ok(Next::Stop { expected_downtime: Duration::from_nanos(expected_downtime_ns) })
             }
             Decision::GiveUp { reason } => {
                 self.context.fixed_costs().forget();
@@ -146,11 +183,17 @@ impl Driver {
 
     /// Takes what was written out of the logs, and lets what is in flight land.
     pub(super) fn look(&mut self, owed: Owed, cargo: &mut Cargo) -> Result<Looked, Failure> {
+        self.look_at(owed, false, cargo)
+    }
+
+    /// The same, and tells what that is of memory, where it `tells`.
+    fn look_at(&mut self, owed: Owed, tells: bool, cargo: &mut Cargo) -> Result<Looked, Failure> {
+        let told_blocks = if tells { cargo.ram_blocks() } else { 0 };
         let scanned_at = Instant::now();
         let cannot_ask = |error: VmError| Failure::local("QEMU cannot be asked", &error);
         let vm = self.vm()?;
-        let cleared = owed
-            .clear_marks(&mut cargo.log(vm.monitor().map_err(cannot_ask)?))
+        let (cleared, found) = owed
+            .clear_marks_and_tell(&mut cargo.log(vm.monitor().map_err(cannot_ask)?), told_blocks)
             .map_err(|failed| Failure::local("cannot find out what was written", &failed))?;
         let scan = cleared.scan();
         let drain_began = Instant::now();
@@ -162,20 +205,32 @@ impl Driver {
             .tidy(vm.monitor().map_err(cannot_ask)?)
             .map_err(|error| Failure::local("QEMU does not let go of a bitmap", &error))?;
         let disk_pages = cargo.disk_pages(readable.owed());
-        Ok(Looked { readable, disk_pages, scan, scanned_at, drain_us })
+        Ok(Looked { readable, disk_pages, scan, scanned_at, drain_us, found })
     }
 
-    /// Sends a round. Where the link is cut, new connections are made; what did not arrive is owed.
+    /// Sends a round, or as much of it as goes by then. Where the link is cut, new connections are made; what did not
+    /// arrive is owed.
     pub(super) fn send_looked(
         &mut self,
         sender: Sender,
         looked: Looked,
+        until: Option<Instant>,
         cargo: &Cargo,
     ) -> Result<SentOrCut, Failure> {
         let Looked { readable, disk_pages, scan, drain_us, .. } = looked;
         let pages = readable.pages();
-        match sender.send_round(readable) {
+        let sent = match until {
+            Some(until) => sender.send_round_until(readable, until),
+            None => sender.send_round(readable),
+        };
+        match sent {
             Ok(Sent { sender, owed, stats }) => {
+                // Of a part what had its turn.
+                let (pages, disk_pages) = if until.is_some() {
+                    (stats.contents.pages(), disk_pages.saturating_sub(cargo.disk_pages(&owed)))
+                } else {
+                    (pages, disk_pages)
+                };
                 self.controls.report(|report| {
                     report.rounds.push(Round {
                         round: stats.round,
@@ -199,17 +254,32 @@ impl Driver {
         }
     }
 
-    fn decided(&self, observed: &RoundObservation, decision: &Decision) {
-        let (word, expected_us) = match decision {
-            Decision::NextRound { expected_downtime_ns } => {
-                ("another-round", Some(expected_downtime_ns / 1000))
-            }
-            Decision::StopAndCopy { expected_downtime_ns } => ("stop", Some(expected_downtime_ns / 1000)),
-            Decision::GiveUp { .. } => ("abort", None),
-        };
+    /// Of the round that was sent last.
+    fn tell_of_part(&self, pass: u32, left_pages: u64, resent_pages: u64) {
         self.controls.report(|report| {
             if let Some(round) = report.rounds.last_mut() {
+                (round.pass, round.left_pages, round.resent_pages) = (pass, left_pages, resent_pages);
+            }
+        });
+    }
+
+    fn decided(&self, observed: &RoundObservation, decision: &Decision, trace: &Trace) {
+        let (word, expected_us, pattern) = match decision {
+            Decision::NextRound { expected_downtime_ns, .. } => {
+                ("another-round", Some(expected_downtime_ns / 1000), None)
+            }
+            Decision::StopAndCopy { expected_downtime_ns, pattern } => {
+                ("stop", Some(expected_downtime_ns / 1000), *pattern)
+            }
+            Decision::GiveUp { .. } => ("abort", None, None),
+        };
+        self.controls.report(|report| {
+            if let Some(told) = report.traces.last_mut() {
+                trace.clone_into(told);
+            }
+            if let Some(round) = report.rounds.last_mut() {
                 word.clone_into(&mut round.decision);
+                round.pattern = pattern;
                 round.expected_downtime_us = expected_us;
                 round.dirty_rate_bytes_per_s = observed.dirty_rate_bytes_per_s();
             }

@@ -1,0 +1,101 @@
+//! When the guest is stopped: it writes as fast as the link carries, or nearly. Every move compares all of memory by a path
+//! of its own (`--verify`), and the guest itself checks every page that it wrote.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use common::{Cluster, GuestSpec, Load, Setup};
+use engine::precopy::{Decision, Trace};
+use serde_json::Value;
+
+const RATE: u64 = 20 << 20;
+
+/// A guest that rewrites 32 MiB, so fast, on a link of 20 MiB/s.
+fn stage(rate_mib_per_s: u64) -> (Cluster, lab::Guest) {
+    let link = lab::Link::Limited { rate_bytes_per_s: RATE };
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let load = Load { fill_mib: 48, wss_mib: 32, rate_mib_per_s, ..Load::default() };
+    let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
+    (cluster, guest)
+}
+
+fn rounds(report: &Value) -> &[Value] {
+    report["rounds"].as_array().unwrap()
+}
+
+/// Each decision follows from what the report says that the policy was shown.
+fn is_replayed(report: &Value) -> Vec<Decision> {
+    let traces: Vec<Trace> = serde_json::from_value(report["traces"].clone()).unwrap();
+    let decisions: Vec<_> = traces.iter().flat_map(Trace::decisions).collect();
+    assert_eq!(traces.iter().flat_map(Trace::replay).collect::<Vec<_>>(), decisions, "{report:#}");
+    decisions
+}
+
+/// Rounds after the first pass were sent in parts, of which each left pages to the next.
+fn went_in_parts(report: &Value) -> bool {
+    let number = |round: &Value, what: &str| round[what].as_u64().unwrap();
+    rounds(report).iter().any(|round| number(round, "pass") >= 2 && number(round, "left_pages") > 0)
+}
+
+#[test]
+fn a_guest_that_is_too_fast_is_stopped_when_that_is_seen() {
+    let (cluster, _guest) = stage(200);
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    cluster.guest_is_whole("b", "vm1");
+    assert!(went_in_parts(&report), "{report:#}");
+    let Some(Decision::StopAndCopy { pattern: Some(pattern), .. }) = is_replayed(&report).pop() else {
+        panic!("no pattern: {report:#}")
+    };
+    let told = rounds(&report).iter().find(|round| round["decision"] == "stop").unwrap();
+    assert_eq!(told["pattern"], serde_json::to_value(pattern).unwrap());
+    let text = cluster.a.text(&["report", "vm1"]).ok();
+    assert!(text.stdout.contains(&format!("stopped at {pattern}")), "{text:?}");
+}
+
+/// Somebody who did not ask for a long stop does not get one.
+#[test]
+fn a_guest_that_is_too_fast_stays_where_it_is_unless_told_otherwise() {
+    let (cluster, guest) = stage(200);
+    let said = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
+    assert_eq!(said.code, 1, "{said:?}");
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert_eq!(report["outcome"], "aborted", "{report:#}");
+    assert!(matches!(is_replayed(&report).pop(), Some(Decision::GiveUp { .. })), "{report:#}");
+    cluster.b.wait_settled();
+    assert!(cluster.b.vm("vm1").is_none(), "nothing is left there");
+    assert!(guest.serial().check().unwrap().ok);
+}
+
+/// A guest that writes half as fast as the link carries gets there in parts; the link is cut while that goes on, with what
+/// was left to later parts still to come.
+#[test]
+fn a_cut_between_two_parts_loses_nothing() {
+    let (cluster, _guest) = stage(12);
+    let words = ["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop", "--compress", "none"];
+    let migration = cluster.a.begin(&words);
+    // After the first pass.
+    cluster.wait_for_progress(|progress| progress["pass"].as_u64() >= Some(2));
+    cluster.lab.cut(lab::Direction::AToB).unwrap();
+    cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
+    cluster.lab.heal().unwrap();
+    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+    assert!(went_in_parts(&report), "{report:#}");
+    is_replayed(&report);
+    cluster.guest_is_whole("b", "vm1");
+}
+
+/// The rules of others, to compare with.
+#[test]
+fn other_rules_move_a_guest_too() {
+    let (cluster, _guest) = stage(4);
+    for (policy, from, to) in [("target", "a", "b"), ("rounds", "b", "a")] {
+        let report = cluster.migrate("vm1", from, to, &["--policy", policy]);
+        assert_eq!(report["objective"]["policy"], policy);
+        assert_eq!(report["traces"][0]["policy"]["policy"], policy, "{report:#}");
+        assert!(matches!(is_replayed(&report).pop(), Some(Decision::StopAndCopy { .. })), "{report:#}");
+        cluster.guest_is_whole(to, "vm1");
+    }
+}

@@ -1,0 +1,143 @@
+//! The rules of others, to compare with.
+
+use proto::limits::PAGE_BYTES;
+use serde::{Deserialize, Serialize};
+
+use super::{Aim, Decision, GiveUp, Limit, OnLimit, Policy, RoundObservation};
+
+/// KVM's rule (Ibrahim et al., Algorithm 1): stops as soon as what is left takes less than the allowed downtime at the
+/// rate of the last round, and sends rounds for as long as it does not. Here there is a limit of rounds, as everywhere.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ByTarget {
+    aim: Aim,
+    on_limit: OnLimit,
+}
+
+impl ByTarget {
+    /// A new policy.
+    pub fn new(aim: Aim, on_limit: OnLimit) -> Self {
+        Self { aim, on_limit }
+    }
+}
+
+impl Policy for ByTarget {
+    fn aim(&mut self, aim: Aim) {
+        self.aim = aim;
+    }
+
+    fn decide(&mut self, observed: &RoundObservation) -> Decision {
+        let expected_downtime_ns = at_the_last_rate(observed);
+        let stop = Decision::StopAndCopy { expected_downtime_ns, pattern: None };
+        let is_last = observed.round >= self.aim.max_rounds;
+        if observed.round > 0 && expected_downtime_ns < self.aim.max_downtime_ns {
+            return stop;
+        }
+        match self.on_limit {
+            OnLimit::Stop if is_last && observed.round > 0 => stop,
+            OnLimit::Abort if is_last && observed.round > 0 => Decision::GiveUp {
+                reason: GiveUp {
+                    limit: Limit::Rounds,
+                    expected_downtime_ns,
+                    fixed_ns: 0,
+                    max_downtime_ns: self.aim.max_downtime_ns,
+                },
+            },
+            _ => Decision::NextRound { expected_downtime_ns, most_pages: None },
+        }
+    }
+}
+
+/// Xen's rule (section IX of the same; the figures are those of Xen's tools): stops when almost nothing is left, and else
+/// when there were many rounds, or when several times the memory was sent, whatever the downtime is then.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ByRounds {
+    #[serde(skip)]
+    memory_pages: u64,
+    #[serde(skip)]
+    sent_pages: u64,
+}
+
+impl ByRounds {
+    /// So many rounds at most.
+    pub const MOST_ROUNDS: u32 = 29;
+    /// So many times the memory at most.
+    pub const MOST_TIMES: u64 = 3;
+    /// So many pages are almost nothing.
+    pub const FEW_PAGES: u64 = 50;
+}
+
+impl Policy for ByRounds {
+    /// It has none.
+    fn aim(&mut self, _: Aim) {}
+
+    fn decide(&mut self, observed: &RoundObservation) -> Decision {
+        let expected_downtime_ns = at_the_last_rate(observed);
+        self.sent_pages = self.sent_pages.saturating_add(observed.pages_sent);
+        if observed.round <= 1 {
+            self.memory_pages = self.sent_pages;
+        }
+        let is_over = observed.dirty_pages < Self::FEW_PAGES
+            || observed.round >= Self::MOST_ROUNDS
+            || self.sent_pages > self.memory_pages.saturating_mul(Self::MOST_TIMES);
+        if observed.round > 0 && is_over {
+            Decision::StopAndCopy { expected_downtime_ns, pattern: None }
+        } else {
+            Decision::NextRound { expected_downtime_ns, most_pages: None }
+        }
+    }
+}
+
+/// Algorithm 1, lines 21 and 28: what is left, at what the link carried in the last round.
+fn at_the_last_rate(observed: &RoundObservation) -> u64 {
+    let left_bytes = u128::from(observed.dirty_pages) * u128::from(PAGE_BYTES);
+    let ns = (left_bytes * 1_000_000_000).checked_div(observed.link_rate_bytes_per_s().into());
+    match ns {
+        Some(ns) => u64::try_from(ns).unwrap_or(u64::MAX),
+        None if left_bytes == 0 => 0,
+        None => u64::MAX,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A page takes a millisecond.
+    fn observed(round: u32, dirty_pages: u64, pages_sent: u64) -> RoundObservation {
+        RoundObservation {
+            round,
+            dirty_pages,
+            pages_sent,
+            bytes_sent: pages_sent * PAGE_BYTES,
+            duration_ns: pages_sent * 1_000_000,
+            ..RoundObservation::default()
+        }
+    }
+
+    fn stops(decision: Decision) -> bool {
+        matches!(decision, Decision::StopAndCopy { .. })
+    }
+
+    #[test]
+    fn kvm_s_rule_is_the_allowed_downtime() {
+        let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 10 };
+        let mut policy = ByTarget::new(aim, OnLimit::Abort);
+        assert!(!stops(policy.decide(&observed(0, 0, 5))));
+        assert!(!stops(policy.decide(&observed(1, 30, 1_000))));
+        assert!(stops(policy.decide(&observed(2, 29, 30))));
+        assert!(matches!(policy.decide(&observed(10, 30, 30)), Decision::GiveUp { .. }));
+        assert!(stops(ByTarget::new(aim, OnLimit::Stop).decide(&observed(10, 30, 30))));
+        assert!(!stops(policy.decide(&observed(3, 1, 0))), "nothing is known of the link");
+    }
+
+    #[test]
+    fn xen_s_rule_is_a_count() {
+        let mut policy = ByRounds::default();
+        assert!(!stops(policy.decide(&observed(1, 900, 1_000))));
+        assert!(!stops(policy.decide(&observed(2, 900, 1_000))));
+        assert!(!stops(policy.decide(&observed(3, 900, 1_000))));
+        assert!(stops(policy.decide(&observed(4, 900, 1))), "more than three times the memory");
+        assert!(stops(ByRounds::default().decide(&observed(1, 49, 1_000))));
+        assert!(stops(ByRounds::default().decide(&observed(29, 900, 1_000))));
+    }
+}

@@ -1,0 +1,153 @@
+//! How many pages go in a sampling interval (Ibrahim et al., Algorithm 2, lines 25–37).
+
+use std::collections::VecDeque;
+
+use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
+
+use super::RoundObservation;
+
+/// Linear regression of the time that rounds took against the pages that they sent.
+///
+/// The line's height at no page is what a round takes beside sending: the last page's way there and the
+/// acknowledgement's way back. A mean alone would take it for the price of pages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Pace {
+    /// Pages and nanoseconds of the last rounds, the oldest first.
+    samples: VecDeque<(u64, u64)>,
+    pages: Option<u64>,
+}
+
+impl Pace {
+    /// Rounds that the line is laid through: a link's rate of some seconds ago says little.
+    const SAMPLES: usize = 8;
+
+    /// Learns from a round, of which the first is the last one of all of memory, for which the link carried so much, and
+    /// says how many pages go in an interval; none if nothing is known of that.
+    pub(super) fn learn(
+        &mut self,
+        observed: &RoundObservation,
+        link_bytes_per_s: u64,
+        interval_ns: u64,
+    ) -> Option<u64> {
+        if self.pages.is_none() {
+            // Of all of memory much is zeros, and goes in no time. What is written to is not: as much of that goes as
+            // the link has carried.
+            let pages = u128::from(link_bytes_per_s) * u128::from(interval_ns)
+                / 1_000_000_000
+                / u128::from(PAGE_BYTES);
+            self.pages = (pages > 0).then(|| whole(pages as f64));
+            return self.pages;
+        }
+        if observed.pages_sent > 0 {
+            self.samples.drain(..(self.samples.len() + 1).saturating_sub(Self::SAMPLES));
+            self.samples.push_back((observed.pages_sent, observed.duration_ns));
+            let mean = self.by_mean(interval_ns);
+            // Rounds of nearly the same length make a line that may go anywhere.
+            let line = self.line().map(|line| line.at(interval_ns)).zip(mean);
+            let now = line.map(|(line, mean)| line.clamp(mean / 2.0, mean * 2.0)).or(mean);
+            // Line 37.
+            let smoothed = |before: u64, now: f64| whole((before as f64 + 3.0 * now) / 4.0);
+            self.pages = self.pages.zip(now).map(|(before, now)| smoothed(before, now)).or(self.pages);
+        }
+        self.pages
+    }
+
+    /// What a round takes beside sending, in nanoseconds; 0 as long as that is not known.
+    pub(super) fn beside_ns(&self) -> u64 {
+        self.line().map_or(0, |line| line.beside_ns as u64)
+    }
+
+    /// The line through the samples; none if they make no line that could be.
+    fn line(&self) -> Option<Line> {
+        let count = self.samples.len() as f64;
+        let (pages, times): (Vec<f64>, Vec<f64>) =
+            self.samples.iter().map(|(pages, ns)| (*pages as f64, *ns as f64)).unzip();
+        let (pages_mean, ns_mean) = (pages.iter().sum::<f64>() / count, times.iter().sum::<f64>() / count);
+        let both =
+            |of: &dyn Fn(f64, f64) -> f64| pages.iter().zip(&times).map(|(x, y)| of(*x, *y)).sum::<f64>();
+        let variance = both(&|x, _| (x - pages_mean) * (x - pages_mean));
+        let covariance = both(&|x, y| (x - pages_mean) * (y - ns_mean));
+        let ns_per_page = covariance / variance;
+        let beside_ns = ns_mean - ns_per_page * pages_mean;
+        let is_sound = variance > 0.0 && ns_per_page > 0.0 && beside_ns >= 0.0;
+        is_sound.then_some(Line { beside_ns, ns_per_page })
+    }
+
+    fn by_mean(&self, interval_ns: u64) -> Option<f64> {
+        let (pages, ns) = self
+            .samples
+            .iter()
+            .fold((0.0, 0.0), |(pages, ns), sample| (pages + sample.0 as f64, ns + sample.1 as f64));
+        (ns > 0.0).then(|| pages / ns * interval_ns as f64)
+    }
+}
+
+/// How long a round takes.
+#[derive(Clone, Copy, Debug)]
+struct Line {
+    /// Whatever it sends.
+    beside_ns: f64,
+    ns_per_page: f64,
+}
+
+impl Line {
+    /// How many pages a round sends that takes so long.
+    fn at(self, ns: u64) -> f64 {
+        (ns as f64 - self.beside_ns).max(0.0) / self.ns_per_page
+    }
+}
+
+/// At least a chunk: an interval that sends nothing would be the last of none.
+fn whole(pages: f64) -> u64 {
+    (pages as u64).max(CHUNK_PAGES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    fn sent(pages_sent: u64, duration_ns: u64) -> RoundObservation {
+        RoundObservation { pages_sent, duration_ns, ..RoundObservation::default() }
+    }
+
+    #[test]
+    fn of_all_of_memory_the_bytes_tell_and_then_the_pages() {
+        let mut pace = Pace::default();
+        // A million pages in ten seconds, most of them zeros: 10,000 a second went over the link.
+        let first = pace.learn(&sent(1_000_000, 10 * SECOND), 10_000 * PAGE_BYTES, SECOND);
+        assert_eq!(first, Some(10_000));
+        // One round makes no line: 20,000 a second.
+        assert_eq!(pace.learn(&sent(10_000, SECOND / 2), 0, SECOND), Some((10_000 + 3 * 20_000) / 4));
+    }
+
+    /// A quarter of a second goes beside sending, and 10,000 pages take another one.
+    #[test]
+    fn what_a_round_takes_beside_sending_is_not_the_price_of_pages() {
+        let mut pace = Pace::default();
+        pace.learn(&sent(10_000, SECOND), 10_000 * PAGE_BYTES, SECOND);
+        assert_eq!(pace.beside_ns(), 0);
+        let time = |pages: u64| SECOND / 4 + pages * 100_000;
+        let mut said = 0;
+        for pages in [3_000, 9_000, 4_000, 5_000, 8_000, 6_000, 9_000, 7_000] {
+            said = pace.learn(&sent(pages, time(pages)), 0, SECOND).unwrap();
+        }
+        assert!((7_400..=7_600).contains(&said), "{said}");
+        assert!((pace.beside_ns() as i64 - (SECOND / 4) as i64).abs() < 1_000_000, "{}", pace.beside_ns());
+    }
+
+    #[test]
+    fn nonsense_makes_no_line() {
+        let mut pace = Pace::default();
+        assert_eq!(pace.learn(&sent(5, 0), 0, SECOND), None);
+        pace.learn(&sent(10_000, SECOND), 10_000 * PAGE_BYTES, SECOND);
+        // The more pages the less time.
+        for (pages, ns) in [(1_000, SECOND), (10_000, SECOND / 10), (0, 7), (20_000, SECOND / 20)] {
+            pace.learn(&sent(pages, ns), 0, SECOND);
+        }
+        assert_eq!(pace.beside_ns(), 0);
+        assert!(pace.learn(&sent(1, u64::MAX), 0, SECOND).unwrap() >= CHUNK_PAGES);
+        assert!(pace.learn(&sent(u64::MAX, 1), 0, SECOND).is_some());
+    }
+}

@@ -1,0 +1,321 @@
+//! The policy of patterns: when it shows in how a guest writes that rounds do not help any more.
+
+use std::collections::VecDeque;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use super::forecast::{FixedCost, Forecast, gain_ns};
+use super::pace::Pace;
+use super::{Aim, Decision, GiveUp, Limit, OnLimit, Policy, RoundObservation};
+
+/// How a guest writes when rounds do not make the downtime shorter any more (Ibrahim et al., section VII, Fig. 10).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Pattern {
+    /// a: as much is written as is sent, so that the number of modified pages stays what it is.
+    Stable,
+    /// b: all that was modified went out in less than a sampling interval.
+    Drained,
+    /// c: what is sent was sent shortly before, too.
+    Resent,
+}
+
+impl fmt::Display for Pattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Stable => "pattern a: as much is written as is sent",
+            Self::Drained => "pattern b: all that is written goes out at once",
+            Self::Resent => "pattern c: the same pages are written again and again",
+        })
+    }
+}
+
+/// How often the guest's writes are looked at, and what counts as a pattern.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sampling {
+    /// Longest time between two looks once all of memory went, in nanoseconds; 0 to have it follow from the link's rate
+    /// ([`Self::INTERVAL_BYTES`]).
+    pub interval_ns: u64,
+    /// Pattern a: over how many looks the number of modified pages is averaged, at least 1.
+    pub window: u32,
+    /// Pattern a: by how much that average may change from look to look, in hundredths of what was sent in between.
+    pub stable_percent: u32,
+    /// Pattern c: how much of what was sent had been sent shortly before, in hundredths.
+    pub resent_percent: u32,
+    /// Pattern c: in how many intervals before. Whoever counts such pages has to keep so many sets of them.
+    pub history: u32,
+}
+
+impl Sampling {
+    /// What an interval sends, in bytes, as far as that takes no longer than [`Self::LONGEST_NS`] and no less than
+    /// [`Self::SHORTEST_NS`].
+    ///
+    /// It is what the link of the paper carries in its interval of a second. On a faster link the same amount is there
+    /// sooner: enough to tell how a guest writes, whereas in a second it could be all of its memory. On a slower one a
+    /// second it stays: a guest's ways do not become slower with its link.
+    pub const INTERVAL_BYTES: u64 = 125_000_000;
+    /// The paper's interval: shorter ones make the number of modified pages vary more.
+    pub const LONGEST_NS: u64 = 1_000_000_000;
+    /// A look costs some milliseconds: the scan, the drain, the last pages' way to the other side and back.
+    pub const SHORTEST_NS: u64 = 100_000_000;
+    /// An interval is no shorter than so many scans: a guest of a TiB takes a second for one.
+    pub const SCANS: u64 = 16;
+    /// Nor than so many times what a round takes beside sending.
+    pub const BESIDE: u64 = 8;
+
+    /// The interval on a link of so many bytes per second. It is longer for a guest so large that scans take long, and on
+    /// a link so long that a round waits a while for its last acknowledgement.
+    fn interval_ns(&self, link_bytes_per_s: u64, scan_ns: u64, beside_ns: u64) -> u64 {
+        let by_rate = || {
+            let ns = (u128::from(Self::INTERVAL_BYTES) * 1_000_000_000).checked_div(link_bytes_per_s.into());
+            ns.and_then(|ns| u64::try_from(ns).ok())
+                .unwrap_or(Self::LONGEST_NS)
+                .clamp(Self::SHORTEST_NS, Self::LONGEST_NS)
+        };
+        let wanted = if self.interval_ns > 0 { self.interval_ns } else { by_rate() };
+        wanted.max(scan_ns.saturating_mul(Self::SCANS)).max(beside_ns.saturating_mul(Self::BESIDE))
+    }
+}
+
+impl Default for Sampling {
+    /// As the paper has it: one interval of history, nine tenths; the average is of two looks.
+    fn default() -> Self {
+        Self { interval_ns: 0, window: 2, stable_percent: 10, resent_percent: 90, history: 1 }
+    }
+}
+
+/// A round that takes less than this part of the downtime off it is not worth it.
+const LEAST_GAIN: u64 = 8;
+/// Looks that show pattern b or c: one alone may be chance.
+const CERTAIN_ROUNDS: u32 = 2;
+/// The guest is not stopped for more than so many times as long as it was seen that rounds help no more.
+const SEEN_BEFORE: u64 = 2;
+
+/// Stops when the expected downtime is within the limit and another round would not make it much shorter; beyond the
+/// limit, when the way in which the guest writes says that rounds will not bring it there.
+///
+/// ```text
+/// pages    = dirty pages · page size / rate
+/// expected = stop + max(pages, saving) + loading + continuing + 2 scans
+/// gain     = pages · (1 − length of the next round / length of the last one)
+///
+/// stop if expected ≤ limit and gain < expected / 8
+///      or a pattern has been seen long enough, and the user said to stop then
+/// ```
+///
+/// (One scan after the stop, one after the device state was saved, which may write guest memory. What the rate is:
+/// `Forecast`.)
+///
+/// *Gain*: KVM's rule stops as soon as the limit is kept, which makes the limit the downtime: whoever allows 300 ms has
+/// the guest stand still for nearly that long, although a round of 100 ms, in which the guest runs, would have left a
+/// tenth of the pages. In the next round, which lasts as long as its pages take, the guest writes to as many pages as it
+/// did in the last one, in proportion to the time. So a round costs `pages` of running on at the source, and saves the
+/// same share of that whatever the size of the guest. Where it saves less than an eighth of the downtime, it is not worth
+/// it: what is left is fixed, or the guest writes nearly as fast as the link carries.
+///
+/// *Patterns* are looked for once all of memory went, from look to look. For that no round takes much longer than a
+/// sampling interval: of more pages than go in one only so many are sent as linear regression of time against pages says
+/// (Algorithm 2, lines 25–37), and the others stay dirty. The next interval begins behind the last page of this one, so
+/// that no page waits for ever, and what is written to several times while it waits goes once.
+///
+/// Where this departs from the paper: it is modified pages *beside pages sent* that have to be stable, or to become more, so
+/// that a slow link's way through much memory, which leaves only a little less each second, is not taken for a standstill;
+/// after pattern b rounds go on as long as they pay or, beyond the limit, as long as they leave less: they are short; and a
+/// pattern has to be seen for a while, twice at least, and for half as long as the guest would have to stand still.
+///
+/// A migration is given up when rounds have helped no more for as long as six ways through all that is dirty take: to begin
+/// anew costs all of memory, so a guest gets some time to become calmer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ByPattern {
+    aim: Aim,
+    on_limit: OnLimit,
+    fixed: FixedCost,
+    patience_rounds: u32,
+    sampling: Sampling,
+    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    #[serde(skip)]
+    forecast: Forecast,
+    #[serde(skip)]
+    pace: Pace,
+    /// The most that the link carried while all of memory went.
+    #[serde(skip)]
+    link_bytes_per_s: u64,
+    #[serde(skip)]
+    looks: Looks,
+    /// Dirty pages where a way through all of them ended: the fewest.
+    #[serde(skip)]
+    fewest_dirty: Option<u64>,
+    /// The last of those ways.
+    #[serde(skip)]
+    passes: u32,
+    /// Looks at rounds that helped no more, and how long those were, since there was progress last.
+    #[serde(skip)]
+    stuck_rounds: u32,
+    #[serde(skip)]
+    stuck_ns: u64,
+}
+
+impl ByPattern {
+    /// Rounds that get no further before a migration is given up, of the length of a way through all that is dirty.
+    pub const PATIENCE_ROUNDS: u32 = 6;
+
+    /// A new policy.
+    pub fn new(aim: Aim, on_limit: OnLimit, fixed: FixedCost) -> Self {
+        Self {
+            aim,
+            on_limit,
+            fixed,
+            patience_rounds: Self::PATIENCE_ROUNDS,
+            sampling: Sampling::default(),
+            forecast: Forecast::default(),
+            pace: Pace::default(),
+            link_bytes_per_s: 0,
+            looks: Looks::default(),
+            fewest_dirty: None,
+            passes: 0,
+            stuck_rounds: 0,
+            stuck_ns: 0,
+        }
+    }
+
+    /// Takes another patience, in rounds.
+    #[must_use]
+    pub fn with_patience(self, patience_rounds: u32) -> Self {
+        Self { patience_rounds, ..self }
+    }
+
+    /// Takes other samples.
+    #[must_use]
+    pub fn sampling(self, sampling: Sampling) -> Self {
+        Self { sampling, ..self }
+    }
+
+    /// What is aimed at now.
+    pub fn aim_of(&self) -> Aim {
+        self.aim
+    }
+
+    /// Whether a way through all that was dirty has left less than the ones before; none where it has not ended.
+    fn has_progressed(&mut self, observed: &RoundObservation) -> Option<bool> {
+        if observed.round == self.passes {
+            return None;
+        }
+        self.passes = observed.round;
+        // An eighth less is progress; less than that is noise.
+        let is_less = self.fewest_dirty.is_none_or(|fewest| observed.dirty_pages < fewest - fewest / 8);
+        if is_less {
+            self.fewest_dirty = Some(observed.dirty_pages);
+        }
+        Some(is_less)
+    }
+
+    /// Counts how long rounds have helped no more.
+    fn count_stuck(&mut self, is_stuck: bool, progress: Option<bool>, interval_ns: u64) {
+        if is_stuck {
+            self.stuck_rounds = self.stuck_rounds.saturating_add(1);
+            self.stuck_ns = self.stuck_ns.saturating_add(interval_ns);
+        } else if progress == Some(true) {
+            (self.stuck_rounds, self.stuck_ns) = (0, 0);
+        }
+    }
+}
+
+impl Policy for ByPattern {
+    fn aim(&mut self, aim: Aim) {
+        self.aim = aim;
+    }
+
+    fn decide(&mut self, observed: &RoundObservation) -> Decision {
+        self.forecast.learn(observed);
+        let pages_ns = self.forecast.pages_ns(observed);
+        let scans_ns = observed.scan_ns.saturating_mul(2);
+        let expected_downtime_ns = self.fixed.downtime_ns(pages_ns).saturating_add(scans_ns);
+        if self.passes == 0 {
+            self.link_bytes_per_s = self.link_bytes_per_s.max(observed.link_rate_bytes_per_s());
+        }
+        if observed.round == 0 {
+            return Decision::NextRound { expected_downtime_ns, most_pages: None };
+        }
+        let sampling = self.sampling;
+        let interval = |beside_ns| sampling.interval_ns(self.link_bytes_per_s, observed.scan_ns, beside_ns);
+        let interval_ns = interval(self.pace.beside_ns());
+        let pace_pages = self.pace.learn(observed, self.link_bytes_per_s, interval_ns);
+        let most_pages = pace_pages.filter(|pages| *pages < observed.dirty_pages);
+        let progress = self.has_progressed(observed);
+        let pattern = self.looks.recognise(observed, interval_ns, &sampling);
+
+        let is_last = observed.round >= self.aim.max_rounds;
+        let is_worth_it = !is_last
+            && progress != Some(false)
+            && gain_ns(observed, pages_ns) >= (expected_downtime_ns / LEAST_GAIN).max(1);
+        let has_settled = matches!(pattern, Some(Pattern::Stable | Pattern::Resent));
+        let is_stuck = has_settled || progress == Some(false);
+        self.count_stuck(is_stuck, progress, observed.interval_ns);
+        let is_certain = pattern == Some(Pattern::Stable) || self.stuck_rounds >= CERTAIN_ROUNDS;
+        let was_seen = self.stuck_ns.saturating_mul(SEEN_BEFORE) >= pages_ns;
+        let is_over = is_stuck && pattern.is_some() && is_certain && was_seen;
+        let has_patience = self.stuck_rounds < self.patience_rounds
+            || self.stuck_ns / u64::from(self.patience_rounds.max(1)) < pages_ns;
+        let limit = if is_last {
+            Some(Limit::Rounds)
+        } else {
+            (is_stuck && !has_patience).then_some(Limit::NotShrinking)
+        };
+
+        let next = Decision::NextRound { expected_downtime_ns, most_pages };
+        let stop = Decision::StopAndCopy { expected_downtime_ns, pattern };
+        if expected_downtime_ns <= self.aim.max_downtime_ns {
+            return if is_worth_it { next } else { stop };
+        }
+        match (self.on_limit, limit) {
+            (OnLimit::Stop, limit) if is_over || limit.is_some() => stop,
+            (OnLimit::Abort, Some(limit)) => Decision::GiveUp {
+                reason: GiveUp {
+                    limit,
+                    expected_downtime_ns,
+                    fixed_ns: self.fixed.downtime_ns(0),
+                    max_downtime_ns: self.aim.max_downtime_ns,
+                },
+            },
+            _ => next,
+        }
+    }
+}
+
+/// The last looks at how many pages were modified, and what was sent before each, the oldest first.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Looks(VecDeque<(u64, u64)>);
+
+impl Looks {
+    fn recognise(
+        &mut self,
+        observed: &RoundObservation,
+        interval_ns: u64,
+        sampling: &Sampling,
+    ) -> Option<Pattern> {
+        // Two averages, of which one begins a look later than the other.
+        let window = sampling.window.max(1) as usize;
+        self.0.push_back((observed.dirty_pages, observed.pages_sent));
+        self.0.drain(..self.0.len().saturating_sub(window + 1));
+        let hundredths = |part: u64, of: u64| (u128::from(part) * 100).checked_div(of.into());
+
+        if observed.left_pages == 0 && observed.duration_ns < interval_ns {
+            return Some(Pattern::Drained);
+        }
+        if self.0.len() > window && self.is_stable(sampling.stable_percent) {
+            return Some(Pattern::Stable);
+        }
+        hundredths(observed.resent_pages, observed.pages_sent)
+            .is_some_and(|percent| percent >= sampling.resent_percent.into())
+            .then_some(Pattern::Resent)
+    }
+
+    /// The two averages have all looks in common but one each: they differ by the first and the last one. What was sent
+    /// before the first is not part of the way from it to the last. Where pages become more, rounds help even less.
+    fn is_stable(&self, percent: u32) -> bool {
+        let (Some((first, _)), Some((last, _))) = (self.0.front(), self.0.back()) else { return false };
+        let sent: u128 = self.0.iter().skip(1).map(|(_, sent)| u128::from(*sent)).sum();
+        u128::from(first.saturating_sub(*last)) * 100 <= sent * u128::from(percent)
+    }
+}

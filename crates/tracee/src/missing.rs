@@ -1,0 +1,255 @@
+//! Pages that are not there yet, and the threads that wait for them: post-copy.
+//!
+//! The ranges are registered with a userfaultfd of the process in mode "missing": a thread that touches a page that is
+//! not there waits until somebody places it. A page is placed in one step (`UFFDIO_COPY`), in anonymous and in shared
+//! memory alike, so nobody sees half of one; and a page that is there is left as it is, whoever placed it, because its
+//! process may have written to it since.
+//!
+//! **There is no undo.** Unregistering lets the threads that wait read zeros (design, trap 10), so nothing here does that
+//! by itself: a second descriptor stays inside the process ([`crate::Injector::leave_userfaultfd`]), and with it the
+//! threads wait on when the agent dies, until another one takes over ([`MissingPages::take_over`]).
+//! [`MissingPages::end`] is for when every page is there.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
+
+use crate::abi::{self, UFFD_MSG_BYTES};
+use crate::range::{AddressRange, PAGE_SIZE, merge_from};
+use crate::{Process, ProcessError};
+
+/// Waits that are read at once.
+const MOST_MESSAGES: usize = 64;
+
+/// Why pages cannot be placed, or waited for.
+#[derive(Debug, thiserror::Error)]
+pub enum MissingError {
+    /// The process could not be looked at.
+    #[error("cannot find the userfaultfd that was left inside the process")]
+    Process(#[from] ProcessError),
+    /// Another userfaultfd has this range.
+    #[error("{range} is watched by another userfaultfd")]
+    Taken {
+        /// The range.
+        range: AddressRange,
+    },
+    /// The kernel does not let threads wait for pages of this kind.
+    #[error("threads cannot be made to wait for pages of {range}")]
+    Unsupported {
+        /// The range.
+        range: AddressRange,
+    },
+    /// A page that is not whole, or not at a page's address.
+    #[error("{range} is not made of whole pages")]
+    Unaligned {
+        /// The range.
+        range: AddressRange,
+    },
+    /// The process has ended.
+    #[error("the process has ended")]
+    Ended,
+    /// Nobody waits for pages here: it was unmapped, or never registered, or is in two mappings.
+    #[error("nobody waits for pages of {range}, or it is in several mappings")]
+    Lost {
+        /// The range.
+        range: AddressRange,
+    },
+    /// Any other error.
+    #[error("cannot {action} {range}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// The range.
+        range: AddressRange,
+        /// What the kernel answered.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Ranges of another process in which threads wait for pages that are not there.
+#[derive(Debug)]
+pub struct MissingPages {
+    uffd: OwnedFd,
+    ranges: Vec<AddressRange>,
+}
+
+impl MissingPages {
+    /// From here on threads of the process wait for pages in these ranges that are not there; `uffd` is the descriptor of
+    /// [`crate::Injector::leave_userfaultfd`].
+    ///
+    /// # Errors
+    /// Nobody waits for anything then: what was registered is not any more.
+    pub fn begin(uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, MissingError> {
+        let mut this = Self { uffd, ranges: Vec::new() };
+        for &range in ranges {
+            if let Err(error) = this.register(range) {
+                // No page was called missing yet, so nobody can read one as zeros.
+                this.unregister()?;
+                return Err(error);
+            }
+        }
+        Ok(this)
+    }
+
+    fn register(&mut self, range: AddressRange) -> Result<(), MissingError> {
+        let calls =
+            abi::uffd_register_missing(&self.uffd, range.start, range.len()).map_err(
+                |source| match source.raw_os_error() {
+                    Some(nix::libc::EBUSY) => MissingError::Taken { range },
+                    Some(nix::libc::EINVAL | nix::libc::EPERM) => MissingError::Unsupported { range },
+                    _ => MissingError::Io { action: "wait for pages of", range, source },
+                },
+            )?;
+        self.ranges.push(range);
+        // Huge pages would have to be placed whole.
+        if calls & abi::PLACING_CALLS == abi::PLACING_CALLS {
+            Ok(())
+        } else {
+            Err(MissingError::Unsupported { range })
+        }
+    }
+
+    /// Goes on where another one ended, with the descriptor that was left inside the process. Waits that the other one
+    /// has read and not answered are told again: everybody is woken once (design, trap 15).
+    ///
+    /// # Errors
+    /// If the process is gone, or has no such descriptor. Threads that wait go on waiting.
+    pub fn take_over(
+        process: &Process,
+        descriptor: i32,
+        ranges: &[AddressRange],
+    ) -> Result<Self, MissingError> {
+        let range = ranges.first().copied().unwrap_or_default();
+        let failed =
+            |source: io::Error| MissingError::Io { action: "take over the waits for", range, source };
+        let uffd = pidfd_getfd(process, descriptor, PidfdGetfdFlags::empty());
+        let mut this = Self { uffd: uffd.map_err(|error| failed(error.into()))?, ranges: Vec::new() };
+        for &range in ranges {
+            // What is registered stays so; the other one may have ended before it had registered all.
+            this.register(range)?;
+            this.wake(range)?;
+        }
+        Ok(this)
+    }
+
+    /// Places whole pages at an address, and wakes who waits for them. Pages that are there already stay as they are.
+    /// Returns how many pages are new.
+    pub fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+        let range = AddressRange::with_len(address, pages.len() as u64);
+        let place = |part: AddressRange| {
+            let from = (part.start - range.start) as usize;
+            abi::uffd_copy(&self.uffd, part.start, &pages[from..])
+        };
+        self.step_by_step(range, place)
+    }
+
+    /// Places pages of zeros.
+    pub fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+        self.step_by_step(range, |part| abi::uffd_zeropage(&self.uffd, part.start, part.len()))
+    }
+
+    /// Goes through a range, past all pages that are there.
+    fn step_by_step(
+        &self,
+        range: AddressRange,
+        mut place: impl FnMut(AddressRange) -> (u64, io::Result<()>),
+    ) -> Result<u64, MissingError> {
+        if !range.is_aligned(PAGE_SIZE) {
+            return Err(MissingError::Unaligned { range });
+        }
+        let (mut left, mut new) = (range, 0);
+        while !left.is_empty() {
+            let (placed, result) = place(left);
+            new += placed / PAGE_SIZE;
+            left.start += placed;
+            let Err(source) = result else { continue };
+            match source.raw_os_error() {
+                // Behind the part that was placed: the next step says why it ended there.
+                _ if placed > 0 => {}
+                // It is there already. Whoever waits all the same, because its entry in the page table was being changed
+                // when it was looked at, is not woken by that.
+                Some(nix::libc::EEXIST) => {
+                    self.wake(AddressRange::with_len(left.start, PAGE_SIZE))?;
+                    left.start += PAGE_SIZE;
+                }
+                // The process is changing its map at this moment.
+                Some(nix::libc::EAGAIN) => std::thread::yield_now(),
+                Some(nix::libc::ESRCH) => return Err(MissingError::Ended),
+                Some(nix::libc::ENOENT) => return Err(MissingError::Lost { range: left }),
+                _ => return Err(MissingError::Io { action: "place pages of", range: left, source }),
+            }
+        }
+        Ok(new)
+    }
+
+    fn wake(&self, range: AddressRange) -> Result<(), MissingError> {
+        abi::uffd_wake(&self.uffd, range.start, range.len()).map_err(|source| MissingError::Io {
+            action: "wake who waits for",
+            range,
+            source,
+        })
+    }
+
+    /// Waits until threads wait for pages, and appends the pages' addresses, each once and ascending. Returns false, with
+    /// nothing found, when `end` can be read or its other side is gone.
+    pub fn wait(&self, end: &impl AsFd, found: &mut Vec<u64>) -> Result<bool, MissingError> {
+        let range = self.ranges.first().copied().unwrap_or_default();
+        let failed = |source: rustix::io::Errno| MissingError::Io {
+            action: "hear who waits for",
+            range,
+            source: source.into(),
+        };
+        loop {
+            let mut both = [PollFd::new(&self.uffd, PollFlags::IN), PollFd::new(end, PollFlags::IN)];
+            match poll(&mut both, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(failed(error)),
+            }
+            if !both[1].revents().is_empty() {
+                return Ok(false);
+            }
+            let mut messages = [0; MOST_MESSAGES * UFFD_MSG_BYTES];
+            let read = match rustix::io::read(&self.uffd, &mut messages) {
+                Ok(read) => read,
+                // Somebody else has read it, or the thread waits no more.
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => continue,
+                Err(error) => return Err(failed(error)),
+            };
+            let (messages, _) = messages[..read].as_chunks::<UFFD_MSG_BYTES>();
+            let first = found.len();
+            found.extend(
+                messages.iter().filter_map(abi::uffd_fault).map(|address| address & !(PAGE_SIZE - 1)),
+            );
+            found[first..].sort_unstable();
+            found.dedup();
+            if found.len() > first {
+                return Ok(true);
+            }
+        }
+    }
+
+    /// What is registered, joined.
+    pub fn ranges(&self) -> Vec<AddressRange> {
+        let mut ranges = self.ranges.clone();
+        merge_from(&mut ranges, 0);
+        ranges
+    }
+
+    /// Nobody waits any more. To be called when every page is there: what is not reads as zeros from here on.
+    pub fn end(mut self) -> Result<(), MissingError> {
+        self.unregister()
+    }
+
+    fn unregister(&mut self) -> Result<(), MissingError> {
+        let mut result = Ok(());
+        for range in self.ranges.drain(..) {
+            let done = abi::uffd_unregister(&self.uffd, range.start, range.len());
+            result =
+                result.and(done.map_err(|source| MissingError::Io { action: "let go of", range, source }));
+        }
+        result
+    }
+}

@@ -1,0 +1,222 @@
+//! Threads wait for pages that are not there, however they come to touch them, and get what was placed.
+
+#![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+
+use common::{Victim, injector};
+use whimbrel_tracee::{
+    AddressRange, LeftUserfaultfd, MissingError, MissingPages, PAGE_SIZE, RamFile, RemoteMemory, maps,
+};
+
+const PAGES: u64 = 512;
+const LEN: u64 = PAGES * PAGE_SIZE;
+const KINDS: [&str; 3] = ["anonymous", "huge", "memfd"];
+
+/// A victim whose memory is to come.
+struct Stage {
+    victim: Victim,
+    range: AddressRange,
+    missing: MissingPages,
+    /// Number of the descriptor that was left in the victim.
+    there: i32,
+    /// Nobody says anything here: whoever waits with it waits for threads alone.
+    silence: (UnixStream, UnixStream),
+}
+
+impl Stage {
+    fn new(kind: &str) -> Self {
+        Self::after(kind, |_, _| {})
+    }
+
+    /// Something is done to the memory before anything is missing.
+    fn after(kind: &str, first: impl FnOnce(&mut Victim, AddressRange)) -> Self {
+        let mut victim = Victim::start(&["mode-memory"]);
+        let range = victim.map(kind, LEN);
+        first(&mut victim, range);
+        let LeftUserfaultfd { here, there } = injector().leave_userfaultfd(&victim.process).unwrap();
+        let missing = MissingPages::begin(here, &[range]).unwrap();
+        assert_eq!((victim.userfaultfds(), victim.registered()), (1, vec![range]));
+        Self { victim, range, missing, there, silence: UnixStream::pair().unwrap() }
+    }
+
+    fn address(&self, page: u64) -> u64 {
+        self.range.start + page * PAGE_SIZE
+    }
+
+    fn wait(&self) -> Vec<u64> {
+        let mut found = Vec::new();
+        assert!(self.missing.wait(&self.silence.0, &mut found).unwrap());
+        found.iter().map(|address| (address - self.range.start) / PAGE_SIZE).collect()
+    }
+
+    /// Gives what they wait for to threads that will touch all of these pages one after the other.
+    fn serve(&self, pages: impl IntoIterator<Item = u64>) {
+        for page in pages {
+            assert_eq!(self.wait(), [page]);
+            assert_eq!(self.missing.place(self.address(page), &content(page)).unwrap(), 1);
+        }
+    }
+
+    fn page(&self, page: u64) -> Vec<u8> {
+        let mut bytes = vec![0; PAGE_SIZE as usize];
+        RemoteMemory::new(&self.victim.process).unwrap().read(self.address(page), &mut bytes).unwrap();
+        bytes
+    }
+
+    /// All pages are there; nothing is left behind.
+    fn end(self) {
+        self.missing.end().unwrap();
+        injector().close_left(&self.victim.process, self.there).unwrap();
+        assert_eq!((self.victim.userfaultfds(), self.victim.is_registered()), (0, false));
+        self.victim.assert_well();
+    }
+}
+
+fn content(page: u64) -> Vec<u8> {
+    vec![(page % 251) as u8 + 1; PAGE_SIZE as usize]
+}
+
+#[test]
+fn who_touches_a_page_waits_for_it() {
+    for kind in KINDS {
+        let mut stage = Stage::new(kind);
+        stage.victim.tell(&format!("read 0 {LEN}"));
+        stage.serve(0..PAGES);
+        stage.victim.line();
+        for page in 0..PAGES {
+            assert_eq!(stage.page(page), content(page), "{kind}, page {page}");
+        }
+        stage.end();
+    }
+}
+
+/// What was placed without being asked for is there before anybody waits; what the process has written since stays.
+#[test]
+fn a_page_that_is_there_is_left_as_it_is() {
+    for kind in KINDS {
+        let mut stage = Stage::new(kind);
+        let half: Vec<_> = (0..PAGES / 2).flat_map(content).collect();
+        assert_eq!(stage.missing.place(stage.range.start, &half).unwrap(), PAGES / 2);
+        stage.victim.ask(&format!("write 0 {PAGE_SIZE} 7"));
+        let written = stage.page(0);
+        assert_ne!(written, content(0));
+        // Again, and beyond: every second page of the rest is there already.
+        for page in (PAGES / 2..PAGES).step_by(2) {
+            stage.missing.place_zeros(AddressRange::with_len(stage.address(page), PAGE_SIZE)).unwrap();
+        }
+        let all: Vec<_> = (0..PAGES).flat_map(|page| content(page + 100)).collect();
+        assert_eq!(stage.missing.place(stage.range.start, &all).unwrap(), PAGES / 4);
+        assert_eq!(stage.missing.place_zeros(stage.range).unwrap(), 0);
+        stage.victim.ask(&format!("read 0 {LEN}"));
+        assert_eq!(stage.page(0), written);
+        assert_eq!(stage.page(1), content(1));
+        assert_eq!(stage.page(PAGES - 2), vec![0; PAGE_SIZE as usize]);
+        assert_eq!(stage.page(PAGES - 1), content(PAGES - 1 + 100));
+        stage.end();
+    }
+}
+
+/// What earlier rounds had sent and is stale by now is taken away first: nobody waits for a page that is there.
+#[test]
+fn a_stale_page_is_waited_for_once_it_was_taken_away() {
+    for kind in KINDS {
+        let mut stage = Stage::after(kind, |victim, range| {
+            victim.ask(&format!("write 0 {LEN} 3"));
+            let stale = AddressRange::with_len(range.start + PAGE_SIZE, 2 * PAGE_SIZE);
+            let mapping = maps::mapping_at(&victim.process, range.start).unwrap().unwrap();
+            if kind == "memfd" {
+                let file = RamFile::open(&victim.process, &mapping).unwrap();
+                file.punch_hole(PAGE_SIZE..3 * PAGE_SIZE).unwrap();
+            } else {
+                injector().discard(&victim.process, &[stale]).unwrap();
+            }
+        });
+        stage.victim.tell(&format!("read 0 {LEN}"));
+        stage.serve(1..3);
+        stage.victim.line();
+        assert_eq!((stage.page(1), stage.page(2)), (content(1), content(2)));
+        stage.end();
+    }
+}
+
+/// A wait that an agent has read and not answered before it died is told to the next one.
+#[test]
+fn another_one_takes_over() {
+    for kind in KINDS {
+        let mut stage = Stage::new(kind);
+        stage.victim.tell(&format!("read 0 {LEN}"));
+        stage.serve(0..10);
+        assert_eq!(stage.wait(), [10]);
+        let Stage { missing, victim, range, there, .. } = stage;
+        drop(missing);
+        assert_eq!((victim.userfaultfds(), victim.registered()), (1, vec![range]));
+        let missing = MissingPages::take_over(&victim.process, there, &[range]).unwrap();
+        let silence = UnixStream::pair().unwrap();
+        let mut stage = Stage { victim, range, missing, there, silence };
+        stage.serve(10..PAGES);
+        stage.victim.line();
+        assert_eq!((stage.page(9), stage.page(10)), (content(9), content(10)));
+        stage.end();
+    }
+}
+
+/// Disks are read straight into memory: it is the kernel that touches the pages.
+#[test]
+fn the_kernel_waits_too() {
+    for kind in KINDS {
+        let mut stage = Stage::new(kind);
+        let mut file = tempfile::NamedTempFile::new_in("/var/tmp").unwrap();
+        file.write_all(&vec![0xaa; LEN as usize]).unwrap();
+        file.as_file().sync_all().unwrap();
+        stage.victim.tell(&format!("direct-read {}", file.path().display()));
+        let mut served = 0;
+        while served < PAGES {
+            for page in stage.wait() {
+                served += stage.missing.place(stage.address(page), &content(page)).unwrap();
+            }
+        }
+        stage.victim.line();
+        stage.victim.ask("direct-wait");
+        assert_eq!(stage.page(3), vec![0xaa; PAGE_SIZE as usize], "{kind}");
+        stage.end();
+    }
+}
+
+#[test]
+fn whoever_waits_can_be_told_to_end() {
+    let stage = Stage::new("anonymous");
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let waits = std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| stage.missing.wait(&ours, &mut Vec::new()));
+        drop(theirs);
+        waiting.join().unwrap()
+    });
+    assert!(!waits.unwrap());
+    stage.end();
+}
+
+#[test]
+fn nonsense_is_refused() {
+    let mut stage = Stage::new("memfd");
+    let beyond = stage.range.end + (1 << 30);
+    let page = content(0);
+    assert!(matches!(stage.missing.place(beyond, &page), Err(MissingError::Lost { .. })));
+    assert!(matches!(
+        stage.missing.place(stage.range.start, &page[1..]),
+        Err(MissingError::Unaligned { .. })
+    ));
+    assert!(matches!(stage.missing.place(stage.range.start + 1, &page), Err(MissingError::Unaligned { .. })));
+    // Somebody else's.
+    let LeftUserfaultfd { here, there } = injector().leave_userfaultfd(&stage.victim.process).unwrap();
+    let error = MissingPages::begin(here, &[stage.range]).unwrap_err();
+    assert!(matches!(error, MissingError::Taken { .. }), "{error:?}");
+    injector().close_left(&stage.victim.process, there).unwrap();
+    assert!(MissingPages::take_over(&stage.victim.process, there, &[stage.range]).is_err());
+    stage.missing.place_zeros(stage.range).unwrap();
+    stage.victim.ask(&format!("read 0 {LEN}"));
+    stage.end();
+}

@@ -31,6 +31,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
     ("whimbrel-lab", &["whimbrel-guest-load"]),
     ("whimbrel-guest-load", &[]),
+    ("whimbrel-nas", &[]),
     ("whimbrel", &["whimbrel-agent", "whimbrel-lab", "whimbrel-tracee"]),
 ];
 

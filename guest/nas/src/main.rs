@@ -1,0 +1,105 @@
+//! Runs a kernel of the NAS Parallel Benchmarks and tells how far it is: the load of a guest that is being moved.
+//!
+//! It prints to the serial line of its guest, one line each:
+//!
+//! - `NAS start kernel=CG class=S threads=2 bytes=N`: `bytes` is the memory that its arrays will take;
+//! - `NAS tick kernel=CG class=S run=K iteration=I ms=M` after each iteration, at M ms since the program started;
+//! - `NAS run kernel=CG class=S run=K verified=yes ms=M` after each run, which took M ms with its setup and its
+//!   verification; or `verified=no found=… expected=…`, and the next run begins all the same.
+//!
+//! It ends with 0 when all runs verified, 1 when one did not or the other process was lost, 2 when the command line is
+//! wrong, 101 when what it found in memory leads out of an array. Where two processes share the work ([`whimbrel_nas`] tells how), both print all of
+//! this.
+
+mod options;
+
+use std::error::Error;
+use std::net::TcpListener;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use options::{Options, Place, USAGE};
+use whimbrel_nas::class::Name;
+use whimbrel_nas::exchange::{ExchangeError, Peer};
+use whimbrel_nas::kernel::Kernel;
+use whimbrel_nas::{cg, ep, ft, is, mg, team};
+
+/// How long the other process may take until it listens: its machine may be starting.
+const PATIENCE: Duration = Duration::from_mins(5);
+
+fn main() -> ExitCode {
+    let start = Instant::now();
+    let options = match Options::read(std::env::args().skip(1)) {
+        Ok(options) => options,
+        Err(error) => {
+            eprintln!("whimbrel-nas: {error}\n{USAGE}");
+            return ExitCode::from(2);
+        }
+    };
+    let class = options.class;
+    let verified = match options.kernel {
+        Name::Ep => perform(&options, &ep::Problem::new(class), start),
+        Name::Cg => perform(&options, &cg::Problem::new(class), start),
+        Name::Is => perform(&options, &is::Problem::new(class), start),
+        Name::Mg => perform(&options, &mg::Problem::new(class), start),
+        Name::Ft => perform(&options, &ft::Problem::new(class), start),
+    };
+    match verified {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("whimbrel-nas: {}", told(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// An error with what caused it.
+fn told(error: &dyn Error) -> String {
+    error.source().map_or_else(|| error.to_string(), |cause| format!("{error}: {}", told(cause)))
+}
+
+/// All runs. Whether each of them verified.
+fn perform<K: Kernel>(options: &Options, kernel: &K, start: Instant) -> Result<bool, ExchangeError> {
+    let Options { kernel: name, class, threads, runs, .. } = options;
+    println!(
+        "NAS start kernel={name} class={class} threads={threads} bytes={}",
+        kernel.bytes(*threads, options.ranks())
+    );
+    let peer = find_peer(options)?;
+    team::run(*threads, peer.as_ref(), |member| {
+        let mut all_verified = true;
+        for run in 1..=runs.unwrap_or(u64::MAX) {
+            let began = Instant::now();
+            let verdict = kernel.run(member, &mut |iteration| {
+                if member.leads() {
+                    let ms = start.elapsed().as_millis();
+                    println!("NAS tick kernel={name} class={class} run={run} iteration={iteration} ms={ms}");
+                }
+            })?;
+            if member.leads() {
+                let ms = began.elapsed().as_millis();
+                println!("NAS run kernel={name} class={class} run={run} {verdict} ms={ms}");
+            }
+            all_verified &= verdict.verified;
+        }
+        Ok(all_verified)
+    })
+}
+
+/// The other process, where there is to be one.
+fn find_peer(options: &Options) -> Result<Option<Peer>, ExchangeError> {
+    let Options { kernel, class, threads, runs, peer } = options;
+    let runs = runs.map_or("forever".into(), |runs| runs.to_string());
+    // Whatever must be the same on both sides.
+    let hello = format!("whimbrel-nas 1 {kernel} {class} threads={threads} runs={runs}");
+    Ok(match peer {
+        None => None,
+        Some(Place::Listen(port)) => {
+            let listener = TcpListener::bind(("0.0.0.0", *port))
+                .map_err(|source| ExchangeError::Io { doing: "listening for the peer", source })?;
+            Some(Peer::accept(&listener, &hello)?)
+        }
+        Some(Place::At(address)) => Some(Peer::connect(address, &hello, PATIENCE)?),
+    })
+}

@@ -1,6 +1,6 @@
 //! Injection leaves no trace in the process that it is done to.
 
-#![allow(clippy::panic, reason = "tests")]
+#![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
@@ -53,19 +53,37 @@ fn ten_thousand_injections_leave_no_trace() {
 
 #[test]
 fn the_injector_is_killed_at_every_step() {
+    killed_at_every_step(|injector, victim| injector.take_userfaultfd(&victim.process).map(|_| None));
+}
+
+/// One that was to stay in the process does not, as long as nobody has it in use.
+#[test]
+fn the_injector_is_killed_at_every_step_of_leaving_one() {
+    killed_at_every_step(|injector, victim| {
+        injector.leave_userfaultfd(&victim.process).map(|left| Some(left.there))
+    });
+}
+
+/// Makes userfaultfds, in a way that tells the number of one that stays in the process.
+fn killed_at_every_step(make: impl Fn(&Injector, &Victim) -> Result<Option<i32>, InjectError>) {
     let mut steps = 0;
     let mut leftovers = 0;
     for kind in kinds() {
         let injector = injector();
         let mut victim = Victim::start(&[&kind]);
-        injector.take_userfaultfd(&victim.process).unwrap();
+        let left = make(&injector, &victim).unwrap();
         steps = injector.steps_taken();
         assert!(steps > 10);
+        if let Some(there) = left {
+            assert_eq!(injector.close_leftovers(&victim.process, &[]).unwrap(), 0, "it is in use");
+            injector.close_left(&victim.process, there).unwrap();
+        }
+        assert_eq!(victim.userfaultfds(), 0);
         let thread = victim.threads[&kind];
         for step in 1..=steps {
             injector.use_only_thread(thread);
             injector.die_at_step(step);
-            match injector.take_userfaultfd(&victim.process) {
+            match make(&injector, &victim) {
                 Err(InjectError::Killed { .. }) => {}
                 other => panic!("{kind}, step {step}: {other:?}"),
             }

@@ -216,6 +216,11 @@ impl DirtyBitmap {
         self.chunks.iter().all(ChunkPages::is_empty)
     }
 
+    /// Takes all pages of another set out.
+    pub fn remove(&mut self, other: &Self) {
+        self.chunks.iter_mut().zip(&other.chunks).for_each(|(mine, theirs)| mine.remove(theirs));
+    }
+
     /// How many of its pages are in another set, too.
     pub fn count_both(&self, other: &Self) -> u64 {
         self.chunks.iter().zip(&other.chunks).map(|(mine, theirs)| mine.count_both(theirs)).sum()

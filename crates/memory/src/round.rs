@@ -307,6 +307,12 @@ impl Readable {
         (self, later)
     }
 
+    /// Only those of these pages of each block; the others stay owed, whoever takes them back ([`Owed::take_back`]).
+    pub fn only(self, pages: &[DirtyBitmap]) -> (Self, Owed) {
+        let (others, these) = self.without(pages);
+        (Self { owed: these }, others.owed)
+    }
+
     /// With pages that were [put off](Self::without): their marks were cleared before those of this round.
     pub fn and(mut self, put_off: &Owed) -> Self {
         self.owed.take_back(put_off);
@@ -415,6 +421,8 @@ mod tests {
         let (now, later) = Readable { owed: whole.clone() }.without(&pages);
         assert_eq!((now.pages(), later.pages(), later.round()), (597 + 4, 100, 7));
         assert_eq!(now.and(&later).give_up(), whole);
+        let (these, others) = Readable { owed: whole.clone() }.only(&pages);
+        assert_eq!((these.owed(), others.pages()), (&later, 597 + 4));
     }
 
     #[test]

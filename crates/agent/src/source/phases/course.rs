@@ -16,8 +16,9 @@ pub(super) struct Course {
     pub(super) policy: Traced,
     /// How often all that was dirty has been sent.
     pub(super) passes: u32,
-    /// What was written to in the first pass, of the blocks of memory.
-    hot: Vec<DirtyBitmap>,
+    /// What is left of the first pass: nothing that was sent in it comes back, or a guest that writes to its disks all the
+    /// time would have it go on for ever. None before it.
+    cold: Option<Vec<DirtyBitmap>>,
     /// So many pages at most go in a round.
     pub(super) most_pages: Option<u64>,
     /// How long the next part of it takes.
@@ -47,7 +48,7 @@ impl Course {
         Self {
             policy,
             passes,
-            hot: Vec::new(),
+            cold: None,
             most_pages: None,
             part: shortest_part,
             shortest_part,
@@ -57,30 +58,26 @@ impl Course {
         }
     }
 
-    /// After a look in the first pass: what was written to is hot. The pass ends when nothing else is left.
+    /// After a look in the first pass: what was written to is none of it any more. The pass ends when nothing is left.
     pub(super) fn heat(&mut self, looked: &mut Looked) {
         if self.passes > 0 {
             return;
         }
-        let found = std::mem::take(&mut looked.found);
-        if self.hot.is_empty() {
-            self.hot = found;
-        } else {
-            self.hot.iter_mut().zip(&found).for_each(|(hot, found)| hot.insert(found));
+        let cold = self.cold.get_or_insert_with(|| looked.readable.owed().blocks().to_vec());
+        for (cold, found) in cold.iter_mut().zip(std::mem::take(&mut looked.found)) {
+            cold.remove(&found);
         }
-        let owed = looked.readable.owed();
-        let both: u64 = owed.blocks().iter().zip(&self.hot).map(|(owed, hot)| owed.count_both(hot)).sum();
-        if both == owed.pages() {
+        if cold.iter().all(DirtyBitmap::is_empty) {
             self.end_first_pass();
         }
     }
 
     /// What is sent now: in the first pass what was not written to, later no more than so many pages.
     pub(super) fn share(&mut self, looked: Looked, cargo: &Cargo) -> Share {
-        if self.passes == 0 {
+        if let Some(cold) = self.cold.as_ref().filter(|_| self.passes == 0) {
             let least = Duration::from_micros(looked.scan.duration_us) * Sampling::SCANS as u32;
             let until = Some(Instant::now() + self.part.max(least));
-            let (readable, later) = looked.readable.without(&self.hot);
+            let (readable, later) = looked.readable.only(cold);
             let disk_pages = cargo.disk_pages(readable.owed());
             return Share { looked: Looked { readable, disk_pages, ..looked }, later: Some(later), until };
         }
@@ -96,7 +93,7 @@ impl Course {
 
     fn end_first_pass(&mut self) {
         self.passes = 1;
-        self.hot = Vec::new();
+        self.cold = None;
     }
 
     /// Whether every page had its turn once, those that were written to in the first pass included.
@@ -113,8 +110,12 @@ impl Course {
         self.recent.count(&blocks[..cargo.ram_blocks().min(blocks.len())])
     }
 
-    /// The round was sent, but for so many pages; or it was cut off, and there are no stats.
-    pub(super) fn sent(&mut self, stats: Option<&RoundStats>, unsent_pages: u64) {
+    /// The round was sent, but for these pages; or it was cut off, and there are no stats.
+    pub(super) fn sent(&mut self, stats: Option<&RoundStats>, unsent: &Owed) {
+        if let Some(cold) = self.cold.as_mut().filter(|_| self.passes == 0) {
+            unsent.blocks().clone_into(cold);
+        }
+        let unsent_pages = unsent.pages();
         let Some(stats) = stats else { return self.recent.forget() };
         if self.passes > 0 {
             let (place, is_pass) = self.next.take().unwrap_or((Place::default(), true));

@@ -131,7 +131,7 @@ impl Driver {
             (sender, owed) = (sent.sender, sent.owed);
             // What was refused is none of what had no time.
             let left_pages = later_pages + if until.is_some() { owed.pages() } else { 0 };
-            course.sent(sent.stats.as_ref(), owed.pages());
+            course.sent(sent.stats.as_ref(), &owed);
             if let Some(later) = &later {
                 owed.take_back(later);
             }

@@ -230,8 +230,7 @@ pub struct Round {
     /// Which way through memory it is a part of, from 1 on; 0 of a round of disks alone, and with the guest stopped.
     #[serde(default)]
     pub pass: u32,
-    /// Pages found dirty; in the first pass all pages of the guest's RAM that have not gone and were not written to since.
-    /// Disks count in pages, too.
+    /// Pages that it had to send; in a part of the first pass those that had their turn. Disks count in pages, too.
     pub dirty_pages: u64,
     /// Those of them that are of disks.
     pub disk_pages: u64,

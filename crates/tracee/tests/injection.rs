@@ -85,6 +85,13 @@ fn killed_at_every_step(make: impl Fn(&Injector, &Victim) -> Result<Option<i32>,
             injector.die_at_step(step);
             match make(&injector, &victim) {
                 Err(InjectError::Killed { .. }) => {}
+                // A signal that has to be passed on first is a step more; the first time there was one.
+                Ok(left) if injector.steps_taken() < step => {
+                    injector.die_at_step(0);
+                    if let Some(there) = left {
+                        injector.close_left(&victim.process, there).unwrap();
+                    }
+                }
                 other => panic!("{kind}, step {step}: {other:?}"),
             }
         }

@@ -195,16 +195,12 @@ fn dot(one: &[f64], other: &[f64]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::tests::verdict;
+    use crate::kernel::tests::{assert_verifies, verdict};
     use crate::team;
 
     #[test]
     fn verifies() {
-        let problem = Problem::new(Class::S);
-        for threads in [1, 2, 3] {
-            let verdict = verdict(&problem, threads, ITERATIONS);
-            assert!(verdict.verified, "{threads} threads: {verdict}");
-        }
+        assert_verifies(&Problem::new(Class::S), &[1, 2, 3], ITERATIONS);
     }
 
     #[test]

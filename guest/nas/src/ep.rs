@@ -93,15 +93,11 @@ impl Tally {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::tests::verdict;
+    use crate::kernel::tests::{assert_verifies, verdict};
 
     #[test]
     fn verifies() {
-        let problem = Problem::new(Class::S);
-        for threads in [1, 2] {
-            let verdict = verdict(&problem, threads, 16);
-            assert!(verdict.verified, "{threads} threads: {verdict}");
-        }
+        assert_verifies(&Problem::new(Class::S), &[1, 2], 16);
     }
 
     #[test]

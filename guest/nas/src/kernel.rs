@@ -77,6 +77,14 @@ pub(crate) mod tests {
         .unwrap()
     }
 
+    /// Whatever the number of threads is.
+    pub(crate) fn assert_verifies<K: Kernel>(kernel: &K, threads: &[usize], iterations: u32) {
+        for &threads in threads {
+            let verdict = verdict(kernel, threads, iterations);
+            assert!(verdict.verified, "{threads} threads: {verdict}");
+        }
+    }
+
     #[test]
     fn only_what_is_near_enough_is_right() {
         assert!(Verdict::of(&[1.0, -2.0], &[1.0 + 1e-9, -2.0], 1e-8).verified);

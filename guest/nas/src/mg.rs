@@ -223,16 +223,12 @@ impl Cycle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::tests::verdict;
+    use crate::kernel::tests::{assert_verifies, verdict};
     use crate::team;
 
     #[test]
     fn verifies() {
-        let problem = Problem::new(Class::S);
-        for threads in [1, 2, 3, 16] {
-            let verdict = verdict(&problem, threads, ITERATIONS);
-            assert!(verdict.verified, "{threads} threads: {verdict}");
-        }
+        assert_verifies(&Problem::new(Class::S), &[1, 2, 3, 16], ITERATIONS);
     }
 
     #[test]

@@ -123,7 +123,7 @@ mod tests {
             CaseResult { case, made, runs: movers.iter().map(run).collect(), io: Vec::new() }
         };
         let video = result("video", &[Mover::Whimbrel]);
-        assert_eq!(written(&video).unwrap().points, [(0.0, 1.0), (1.0, 3.0)]);
+        assert_eq!(written(&video).unwrap().points, [(1.0, 1.0), (2.0, 3.0)]);
         let cases = vec![video, result("diabolical", &[Mover::WhimbrelDrain]), result("io", &[])];
         let directory = tempfile::tempdir().unwrap();
         let drawn = plots(&Results { schema: SCHEMA.to_owned(), cases }, directory.path()).unwrap();

@@ -319,3 +319,6 @@ impl Looks {
         u128::from(first.saturating_sub(*last)) * 100 <= sent * u128::from(percent)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -53,8 +53,8 @@ pub(super) struct StreamWorker {
     /// For how long since the last acknowledgement nothing was there to be applied.
     pub(super) waited: Duration,
     pub(super) acked_at: Option<Instant>,
-    /// In rounds of disks alone and the first of memory, which are the long ones. Whether the guest stands still in a
-    /// later one is not known here.
+    /// In rounds of disks alone and the first of memory (or its first part), which are long. Whether the guest stands
+    /// still in a later one is not known here.
     pub(super) gives_way: Option<GivesWay>,
     /// Whether anything of memory has come on this stream.
     pub(super) brought_ram: bool,

@@ -59,7 +59,7 @@ impl Course {
     }
 
     /// After a look in the first pass: what was written to is none of it any more. The pass ends when nothing is left.
-    pub(super) fn heat(&mut self, looked: &mut Looked) {
+    pub(super) fn see(&mut self, looked: &mut Looked) {
         if self.passes > 0 {
             return;
         }
@@ -77,18 +77,19 @@ impl Course {
         if let Some(cold) = self.cold.as_ref().filter(|_| self.passes == 0) {
             let least = Duration::from_micros(looked.scan.duration_us) * Sampling::SCANS as u32;
             let until = Some(Instant::now() + self.part.max(least));
-            let (readable, later) = looked.readable.only(cold);
-            let disk_pages = cargo.disk_pages(readable.owed());
-            return Share { looked: Looked { readable, disk_pages, ..looked }, later: Some(later), until };
+            let (looked, later) = looked.divided(cargo, |readable| readable.only(cold));
+            return Share { looked, later: Some(later), until };
         }
         let Some(pages) = self.most_pages.filter(|most| *most < looked.readable.pages()) else {
             self.next = None;
             return Share { looked, later: None, until: None };
         };
-        let PartAround { readable, later, next, is_around } = looked.readable.part_around(self.place, pages);
-        self.next = Some((next, is_around));
-        let disk_pages = cargo.disk_pages(readable.owed());
-        Share { looked: Looked { readable, disk_pages, ..looked }, later: Some(later), until: None }
+        let (looked, later) = looked.divided(cargo, |readable| {
+            let PartAround { readable, later, next, is_around } = readable.part_around(self.place, pages);
+            self.next = Some((next, is_around));
+            (readable, later)
+        });
+        Share { looked, later: Some(later), until: None }
     }
 
     fn end_first_pass(&mut self) {

@@ -19,15 +19,26 @@ use crate::source::{Driver, VmError, memory};
 /// What a round has to send, found and fit to be read.
 pub(super) struct Looked {
     pub(super) readable: Readable,
-    pub(super) disk_pages: u64,
+    disk_pages: u64,
     pub(super) scan: ScanStats,
-    pub(super) scanned_at: Instant,
-    pub(super) drain_us: u64,
+    scanned_at: Instant,
+    drain_us: u64,
     /// What of memory was written since the look before, in the first pass over it.
     pub(super) found: Vec<DirtyBitmap>,
 }
 
 impl Looked {
+    /// A part of what is to be sent, as `divide` makes it, and what that has left.
+    pub(super) fn divided<T>(
+        self,
+        cargo: &Cargo,
+        divide: impl FnOnce(Readable) -> (Readable, T),
+    ) -> (Self, T) {
+        let (readable, left) = divide(self.readable);
+        let disk_pages = cargo.disk_pages(readable.owed());
+        (Self { readable, disk_pages, ..self }, left)
+    }
+
     /// Only so many pages from a place on, what is left out, and where the next part begins; of a round of disks alone.
     pub(super) fn part(self, from: Place, pages: u64) -> (Self, Owed, Option<Place>) {
         let (readable, later, next) = self.readable.part(from, pages);
@@ -87,7 +98,7 @@ impl Driver {
         let mut is_first = true;
         loop {
             let mut looked = self.look_at(owed, course.passes == 0, cargo)?;
-            course.heat(&mut looked);
+            course.see(&mut looked);
             if let Some(mut sent) = sent_before.take() {
                 sent.pass = course.passes;
                 let next = self.decide(&mut course.policy, &sent, &looked, cargo)?;
@@ -99,6 +110,7 @@ impl Driver {
                         // neither that nor this round says anything of the rounds that follow.
                         course = self.new_course(course.passes);
                         self.take_notices()?;
+                        self.telemetry.begins(course.passes + 1, 0);
                         let sent = self.send_looked(sender, looked, None, cargo)?;
                         if sent.stats.is_some() {
                             self.tell_of_part(course.passes + 1, 0, 0);
@@ -129,8 +141,9 @@ impl Driver {
             let sent = self.send_looked(sender, looked, until, cargo)?;
             cargo.drained(sent.stats.as_ref());
             (sender, owed) = (sent.sender, sent.owed);
-            // What was refused is none of what had no time.
-            let left_pages = later_pages + if until.is_some() { owed.pages() } else { 0 };
+            let refused_pages = sent.stats.as_ref().map_or(0, |stats| stats.refused_pages);
+            // What was refused had its turn.
+            let left_pages = later_pages + owed.pages().saturating_sub(refused_pages);
             course.sent(sent.stats.as_ref(), &owed);
             if let Some(later) = &later {
                 owed.take_back(later);

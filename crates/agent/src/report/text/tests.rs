@@ -1,0 +1,199 @@
+use proto::message::{Finding, RamBlock, Severity};
+use proto::{Epoch, HostId, MigrationId, VmName};
+
+use super::super::{Measured, Objective, Verification};
+use super::*;
+
+pub(in crate::report) fn sample() -> Report {
+    let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(7) };
+    let objective = Objective {
+        policy: "pattern".into(),
+        max_downtime_ms: 30,
+        max_rounds: 30,
+        on_limit: "abort".into(),
+        streams: 4,
+        bandwidth_bytes_per_s: None,
+    };
+    let mut report =
+        Report::begin(id, HostId::new("alpha").unwrap(), HostId::new("beta").unwrap(), objective);
+    report.ram_blocks = vec![RamBlock { name: "pc.ram".into(), bytes: 512 << 20, page_bytes: 4096 }];
+    report.rounds = vec![
+        Round {
+            round: 1,
+            pass: 1,
+            dirty_pages: 131_072,
+            data_pages: 1000,
+            hole_pages: 130_072,
+            sent_bytes: 4_100_000,
+            duration_us: 12_345,
+            decision: "another-round".into(),
+            ..Round::default()
+        },
+        Round {
+            round: 2,
+            stopped: true,
+            dirty_pages: 3,
+            data_pages: 3,
+            decision: "last".into(),
+            ..Round::default()
+        },
+    ];
+    report.downtime = Some(Downtime::from_measured(Measured {
+        total_us: 10_000,
+        stop_us: 500,
+        last_pages_us: 2_000,
+        last_scans_us: 700,
+        save_us: 0,
+        verify_us: 0,
+        save_to_ready_us: 5_000,
+        load_us: 3_000,
+        continue_us: 1_000,
+        stop_event_us: Some(400),
+        resumed_us: Some(600),
+    }));
+    report.verification = Some(Verification {
+        left_out_pages: 0,
+        compared_bytes: 512 << 20,
+        chunks: 256,
+        different_chunks: 0,
+        duration_us: 900_000,
+    });
+    report.findings = vec![Finding {
+        severity: Severity::Warning,
+        code: "unit-restarts".into(),
+        what: "systemd restarts web.service".into(),
+        advice: "set Restart=no".into(),
+    }];
+    report.event(1_000, "stopped", "");
+    report.end(Outcome::Moved, None, 2_000_000);
+    report
+}
+
+#[test]
+fn what_compression_did_is_one_line() {
+    let mut compression = Compression {
+        wanted: "auto".into(),
+        data_bytes: 700 << 20,
+        wire_bytes: 700 << 20,
+        ..Compression::default()
+    };
+    assert_eq!(compressed(&compression), "nothing of 700.0 MiB (auto)");
+    let picked = |at_us, way: &str| PickedWay { at_us, way: way.into(), link_bytes_per_s: 1 };
+    compression.ways = vec![picked(210_000, "lz4"), picked(1_000_000, "zstd:3")];
+    (compression.packed_bytes, compression.wire_bytes) = (500 << 20, 330 << 20);
+    compression.pack_cpu_us = 1_500_000;
+    assert_eq!(
+        compressed(&compression),
+        "500.0 MiB of 700.0 MiB to 130.0 MiB in 1.500 s of CPU (auto: lz4 from 0.210 s on, zstd:3 from 1.000 s on)"
+    );
+}
+
+#[test]
+fn parts_add_up_whatever_was_measured() {
+    let sum = |d: Downtime| {
+        d.stop_us
+            + d.last_pages_us
+            + d.verify_us
+            + d.device_state_us
+            + d.load_us
+            + d.handover_us
+            + d.continue_us
+    };
+    let plain = sample().downtime.unwrap();
+    assert_eq!((plain.handover_us, plain.device_state_us, sum(plain)), (1_500, 2_000, plain.total_us));
+    assert_eq!(plain.events_us, Some(9_000));
+    let odd = Downtime::from_measured(Measured {
+        total_us: 5,
+        load_us: 90,
+        save_to_ready_us: 40,
+        ..Measured::default()
+    });
+    assert_eq!((odd.total_us, sum(odd)), (40, 40));
+}
+
+#[test]
+fn text_holds_what_matters() {
+    let text = render(&sample());
+    for expected in [
+        "web#7 from alpha to beta: moved",
+        "downtime    10.0 ms of 30 ms allowed",
+        "all equal",
+        "Warning: systemd restarts web.service",
+        "* with the guest stopped",
+    ] {
+        assert!(text.contains(expected), "{expected:?} is missing in\n{text}");
+    }
+    let table: Vec<_> = text.lines().skip_while(|line| !line.contains("drain")).take(3).collect();
+    let at = |line: &str, word: &str| line.find(word).map(|at| line[..at].chars().count() + word.len());
+    assert_eq!(at(table[0], "dirty"), at(table[1], "131072"), "columns are aligned:\n{text}");
+}
+
+#[test]
+fn of_very_many_rounds_the_first_and_the_last_are_shown() {
+    let many = |count: u32| -> Vec<Round> {
+        (1..=count)
+            .map(|round| Round { round, dirty_pages: 7_000 + u64::from(round), ..Round::default() })
+            .collect()
+    };
+    assert!(!rounds(&many(32)).contains("not shown") && rounds(&many(32)).contains("7009"));
+    let text = rounds(&many(100));
+    assert!(text.contains("68 rounds after the first 8 are not shown"), "{text}");
+    assert!(text.contains("7008") && !text.contains("7009"), "{text}");
+    assert!(!text.contains("7076") && text.contains("7077") && text.contains("7100"), "{text}");
+    assert!(!rounds(&[]).contains("not shown"));
+}
+
+/// With numbers as large as they come, but for the length of a VM's name, paths and reasons.
+#[test]
+fn text_fits_on_a_terminal() {
+    let mut report = sample();
+    let large = Round {
+        round: 999,
+        pass: 99,
+        dirty_pages: 1_000_000_000,
+        disk_pages: 1_000_000_000,
+        data_pages: 1_000_000_000,
+        zero_pages: 1_000_000_000,
+        hole_pages: 1_000_000_000,
+        filled_pages: 1_000_000_000,
+        soft_pages: 1_000_000_000,
+        reference_pages: 1_000_000_000,
+        delta_pages: 1_000_000_000,
+        left_pages: 1_000_000_000,
+        resent_pages: 1_000_000_000,
+        pattern: Some(engine::precopy::Pattern::Resent),
+        refused_pages: 1_000_000_000,
+        sent_bytes: 1000 << 40,
+        duration_us: 999_999_900,
+        scan_us: 9_999_900,
+        drain_us: 9_999_900,
+        rate_bytes_per_s: 1000 << 20,
+        dirty_rate_bytes_per_s: 1000 << 20,
+        expected_downtime_us: Some(99_999_900),
+        decision: "another-round".into(),
+        stopped: true,
+    };
+    report.rounds.push(large);
+    let wide: Vec<_> =
+        render(&report).lines().filter(|line| line.chars().count() > 80).map(str::to_owned).collect();
+    assert!(wide.is_empty(), "{wide:#?}");
+}
+
+#[test]
+fn json_names_its_schema_and_reads_back() {
+    let report = sample();
+    let json = serde_json::to_value(&report).unwrap();
+    assert_eq!(json["schema"], "whimbrel.report/1");
+    assert_eq!(json["vm"], "web");
+    assert_eq!(serde_json::from_value::<Report>(json).unwrap(), report);
+}
+
+#[test]
+fn units_do_not_overflow_their_columns() {
+    assert_eq!(bytes(1023), "1023 B");
+    assert_eq!(bytes(1 << 20), "1.0 MiB");
+    assert_eq!(bytes((1 << 20) - 1), "1.0 MiB");
+    assert_eq!(bytes(u64::MAX), "16777216.0 TiB");
+    assert_eq!(super::super::rfc3339(0), "1970-01-01T00:00:00.000Z");
+    assert!(super::super::rfc3339(u64::MAX).starts_with("9999-12-31"));
+}

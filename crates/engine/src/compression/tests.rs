@@ -1,0 +1,250 @@
+use super::*;
+
+const MB: u64 = 1_000_000;
+const LOOK_NS: u64 = 50_000_000;
+const WORKERS: u64 = 4;
+/// Nanoseconds of handling a byte.
+const HANDLING: f64 = 0.5;
+
+/// A host, a link and content.
+#[derive(Clone, Copy, Debug)]
+struct World {
+    link_bytes_per_s: f64,
+    processors: f64,
+    /// Data bytes per second that the destination takes.
+    peer_bytes_per_s: f64,
+    /// What becomes of a byte, by way.
+    ratios: [f64; WAYS.len()],
+}
+
+/// Nanoseconds of packing a byte, by way.
+const PACKING: [f64; WAYS.len()] = [0.0, 1.0, 2.5, 4.0, 16.0];
+const TEXT: [f64; WAYS.len()] = [1.0, 0.45, 0.35, 0.32, 0.30];
+const NOISE: [f64; WAYS.len()] = [1.0, 1.0, 1.0, 1.0, 1.0];
+
+impl World {
+    fn new(link_mb_per_s: u64, processors: f64) -> Self {
+        let link_bytes_per_s = (link_mb_per_s * MB) as f64;
+        Self { link_bytes_per_s, processors, peer_bytes_per_s: 3e9, ratios: TEXT }
+    }
+
+    fn rate(&self, way: usize) -> f64 {
+        (self.link_bytes_per_s / self.ratios[way])
+            .min(self.processors * 1e9 / (HANDLING + PACKING[way]))
+            .min(self.peer_bytes_per_s)
+    }
+
+    /// What is counted in an interval with this way.
+    fn interval(&self, decision: &Decision) -> Observation {
+        let way = WAYS.iter().position(|way| *way == decision.way).unwrap();
+        let seconds = LOOK_NS as f64 / 1e9;
+        let data = self.rate(way) * seconds;
+        let cpu = data * (HANDLING + PACKING[way]);
+        let all = LOOK_NS as f64 * WORKERS as f64;
+        let is_cpu_bound = self.processors * 1e9 / (HANDLING + PACKING[way]) <= self.rate(way) * 1.001;
+        let trial = |tried: &Compression| {
+            let way = WAYS.iter().position(|way| way == tried).unwrap();
+            Trial {
+                way: *tried,
+                data_bytes: 262_144,
+                packed_bytes: (262_144.0 * self.ratios[way]) as u64,
+                pack_ns: (262_144.0 * PACKING[way]) as u64,
+            }
+        };
+        Observation {
+            interval_ns: LOOK_NS,
+            workers: WORKERS as u32,
+            data_bytes: data as u64,
+            wire_bytes: (data * self.ratios[way]) as u64,
+            pack_ns: (data * PACKING[way]) as u64,
+            cpu_ns: cpu as u64,
+            blocked_ns: if is_cpu_bound { 0 } else { (all - cpu) as u64 },
+            peer_waited_ns: (all * (1.0 - self.rate(way) / self.peer_bytes_per_s)) as u64,
+            idle_ns: (LOOK_NS as f64 * self.processors - cpu).max(0.0) as u64,
+            trials: decision.try_out.iter().map(trial).collect(),
+        }
+    }
+}
+
+/// The ways that are taken, look by look.
+fn run(chooser: &mut Chooser, world: &World, looks: u32) -> Vec<Compression> {
+    let mut decision = Decision { way: WAYS[chooser.present], ..Decision::default() };
+    (0..looks)
+        .map(|_| {
+            decision = chooser.decide(&world.interval(&decision));
+            decision.way
+        })
+        .collect()
+}
+
+/// The way that is taken in the end. Where processors are what is waited for, it is looked now and then whether the
+/// link carries more than it did.
+fn settles(world: &World) -> Compression {
+    let ways = run(&mut Chooser::default(), world, 200);
+    let taken = |way: Compression| ways[40..].iter().filter(|one| **one == way).count();
+    let most = WAYS.into_iter().max_by_key(|way| taken(*way)).unwrap();
+    assert!(taken(most) >= 150, "{ways:?}");
+    most
+}
+
+#[test]
+fn a_link_that_nobody_waits_for_is_left_alone() {
+    let world = World::new(100_000, 2.0);
+    let mut chooser = Chooser::default();
+    for _ in 0..100 {
+        let decision = chooser.decide(&world.interval(&Decision::default()));
+        assert_eq!(decision, Decision::default(), "nothing is even tried out");
+    }
+}
+
+#[test]
+fn pages_are_looked_at_where_the_link_is_slow_and_from_then_on() {
+    for (world, slow) in [
+        (World::new(118, 2.0), true),
+        (World { ratios: NOISE, ..World::new(1_200, 3.5) }, true),
+        // Processors are what is waited for, or the destination.
+        (World::new(100_000, 2.0), false),
+        (World { peer_bytes_per_s: 5e9, ..World::new(1_800, 1.0) }, false),
+        (World { peer_bytes_per_s: 0.9e9, ..World::new(1_200, 3.5) }, false),
+    ] {
+        let mut chooser = Chooser::default();
+        run(&mut chooser, &world, 10);
+        assert_eq!(chooser.link_is_slow, slow, "{world:?}");
+        run(&mut chooser, &World { peer_bytes_per_s: 1e12, ..World::new(100_000, 2.0) }, 10);
+        assert_eq!(chooser.link_is_slow, slow, "{world:?}");
+    }
+    let slow = World::new(118, 2.0);
+    let mut chooser = Chooser::default();
+    assert!(!chooser.decide(&slow.interval(&Decision::default())).link_is_slow, "one look may be wrong");
+}
+
+#[test]
+fn the_slower_the_link_the_harder_it_is_tried() {
+    // 10 Gb/s and one processor: even the cheapest way would take longer than the link does.
+    assert_eq!(settles(&World { processors: 0.8, ..World::new(1_200, 0.8) }), Compression::None);
+    // 10 Gb/s and processors enough.
+    assert_eq!(settles(&World::new(1_200, 3.5)), Compression::Lz4);
+    // 1 Gb/s.
+    assert_eq!(settles(&World::new(118, 2.0)), Compression::Zstd(3));
+    // 100 Mb/s.
+    assert_eq!(settles(&World::new(12, 2.0)), Compression::Zstd(7));
+}
+
+/// What is packed beside sending in a long round is waited for in a last one.
+#[test]
+fn a_guest_that_stands_still_is_not_kept_waiting_by_hard_ways() {
+    let standing = |world: &World| {
+        let mut chooser = Chooser::default();
+        run(&mut chooser, world, 60);
+        WAYS[chooser.standing]
+    };
+    // 10 Gb/s: sending takes less than even the cheapest way.
+    assert_eq!(standing(&World::new(1_200, 3.5)), Compression::None);
+    assert_eq!(standing(&World::new(118, 2.0)), Compression::Lz4);
+    assert_eq!(standing(&World::new(12, 2.0)), Compression::Zstd(3));
+    assert_eq!(standing(&World { ratios: NOISE, ..World::new(12, 2.0) }), Compression::None);
+}
+
+#[test]
+fn what_does_not_compress_is_sent_as_it_is() {
+    assert_eq!(settles(&World { ratios: NOISE, ..World::new(12, 2.0) }), Compression::None);
+}
+
+#[test]
+fn a_busy_host_compresses_less() {
+    assert_eq!(settles(&World::new(118, 0.4)), Compression::Lz4);
+    assert_eq!(settles(&World::new(118, 0.1)), Compression::None);
+}
+
+#[test]
+fn a_destination_without_a_pause_is_not_burdened() {
+    let world = World { peer_bytes_per_s: 0.9e9, ..World::new(1_200, 3.5) };
+    let ways = run(&mut Chooser::default(), &world, 100);
+    assert!(ways.iter().all(|way| *way == Compression::None), "{ways:?}");
+    // One that cannot follow what comes compressed.
+    let world = World { peer_bytes_per_s: 2e9, ..World::new(1_200, 3.5) };
+    let ways = run(&mut Chooser::default(), &world, 30);
+    assert!(ways.contains(&Compression::Lz4) && ways[29] == Compression::None, "{ways:?}");
+}
+
+/// A destination acknowledges some frames at once, and tells with that how long it has waited.
+#[test]
+fn what_is_told_in_lumps_is_no_lack_of_pauses() {
+    let world = World::new(118, 2.0);
+    let (mut chooser, mut decision) = (Chooser::default(), Decision::default());
+    let mut untold_ns = 0;
+    for look in 0..60 {
+        let mut observed = world.interval(&decision);
+        untold_ns += observed.peer_waited_ns;
+        observed.peer_waited_ns = if look % 3 == 0 { std::mem::take(&mut untold_ns) } else { 0 };
+        decision = chooser.decide(&observed);
+        assert!(look < 20 || decision.way == Compression::Zstd(3), "{look}: {decision:?}");
+    }
+}
+
+#[test]
+fn it_follows_a_link_that_changes() {
+    let mut chooser = Chooser::default();
+    run(&mut chooser, &World::new(12, 2.0), 60);
+    assert_eq!(WAYS[chooser.present], Compression::Zstd(7));
+    // A link that became faster is not waited for any more; how fast it is is found out step by step.
+    run(&mut chooser, &World::new(118, 2.0), 60);
+    assert_eq!(WAYS[chooser.present], Compression::Zstd(3));
+    run(&mut chooser, &World::new(12, 2.0), 60);
+    assert_eq!(WAYS[chooser.present], Compression::Zstd(7));
+    let noise = World { ratios: NOISE, ..World::new(12, 2.0) };
+    run(&mut chooser, &noise, 200);
+    assert_eq!(WAYS[chooser.present], Compression::None);
+}
+
+/// A worker that waits for a processor looks as if it waited for the link. Trials would take from what is short.
+#[test]
+fn a_host_without_idle_processors_tries_nothing() {
+    let world = World { processors: 1.0, peer_bytes_per_s: 5e9, ..World::new(1_800, 1.0) };
+    let mut chooser = Chooser::default();
+    for _ in 0..100 {
+        let observed = world.interval(&Decision::default());
+        assert!(observed.blocked_ns > 0 && observed.peer_waited_ns > 0);
+        let decision = chooser.decide(&observed);
+        assert_eq!((decision.way, decision.try_out), (Compression::None, Vec::new()));
+    }
+}
+
+/// Text, and then noise: of what a way did to the noise the next look knows as well.
+#[test]
+fn content_that_changes_is_followed_without_going_back_and_forth() {
+    let mut chooser = Chooser::default();
+    run(&mut chooser, &World::new(118, 2.0), 60);
+    let noise = World { ratios: NOISE, ..World::new(118, 2.0) };
+    let ways = run(&mut chooser, &noise, 200);
+    let changes = ways.windows(2).filter(|pair| pair[0] != pair[1]).count();
+    assert!(changes < 20, "{changes}: {ways:?}");
+    assert_eq!(ways[199], Compression::None);
+}
+
+#[test]
+fn what_a_link_may_carry_has_its_bounds() {
+    let mut chooser = Chooser::default();
+    run(&mut chooser, &World::new(118, 2.0), 20);
+    // An hour of looks in which nobody waits.
+    let calm = Observation {
+        blocked_ns: 0,
+        ..World::new(118, 2.0).interval(&Decision { way: Compression::Zstd(3), ..Decision::default() })
+    };
+    (0..72_000).for_each(|_| drop(chooser.decide(&calm)));
+    let link = chooser.link_bytes_per_s.unwrap();
+    assert!(link <= 4.1 * 118e6, "{link}");
+    run(&mut chooser, &World::new(118, 2.0), 5);
+    assert!((chooser.link_bytes_per_s.unwrap() - 118e6).abs() < 1e6);
+}
+
+#[test]
+fn an_interval_without_data_changes_nothing() {
+    let mut chooser = Chooser::default();
+    run(&mut chooser, &World::new(118, 2.0), 60);
+    let before = chooser.clone();
+    let decision =
+        chooser.decide(&Observation { interval_ns: LOOK_NS, workers: 4, ..Observation::default() });
+    assert_eq!((decision.way, chooser.present), (WAYS[before.present], before.present));
+    assert_eq!(chooser.link_bytes_per_s, before.link_bytes_per_s);
+}

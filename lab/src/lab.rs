@@ -29,6 +29,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 
+use crate::bench::usage::traffic;
 use crate::emulator::{Emulator, Settings};
 use crate::error::{Context, Error, Result};
 use crate::host::{Host, namespaces, remove_namespace};
@@ -322,6 +323,15 @@ impl Lab {
         count
             .and_then(|count| count.parse().ok())
             .ok_or_else(|| Error::Config(format!("the migration link is not cut: {rules}")))
+    }
+
+    /// Bytes that have gone onto the migration link in a direction so far, with all headers.
+    pub fn sent_bytes(&self, direction: Direction) -> Result<u64> {
+        let sender = match direction {
+            Direction::AToB => &self.a,
+            Direction::BToA => &self.b,
+        };
+        Ok(traffic(sender)?.bytes)
     }
 
     fn receiver(&self, direction: Direction) -> &Host {

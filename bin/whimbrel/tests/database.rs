@@ -7,6 +7,7 @@ mod common;
 
 use std::path::PathBuf;
 
+use common::cuts::Cuts;
 use common::{Cluster, Setup};
 use lab::database::{Committer, database_guest, database_guest_again, rows};
 use lab::{Guest, Net, vm_address};
@@ -14,8 +15,10 @@ use lab::{Guest, Net, vm_address};
 const VM: &str = "db";
 /// As often in `make test`; in `make soak` ten times so often.
 const MOVES: usize = 5;
+/// Of the cuts of the link.
+const SEED: u64 = 3;
 
-/// Each move compares memory and disk by hashes. At the end the guest is killed in the midst of its work, as by a power
+/// The link is cut somewhere on the way of each move, which compares memory and disk by hashes. At the end the guest is killed in the midst of its work, as by a power
 /// cut, and a new one is started from its disk: PostgreSQL replays its log, and has all that it had confirmed.
 #[test]
 fn a_database_moves_with_its_disk_and_loses_no_transaction() {
@@ -29,10 +32,11 @@ fn a_database_moves_with_its_disk_and_loses_no_transaction() {
     client.wait_for_commits(50).unwrap();
 
     let moves = if std::env::var_os("WHIMBREL_SOAK").is_some() { 10 * MOVES } else { MOVES };
+    let mut cuts = Cuts::new(SEED);
     let mut hosts = ["a", "b"];
     let mut image: Option<PathBuf> = None;
     for _ in 0..moves {
-        let report = cluster.migrate(VM, hosts[0], hosts[1], &["--disks", "copy"]);
+        let report = cluster.migrate_through_any_cut(VM, hosts[0], hosts[1], &["--disks", "copy"], &mut cuts);
         client.wait_for_commits(20).unwrap();
         let verified = cluster.serial(hosts[1], VM).follow_from_now().unwrap();
         wait_verified(verified);
@@ -43,6 +47,7 @@ fn a_database_moves_with_its_disk_and_loses_no_transaction() {
         }
         hosts.reverse();
     }
+    assert!(2 * cuts.made >= moves, "{} of {moves} moves were cut", cuts.made);
     // Somebody is still at it when the guest dies; nobody waits for what he hears of that.
     let other = Committer::start(&cluster.lab.client, vm_address(1), 2).unwrap();
     other.wait_for_commits(20).unwrap();

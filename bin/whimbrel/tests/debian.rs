@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use common::cuts::Cuts;
 use common::{Cluster, Setup};
 use lab::client::{Client, wait_for_service};
 use lab::demo::debian_guest;
@@ -19,9 +20,11 @@ const DEADLINE: Duration = Duration::from_mins(5);
 const PAUSE: Duration = Duration::from_millis(2);
 /// As often in `make test`; in `make soak` ten times so often.
 const MOVES: usize = 5;
+/// Of the cuts of the link.
+const SEED: u64 = 3;
 
-/// ext4, SQLite with a write-ahead log, nginx, and a client whose two connections are never opened again. Each move
-/// compares memory and disk by hashes; at the end the guest is killed in the midst of its work, as by a power cut, and
+/// ext4, SQLite with a write-ahead log, nginx, and a client whose two connections are never opened again. The link is cut
+/// somewhere on the way of each move, which compares memory and disk by hashes; at the end the guest is killed in the midst of its work, as by a power cut, and
 /// programs that had no part in copying look at the disk: the file system's journal is replayed, then it has to be
 /// sound, the database too, and every note whose receipt was confirmed has to be in it.
 #[test]
@@ -38,10 +41,11 @@ fn a_database_moves_with_its_disk_and_loses_no_note() {
     client.wait_for_answers(50).unwrap();
 
     let moves = if std::env::var_os("WHIMBREL_SOAK").is_some() { 10 * MOVES } else { MOVES };
+    let mut cuts = Cuts::new(SEED);
     let mut hosts = ["a", "b"];
     let mut image = None;
     for _ in 0..moves {
-        let report = cluster.migrate(VM, hosts[0], hosts[1], &["--disks", "copy"]);
+        let report = cluster.migrate_through_any_cut(VM, hosts[0], hosts[1], &["--disks", "copy"], &mut cuts);
         client.wait_for_answers(20).unwrap();
         // The one before is not wanted any more.
         let arrived = report["disks"][0]["path"].as_str().unwrap().to_owned();
@@ -50,6 +54,7 @@ fn a_database_moves_with_its_disk_and_loses_no_note() {
         }
         hosts.reverse();
     }
+    assert!(2 * cuts.made >= moves, "{} of {moves} moves were cut", cuts.made);
     let pid = cluster.agent(hosts[0]).vm(VM).unwrap()["pid"].as_u64().unwrap() as u32;
     // Somebody is still at it when the guest dies; nobody waits for what he hears of that.
     let other = Client::start(&cluster.lab.client, service, PAUSE).unwrap();

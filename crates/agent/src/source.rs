@@ -207,6 +207,8 @@ pub(crate) struct Driver {
     generation: Generation,
     /// The connection for messages: the control stream of the present generation, later one for questions.
     control: Option<phases::Control>,
+    /// What ended the last one that was lost; none if that is not known.
+    control_lost: Option<String>,
     /// The last one, on which ABORT is on its way.
     parting: Option<phases::Control>,
     /// The guest's memory and disks, once their writes are seen and no phase has them in hand.
@@ -266,6 +268,7 @@ impl Driver {
             telemetry,
             generation: Generation(1),
             control: None,
+            control_lost: None,
             parting: None,
             cargo: None,
             seeking: false,

@@ -11,6 +11,8 @@
     reason = "what tests share is seen by them alone"
 )]
 
+pub mod cuts;
+pub mod draw;
 pub mod faults;
 
 use std::fmt::Write as _;
@@ -215,13 +217,19 @@ impl Cluster {
         let said = from.cli(&words);
         assert_eq!(said.code, 0, "{said:?}\n{}", from.log());
         let report = from.cli(&["report", vm]).ok().json();
-        assert_eq!(report["outcome"], "moved", "{report:#}");
+        self.assert_moved(from.name, &report);
+        report
+    }
+
+    /// A VM was moved from there: nothing differs, and all of memory and of the disks that were copied was compared.
+    #[track_caller]
+    pub fn assert_moved(&self, from: &str, report: &Value) {
+        assert_eq!(report["outcome"], "moved", "{report:#}\n{}", self.agent(from).log());
         assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
         let bytes = |block: &Value| block["bytes"].as_u64().unwrap();
         let sum = |of: &str| report[of].as_array().into_iter().flatten().map(bytes).sum::<u64>();
         let all = sum("ram_blocks") + sum("disks");
         assert_eq!(report["verification"]["compared_bytes"], all, "all of it was compared: {report:#}");
-        report
     }
 
     /// Moves a VM from the first host to the second over a link that is cut in the middle of memory, and mended. Returns

@@ -24,11 +24,12 @@ use std::time::{Duration, Instant};
 
 use agent::register::SqliteRegister;
 use common::DEADLINE;
+use common::draw::{Draw, seed};
 use engine::handover::table::{fault_points, transitions};
 use lab::Direction;
 
 use arena::Arena;
-use way::{Draw, INJURIES, Injury, Way};
+use way::{INJURIES, Injury, Way};
 
 fn soak() -> bool {
     std::env::var_os("WHIMBREL_SOAK").is_some()
@@ -49,7 +50,7 @@ fn points_of(arena: &mut Arena) -> Vec<String> {
 
 /// A sample of the cells that lie on the way of an undisturbed migration; each must be reached.
 fn sample(arena: fn() -> Arena, usual_seed: u64, cells: usize) {
-    let seed = std::env::var("WHIMBREL_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(usual_seed);
+    let seed = seed(usual_seed);
     let mut arena = arena();
     let points = points_of(&mut arena);
     tell(&format!(

@@ -71,15 +71,3 @@ impl fmt::Display for Way {
         Ok(())
     }
 }
-
-/// A small generator, so that a sample can be drawn again from its seed.
-pub struct Draw(pub u64);
-
-impl Draw {
-    pub fn below(&mut self, limit: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 % limit as u64) as usize
-    }
-}

@@ -13,7 +13,7 @@ use tracing::warn;
 use super::Driver;
 use super::inbox::Notice;
 use super::memory::Cargo;
-use super::phases::{Control, Failure, no_control, unexpected};
+use super::phases::{Control, Failure, unexpected};
 use crate::peers;
 use crate::progress::Phase;
 
@@ -47,18 +47,16 @@ impl Driver {
     }
 
     /// Makes a new set of connections after a cut, for as long as the configuration has patience. The guest runs on.
-    pub(super) fn reconnect(
-        &mut self,
-        cargo: &Cargo,
-        cause: &::memory::SendError,
-    ) -> Result<Sender, Failure> {
+    pub(super) fn reconnect(&mut self, cargo: &Cargo, cause: String) -> Result<Sender, Failure> {
         self.phase(Phase::Reconnecting);
-        self.note("link-lost", crate::chain(cause));
+        self.note("link-lost", cause);
         let timeouts = &self.context.config.timeouts;
         let give_up = Instant::now() + Duration::from_millis(timeouts.give_up_after_ms);
         let pause = Duration::from_millis(timeouts.retry_ms);
-        self.last_words(pause.max(LAST_WORDS))?;
-        self.control = None;
+        if self.control.is_some() {
+            self.last_words(pause.max(LAST_WORDS))?;
+            self.control = None;
+        }
         loop {
             self.generation = self.generation.next();
             match self.resume_streams() {
@@ -123,7 +121,7 @@ impl Driver {
         doing: &str,
         send: impl FnOnce(&mut Writer) -> Result<(), LinkError>,
     ) -> Result<(), Failure> {
-        let control = self.control.as_mut().ok_or_else(no_control)?;
+        let Some(control) = &mut self.control else { return Err(self.control_is_lost()) };
         let link = control.link;
         send(&mut control.writer).map_err(|error| self.why_unsent(link, doing, &error))
     }
@@ -175,13 +173,35 @@ impl Driver {
         Ok(())
     }
 
+    /// Takes what has come in while the guest runs. That the control stream has ended is then no more than any other cut:
+    /// it is mended before the next round is sent ([`Driver::send_looked`]).
     pub(super) fn take_notices(&mut self) -> Result<(), Failure> {
         while let Some(notice) = self.inbox.waiting() {
-            if let Some(message) = self.noticed(notice)? {
-                return Err(unexpected(&message));
+            match notice {
+                Notice::Lost { link, error } if self.is_control(link) => {
+                    self.control = None;
+                    self.control_lost = error;
+                }
+                notice => {
+                    if let Some(message) = self.noticed(notice)? {
+                        return Err(unexpected(&message));
+                    }
+                }
             }
         }
         Ok(())
+    }
+
+    /// Takes what has come in. An error where there is no control stream: the guest stands still, or is about to.
+    pub(super) fn take_last_notices(&mut self) -> Result<(), Failure> {
+        self.take_notices()?;
+        if self.control.is_none() { Err(self.control_is_lost()) } else { Ok(()) }
+    }
+
+    /// What has ended the control stream.
+    pub(super) fn control_is_lost(&self) -> Failure {
+        let why = self.control_lost.as_deref().unwrap_or("it was ended on this side");
+        Failure::new(SourceEvent::PeerLost, format!("the control stream was lost: {why}"))
     }
 
     /// After a broken round: notices that end the migration come before the cut, which may be only their echo.
@@ -229,8 +249,8 @@ impl Driver {
             // Answers come on the connection on which the question went.
             Notice::Message { link: None, message } => Err(unexpected(&message)),
             Notice::Lost { link, error } if self.is_control(link) => {
-                let why = error.unwrap_or_else(|| "it was ended on this side".to_owned());
-                Err(Failure::new(SourceEvent::PeerLost, format!("the control stream was lost: {why}")))
+                self.control_lost = error;
+                Err(self.control_is_lost())
             }
             Notice::Lost { .. } => Ok(None),
             Notice::Asked { epoch, reply } => {

@@ -251,10 +251,6 @@ fn gone() -> Failure {
     Failure::new(SourceEvent::QemuDied, "QEMU is gone")
 }
 
-pub(super) fn no_control() -> Failure {
-    Failure::new(SourceEvent::PeerLost, "the control stream is gone")
-}
-
 pub(super) fn unexpected(message: &Message) -> Failure {
     let kind = serde_json::to_value(message).ok().and_then(|value| value["type"].as_str().map(str::to_owned));
     let kind = kind.unwrap_or_default();

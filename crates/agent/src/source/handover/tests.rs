@@ -102,6 +102,24 @@ fn an_older_connection_answers_no_question_of_the_present_one() {
     assert_eq!(driver.hear(Instant::now() + crate::testing::PATIENCE).unwrap(), answer);
 }
 
+#[test]
+fn a_control_stream_that_is_lost_between_two_rounds_ends_nothing_while_the_guest_runs() {
+    let world = World::new();
+    let (mut driver, ..) = driver(&world, SourceState::Prepared { run: true }, None);
+    driver.control = Some(driver.connect_control().unwrap());
+    drop(world.accept());
+    while driver.control.is_some() {
+        driver.take_notices().unwrap();
+        thread::yield_now();
+    }
+    // One that stands still does not wait for another.
+    let failure = driver.take_last_notices().unwrap_err();
+    assert_eq!(failure.event, SourceEvent::PeerLost);
+    assert!(failure.reason.starts_with("the control stream was lost"), "{}", failure.reason);
+    let reason = driver.say(&Message::Ping).unwrap_err().reason;
+    assert_eq!(reason, failure.reason);
+}
+
 /// The guest stands still meanwhile.
 #[test]
 fn a_comparison_ends_however_fast_the_destination_answers() {

@@ -119,8 +119,13 @@ impl Driver {
                         continue;
                     }
                     (Next::Stop { expected_downtime }, _) => {
-                        self.clock.expected_downtime = expected_downtime;
-                        return Ok((sender, looked.readable.give_up()));
+                        self.take_notices()?;
+                        if self.control.is_some() {
+                            self.clock.expected_downtime = expected_downtime;
+                            return Ok((sender, looked.readable.give_up()));
+                        }
+                        // The guest does not stand still for a link that is cut.
+                        course.most_pages = None;
                     }
                 }
             }
@@ -231,6 +236,13 @@ impl Driver {
         cargo: &Cargo,
     ) -> Result<SentOrCut, Failure> {
         let Looked { readable, disk_pages, scan, drain_us, .. } = looked;
+        if self.control.is_none() {
+            // Lost since the last round: nobody would be there to be told of the next one's end.
+            self.inbox.interrupts(None);
+            drop(sender);
+            let sender = self.reconnect(cargo, self.control_is_lost().reason)?;
+            return Ok(SentOrCut { sender, owed: readable.give_up(), stats: None });
+        }
         let pages = readable.pages();
         let sent = match until {
             Some(until) => sender.send_round_until(readable, until),
@@ -261,7 +273,7 @@ impl Driver {
                 info!(%cause, "round interrupted");
                 self.inbox.interrupts(None);
                 self.take_notices_or(&cause)?;
-                let sender = self.reconnect(cargo, &cause)?;
+                let sender = self.reconnect(cargo, crate::chain(&cause))?;
                 Ok(SentOrCut { sender, owed, stats: None })
             }
         }

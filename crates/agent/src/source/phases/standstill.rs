@@ -129,7 +129,7 @@ impl Driver {
         }
         self.inbox.interrupts(None);
         self.telemetry.follow(None);
-        self.take_notices()?;
+        self.take_last_notices()?;
         self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
         Ok((state, sender))
     }

@@ -1,0 +1,102 @@
+//! Moves during which the link is cut, at moments that are drawn.
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
+use std::time::Duration;
+
+use lab::Direction;
+use serde_json::Value;
+
+use super::draw::{Draw, seed};
+use super::{Cluster, has_event};
+
+/// A cut takes no longer than that.
+const LONGEST_CUT: Duration = Duration::from_secs(3);
+
+/// Cuts of one move after the other.
+pub struct Cuts {
+    draw: Draw,
+    /// What a move sends, as the last one did: none is known before the first, which is cut near its beginning.
+    bytes_of_a_move: u64,
+    /// Moves whose link was cut before they had ended.
+    pub made: usize,
+}
+
+impl Cuts {
+    pub fn new(usual_seed: u64) -> Self {
+        let seed = seed(usual_seed);
+        println!("cuts drawn with WHIMBREL_SEED={seed}");
+        Self { draw: Draw(seed), bytes_of_a_move: 1 << 20, made: 0 }
+    }
+}
+
+/// Says that a move is over, also where it fails.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
+impl Cluster {
+    /// Moves a VM as [`Cluster::migrate`] does. Somewhere on its way, at its handover as well, the link is cut in one
+    /// direction or in both, and mended.
+    #[track_caller]
+    pub fn migrate_through_any_cut(
+        &self,
+        vm: &str,
+        from: &str,
+        to: &str,
+        more: &[&str],
+        cuts: &mut Cuts,
+    ) -> Value {
+        let there = if from == "a" { Direction::AToB } else { Direction::BToA };
+        let before = self.lab.sent_bytes(there).unwrap();
+        let at = before + cuts.draw.below(cuts.bytes_of_a_move as usize) as u64;
+        let which: &[Direction] =
+            [&[Direction::AToB, Direction::BToA][..], &[Direction::AToB], &[Direction::BToA]]
+                [cuts.draw.below(3)];
+        let length = Duration::from_millis(cuts.draw.below(LONGEST_CUT.as_millis() as usize) as u64);
+        let is_over = AtomicBool::new(false);
+        let lab = &self.lab;
+        let (mut report, is_cut) = thread::scope(|scope| {
+            let cutter = scope.spawn(|| {
+                while lab.sent_bytes(there).unwrap() < at {
+                    if is_over.load(Relaxed) {
+                        return false;
+                    }
+                }
+                for direction in which {
+                    lab.cut(*direction).unwrap();
+                }
+                // How long a fault lasts; nothing waits for an event here.
+                thread::sleep(length);
+                lab.heal().unwrap();
+                true
+            });
+            let over = Over(&is_over);
+            let words = [&["migrate", vm, "--to", to, "--verify", "--on-limit", "stop"], more].concat();
+            let said = self.agent(from).cli(&words);
+            drop(over);
+            (said.last_json(), cutter.join().unwrap())
+        });
+        cuts.made += usize::from(is_cut);
+        cuts.bytes_of_a_move = self.lab.sent_bytes(there).unwrap() - before;
+        println!(
+            "{vm} to {to}: cut {which:?} for {length:?} after {} of {} bytes: {is_cut}, {} reconnections",
+            at - before,
+            cuts.bytes_of_a_move,
+            report["reconnections"]
+        );
+        // A guest that stands still waits for no link: it goes on where it is, and is moved once more.
+        if is_cut && report["outcome"] == "aborted" && has_event(&report, "stopped") {
+            println!("{vm} stood still: {}", report["reason"]);
+            self.agent(from).wait_settled();
+            self.agent(to).wait_settled();
+            report = self.migrate(vm, from, to, more);
+        }
+        self.assert_moved(from, &report);
+        report
+    }
+}

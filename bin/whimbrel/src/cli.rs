@@ -8,7 +8,9 @@ use agent::api::{BadName, Compress, HostId, VmName};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::rate::Rate;
-use choices::{DeltasArg, DisksArg, OnLimitArg, PolicyArg, RamArg, SoftPagesArg, ThrottleArg, one_disk};
+use choices::{
+    DeltasArg, DisksArg, OnLimitArg, PolicyArg, RamArg, SoftPagesArg, ThrottleArg, ThrottleCpuArg, one_disk,
+};
 
 fn vm_name(name: &str) -> Result<VmName, BadName> {
     VmName::new(name)
@@ -251,6 +253,10 @@ pub(crate) struct MigrateCommand {
     /// sent, `threshold` the slower the more it has written (off)
     #[arg(long, value_name = "off|drain|threshold", hide_possible_values = true)]
     pub throttle_writes: Option<ThrottleArg>,
+    /// How fast the VM's processors may be: `off` as ever, `drain` so fast that it dirties half of what is sent, where it
+    /// would dirty more and could not be stopped in time (off)
+    #[arg(long, value_name = "off|drain", hide_possible_values = true)]
+    pub throttle_cpu: Option<ThrottleCpuArg>,
     /// Send all of the disks that are copied, also what the other host has already in its templates or from before
     #[arg(long)]
     pub no_references: bool,

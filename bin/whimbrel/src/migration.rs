@@ -28,6 +28,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         streams: command.streams,
         verify: command.verify,
         throttle_writes: command.throttle_writes.map(Into::into),
+        throttle_cpu: command.throttle_cpu.map(Into::into),
         references: command.no_references.then_some(false),
         compression: command.compress,
         deltas: command.deltas.map(Into::into),

@@ -5,7 +5,9 @@
 
 mod common;
 
-use common::{Cluster, GuestSpec, Load, Setup};
+use std::path::{Path, PathBuf};
+
+use common::{Cluster, GuestSpec, Load, Setup, has_event, until};
 use engine::precopy::{Decision, Trace};
 use serde_json::Value;
 
@@ -98,4 +100,57 @@ fn other_rules_move_a_guest_too() {
         assert!(matches!(is_replayed(&report).pop(), Some(Decision::StopAndCopy { .. })), "{report:#}");
         cluster.guest_is_whole(to, "vm1");
     }
+}
+
+/// Its processors become slower, and it writes less; at the destination it is as fast as ever.
+#[test]
+fn a_guest_that_is_too_fast_is_moved_when_its_processors_are_slowed_down() {
+    let Some(groups) = groups_of_processors() else { return };
+    let (cluster, guest) = stage(60);
+    let words = ["migrate", "vm1", "--to", "b", "--verify", "--throttle-cpu", "drain", "--compress", "none"];
+    let said = cluster.a.cli(&[&words[..], &["--deltas", "never"]].concat());
+    let report = said.last_json();
+    assert_eq!(report["outcome"], "moved", "{report:#}");
+    assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+    assert!(has_event(&report, "cpu-throttled"), "{report:#}");
+    is_replayed(&report);
+    cluster.guest_is_whole("b", "vm1");
+    assert!(!is_limited(&groups, &guest));
+}
+
+/// Whatever ends the migration: the processors are let go.
+#[test]
+fn no_limit_on_processors_outlives_the_migration() {
+    let Some(groups) = groups_of_processors() else { return };
+    let (mut cluster, guest) = stage(200);
+    let words =
+        ["migrate", "vm1", "--to", "b", "--throttle-cpu", "drain", "--max-rounds", "1000", "--detach"];
+    for is_cancelled in [true, false] {
+        cluster.a.cli(&words).ok();
+        until("the guest can be slowed down", || is_limited(&groups, &guest));
+        if is_cancelled {
+            cluster.a.cli(&["cancel", "vm1"]).ok();
+        } else {
+            cluster.a.kill();
+            cluster.a.start();
+        }
+        cluster.a.wait_settled();
+        assert!(!is_limited(&groups, &guest), "{is_cancelled}: {}", cluster.a.log());
+        assert!(guest.serial().check().unwrap().ok);
+    }
+}
+
+/// Where the kernel keeps limits on processors; none where it does not.
+fn groups_of_processors() -> Option<PathBuf> {
+    let known = [("/sys/fs/cgroup/cpu", "cpu.cfs_quota_us"), ("/sys/fs/cgroup", "cgroup.controllers")];
+    let found = known.iter().find(|(directory, file)| Path::new(directory).join(file).exists());
+    if found.is_none() {
+        lab::not_tried("limits on processors: no control group of this machine limits them");
+    }
+    found.map(|(directory, _)| directory.into())
+}
+
+/// Whether a guest's processors are in a group of their own there. Its number is that of its QEMU.
+fn is_limited(groups: &Path, guest: &lab::Guest) -> bool {
+    groups.join(format!("whimbrel-cpu-{}", guest.pid())).exists()
 }

@@ -321,3 +321,158 @@ fn what_cannot_be_copied_is_said() {
     let report = cluster.migrate("vm1", "a", "b", &[]);
     assert!(report.get("disks").is_none(), "{report:#}");
 }
+
+/// One has a template below it, one stays on storage that both sides see, one is a block device.
+#[test]
+fn several_disks_go_each_as_it_was_asked_for() {
+    let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let file = |name: &str| cluster.lab.shared_directory().unwrap().join(name);
+    let [base, first, shared, device] = ["base.raw", "first.qcow2", "shared.raw", "device.raw"].map(file);
+    for image in [&base, &shared, &device] {
+        disk::known_content(&qemu, image, "raw", 32).unwrap();
+    }
+    disk::overlay(&qemu, &first, &base, "raw").unwrap();
+    let loop_device = LoopDevice::over(&device);
+    let mut spec = busy(QemuVersion::Newer);
+    for (name, path, format) in
+        [("disk0", &first, "qcow2"), ("disk1", &shared, "raw"), ("disk2", &loop_device.0, "raw")]
+    {
+        spec.devices.push(Device::Disk(Disk::new(name, path, format)));
+    }
+    let guest = cluster.guest(&spec);
+    let words = ["--disk", "disk0=copy", "--disk", "disk1=shared", "--disk", "disk2=copy"];
+    let report = cluster.migrate("vm1", "a", "b", &words);
+    let copied = report["disks"].as_array().unwrap();
+    let names: Vec<_> = copied.iter().map(|disk| disk["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["disk0", "disk2"], "{report:#}");
+    let paths: Vec<PathBuf> = copied.iter().map(|disk| disk["path"].as_str().unwrap().into()).collect();
+    assert!(paths.iter().all(|path| path.starts_with(pool(&cluster, "b"))), "{paths:?}");
+    // Nobody has written to that one.
+    assert!(same(&device, &paths[1]));
+    cluster.guest_is_whole("b", "vm1");
+    goes_on(&cluster.serial("b", "vm1"));
+    drop(guest);
+    let back = cluster.migrate("vm1", "b", "a", &["--disk", "disk1=shared", "--disks", "copy"]);
+    assert_eq!(back["disks"].as_array().unwrap().len(), 2, "{back:#}");
+    cluster.guest_is_whole("a", "vm1");
+    goes_on(&cluster.serial("a", "vm1"));
+}
+
+/// A block device over a file; gone when dropped.
+struct LoopDevice(PathBuf);
+
+impl LoopDevice {
+    fn over(file: &Path) -> Self {
+        let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output().unwrap();
+        assert!(made.status.success(), "{made:?}");
+        Self(String::from_utf8(made.stdout).unwrap().trim().into())
+    }
+}
+
+impl Drop for LoopDevice {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+/// The destination's QEMU was started with the image that was the top one when the migration began.
+#[test]
+fn a_snapshot_of_a_disk_that_both_sides_see_ends_the_migration() {
+    let (cluster, guest, image) = with_disk(QemuVersion::Newer, "qcow2");
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "shared", "--bandwidth", "16M", "--json"];
+    let migration = cluster.a.begin(&words);
+    cluster.wait_for_sent(4 << 20);
+    let snapshot = json!({
+        "device": "disk0",
+        "snapshot-file": image.with_extension("snapshot"),
+        "format": "qcow2",
+    });
+    guest.monitor().unwrap().command("blockdev-snapshot-sync", &snapshot).unwrap();
+    cluster.a.cli(&["limit", "vm1", "--bandwidth", "none"]).ok();
+    let said = migration.wait_with_output().unwrap();
+    assert_eq!(said.status.code(), Some(1), "{said:?}");
+    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    assert!(report["reason"].as_str().unwrap().contains("snapshot"), "{report:#}");
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    goes_on(guest.serial());
+    cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
+    cluster.guest_is_whole("b", "vm1");
+}
+
+/// What the guest sees of it would be written in plain text.
+#[test]
+fn an_encrypted_disk_is_not_copied() {
+    let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.luks");
+    let secret = "secret,id=key,data=a-word-of-some-length";
+    let words = ["create", "-q", "-f", "luks", "-o", "key-secret=key,iter-time=10", "--object", secret];
+    let made = Command::new(&qemu.img).args(words).arg(&image).arg("16M").output().unwrap();
+    assert!(made.status.success(), "{made:?}");
+    let mut spec = GuestSpec {
+        qemu: QemuVersion::Newer,
+        memory_mib: 128,
+        ..GuestSpec::tiny("vm1", Load { fill_mib: 8, wss_mib: 4, ..Load::default() })
+    };
+    let blockdev = format!(
+        "driver=luks,node-name=crypt,key-secret=key,file.driver=file,file.filename={}",
+        image.display()
+    );
+    let more = ["-object", secret, "-blockdev", &blockdev, "-device", "virtio-blk-pci,drive=crypt"];
+    spec.extra = more.map(str::to_owned).to_vec();
+    let _guest = cluster.guest(&spec);
+    let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.stdout.contains("plain text"), "{refused:?}");
+    assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
+}
+
+/// A `qemu-nbd` whose image fails like a disk that is about to die: all of one kind of what it is asked for.
+fn with_failing_images(cluster: &mut Cluster, fails: &str) {
+    let directory = cluster.b.directory.join("bin");
+    std::fs::create_dir_all(&directory).unwrap();
+    let program = directory.join("qemu-nbd");
+    let real = Command::new("sh").args(["-c", "command -v qemu-nbd"]).output().unwrap();
+    let real = String::from_utf8(real.stdout).unwrap();
+    // Of what it is called with only the format is said otherwise; the image comes last.
+    let text = format!(
+        r#"#!/bin/sh
+words=
+while [ $# -gt 1 ]; do
+    case $1 in
+    --format) format=$2; shift ;;
+    *) words="$words $1" ;;
+    esac
+    shift
+done
+exec {} $words --image-opts "driver=$format,file.driver=blkdebug,file.image.driver=file,file.image.filename=$1,file.inject-error.0.event=none,file.inject-error.0.iotype={fails},file.inject-error.0.errno=5"
+"#,
+        real.trim()
+    );
+    std::fs::write(&program, text).unwrap();
+    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let path = format!("PATH={}:{}", directory.display(), std::env::var("PATH").unwrap());
+    cluster.b.kill();
+    cluster.b.starter = vec!["env".to_owned(), path];
+    cluster.b.start();
+}
+
+/// What does not come to be on stable storage is not handed over, and nobody is hurt by it.
+#[test]
+fn an_image_that_cannot_be_written_or_flushed_is_not_handed_over() {
+    for fails in ["write", "flush"] {
+        let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "raw");
+        with_failing_images(&mut cluster, fails);
+        let failed = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--on-limit", "stop"]);
+        assert_eq!(failed.code, 1, "{fails}: {failed:?}");
+        let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+        let reason = report["reason"].as_str().unwrap();
+        assert!(reason.contains("Input/output error"), "{fails}: {reason}\n{}", cluster.b.log());
+        cluster.a.wait_settled();
+        cluster.b.wait_settled();
+        assert_eq!(entries(&pool(&cluster, "b")), [""; 0], "{}", cluster.b.log());
+        goes_on(guest.serial());
+    }
+}

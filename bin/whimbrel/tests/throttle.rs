@@ -54,6 +54,23 @@ fn a_guest_that_writes_faster_than_the_link_carries_is_moved_when_it_is_throttle
     assert!(writes() > one, "it writes on");
 }
 
+/// The paper's rule: the more the guest has written, the longer its next write takes.
+#[test]
+fn a_guest_is_throttled_by_what_it_has_written() {
+    let (cluster, _guest, slowly) = diabolical();
+    let slowly = slowly.each_ref().map(String::as_str);
+    let report =
+        cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "threshold"]].concat());
+    assert!(has_event(&report, "writes-throttled"), "{report:#}");
+    let events = report["events"].as_array().unwrap().iter();
+    let caps = events.filter(|event| event["what"] == "writes-throttled");
+    assert!(
+        caps.clone().all(|cap| cap["detail"].as_str().unwrap().contains("writes a second")),
+        "{report:#}"
+    );
+    cluster.guest_is_whole("b", "vm1");
+}
+
 /// Whatever ends the migration: the guest is let go.
 #[test]
 fn no_throttle_outlives_the_migration() {

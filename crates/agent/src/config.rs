@@ -27,7 +27,7 @@ use engine::precopy::Sampling;
 use proto::HostId;
 use serde::{Deserialize, Serialize};
 
-use crate::api::{Compress, Deltas, OnLimit, SoftPages, StopPolicy, ThrottleWrites};
+use crate::api::{Compress, Deltas, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
 pub use crate::pool::{Pool, PoolFormat};
 
 /// Where the configuration lies if nothing else is said.
@@ -167,6 +167,8 @@ pub struct Limits {
     pub on_limit: OnLimit,
     /// How fast a guest may write to disks that are copied.
     pub throttle_writes: ThrottleWrites,
+    /// How fast a guest's processors may be while it is moved.
+    pub throttle_cpu: ThrottleCpu,
     /// Whether pages of disks that the destination has already are referred to, and not sent.
     pub references: bool,
     /// How pages are compressed.
@@ -226,6 +228,7 @@ impl Default for Limits {
             max_rounds: 30,
             on_limit: OnLimit::Abort,
             throttle_writes: ThrottleWrites::Off,
+            throttle_cpu: ThrottleCpu::Off,
             references: true,
             compression: Compress::Auto,
             compression_least_ratio_percent: memory::Worth::default().least_ratio_percent,
@@ -271,7 +274,7 @@ impl Default for Timeouts {
             stall_ms: 60_000,
             standstill_ms: 5_000,
             retry_ms: 500,
-            give_up_after_ms: 60_000,
+            give_up_after_ms: 120_000,
             reclaim_after_ms: 60_000,
             qmp_ms: 10_000,
             qemu_start_ms: 30_000,

@@ -128,8 +128,9 @@ impl Place {
 
 /// Removes what was made at a place; whether there was anything.
 pub(crate) fn remove(path: &Path) -> Result<bool, ImageError> {
-    // A volume may be there although its device is not.
-    if path.starts_with("/dev") {
+    // A volume may be there although its device is not. A file system may be there, too.
+    let is_file = fs::symlink_metadata(path).is_ok_and(|found| found.is_file());
+    if path.starts_with("/dev") && !is_file {
         return volume::remove(path);
     }
     match fs::remove_file(path) {

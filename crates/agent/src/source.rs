@@ -14,6 +14,7 @@ mod leavings;
 mod memory;
 mod phases;
 mod references;
+mod slowing;
 mod softening;
 mod sparing;
 mod telemetry;
@@ -34,7 +35,9 @@ use proto::{Generation, VmName};
 
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
-use crate::api::{Compress, Deltas, MigrateRequest, OnLimit, SoftPages, StopPolicy, ThrottleWrites};
+use crate::api::{
+    Compress, Deltas, MigrateRequest, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites,
+};
 use crate::config::Limits as ConfigLimits;
 use crate::context::Context;
 use crate::cpu::CpuTime;
@@ -66,6 +69,8 @@ pub(crate) struct Aims {
     pub(crate) verify: bool,
     /// How fast the guest may write to disks that are copied.
     pub(crate) throttle_writes: ThrottleWrites,
+    /// How fast its processors may be.
+    pub(crate) throttle_cpu: ThrottleCpu,
     /// Pages of disks that the destination has already are referred to, and not sent.
     pub(crate) references: bool,
     /// How pages are compressed.
@@ -94,6 +99,7 @@ impl Aims {
             bandwidth_bytes_per_s: (bandwidth > 0).then_some(bandwidth),
             verify: request.verify,
             throttle_writes: request.throttle_writes.unwrap_or(limits.throttle_writes),
+            throttle_cpu: request.throttle_cpu.unwrap_or(limits.throttle_cpu),
             references: request.references.unwrap_or(limits.references),
             compression: request.compression.unwrap_or(limits.compression),
             worth: limits.worth(),
@@ -211,6 +217,8 @@ pub(crate) struct Driver {
     control_lost: Option<String>,
     /// The last one, on which ABORT is on its way.
     parting: Option<phases::Control>,
+    /// The guest's processors, where they may be slowed down.
+    slowing: Option<slowing::Slowing>,
     /// The guest's memory and disks, once their writes are seen and no phase has them in hand.
     cargo: Option<memory::Cargo>,
     /// The destination was asked what is in its templates, and has not told all of it.
@@ -270,6 +278,7 @@ impl Driver {
             control: None,
             control_lost: None,
             parting: None,
+            slowing: None,
             cargo: None,
             seeking: false,
             asker: None,

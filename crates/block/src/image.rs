@@ -308,6 +308,14 @@ impl Server {
     }
 }
 
+/// Ends a server that waits at this socket for its first client, because whoever started it died before that: it has one
+/// now, and loses it. One that is in use does not notice.
+pub fn end_unused(socket: &Path) {
+    const PATIENCE: Duration = Duration::from_secs(2);
+    // Where nobody listens there is nobody to end.
+    drop(Client::connect(socket, EXPORT, None, PATIENCE));
+}
+
 /// Puts what was written to an image on stable storage, as long as its server is there.
 #[derive(Clone, Debug)]
 pub struct Flusher {

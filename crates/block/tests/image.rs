@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use whimbrel_block::image::{Backing, Format, ImageError, Server, create};
+use whimbrel_block::image::{Backing, Format, ImageError, Server, create, end_unused};
 use whimbrel_block::reading::Reading;
 
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -171,4 +171,22 @@ fn images_are_equal_when_what_is_in_them_is() {
     assert_eq!(all, hashes(1, 0..u64::MAX));
     write(1, 5 * MIB + 1535, &[7]);
     assert_ne!(all[5..], hashes(1, 5..6));
+}
+
+/// Whoever started it died before it was connected to: it would wait for ever, and hold the image.
+#[test]
+fn a_server_that_nobody_uses_is_ended() {
+    let directory = tempfile::tempdir().unwrap();
+    let (image, socket) = (directory.path().join("disk"), directory.path().join("disk-0.sock"));
+    create(&image, Format::Raw, MIB, None).unwrap();
+    let words = ["--format", "raw", "--shared", "3", "--export-name", "disk", "--socket"];
+    let mut server = Command::new("qemu-nbd").args(words).args([&socket, &image]).spawn().unwrap();
+    while !socket.exists() {
+        assert!(server.try_wait().unwrap().is_none());
+        std::thread::yield_now();
+    }
+    end_unused(&socket);
+    server.wait().unwrap();
+    // Nobody is there any more.
+    end_unused(&socket);
 }

@@ -191,6 +191,9 @@ pub trait Policy {
     /// Takes a changed aim; it holds from the next decision on.
     fn aim(&mut self, aim: Aim);
 
+    /// The guest was slowed down: what was seen of how it writes tells nothing of how it will.
+    fn slowed(&mut self) {}
+
     /// What to do after this round.
     fn decide(&mut self, observed: &RoundObservation) -> Decision;
 }

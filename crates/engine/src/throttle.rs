@@ -1,10 +1,13 @@
-//! Write throttling: how fast a guest may write to a disk that is copied, so that copying comes to an end.
+//! Throttling: how fast a guest may write, so that copying comes to an end; to a disk that is copied here, to its memory in
+//! [`processors`].
 //!
 //! Policy apart from enforcement (Bradford et al. 2007, section 3.2). What is found here is a cap on the guest's
 //! writes; whoever asks has QEMU keep it, and lift it at the end.
 //!
 //! Copying a disk of S bytes at D bytes a second while the guest writes at most f·D sends S + f·S + f²·S + …, which is
 //! S / (1 − f): with f = ⅖, to which [`Drain`] holds a guest that writes steadily, one and two thirds of the disk.
+
+pub mod processors;
 
 /// How fast a guest may write to a disk; what is absent is not capped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -71,30 +74,63 @@ impl ThrottlePolicy for Threshold {
 /// write only so much that it does not, as long as it writes as it does. When it dirties far less for a while, the cap
 /// is raised step by step, and lifted in the end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Drain {
-    /// What it may write, in bytes per second.
-    cap: Option<u64>,
-    /// How many times in a row it dirtied far less than its share.
-    calm: u32,
-}
+pub struct Drain(Held);
 
 /// No guest is held to less: its driver would take a disk that does next to nothing for a broken one.
 const LEAST_BYTES_PER_S: u64 = 1 << 20;
 /// A write of one sector dirties eight, by the unit in which writes are recorded, a page. What dirties more (a discard,
 /// which is no write) is no reason to write less.
 const MOST_DIRTIED_BY_WRITTEN: u64 = 8;
-/// How many calm looks it takes to raise a cap.
-const CALM_LOOKS: u32 = 3;
-
 impl ThrottlePolicy for Drain {
     fn decide(&mut self, observed: &WriteObservation) -> Cap {
         let Some(drained) = observed.drained_bytes_per_s else { return self.cap() };
         let share = drained / 5 * 2;
         let (written, dirtied) = (observed.written_bytes_per_s, observed.dirtied_bytes_per_s);
         let least = (share / MOST_DIRTIED_BY_WRITTEN).max(LEAST_BYTES_PER_S);
+        // A guest that writes at its cap gets more of it; one that does not needs none beyond what is sent.
+        self.0.hold(&Seen { used: written, dirtied, share, least, most: drained });
+        self.cap()
+    }
+}
+
+impl Drain {
+    fn cap(&self) -> Cap {
+        Cap { bytes_per_s: self.0.cap, ..Cap::default() }
+    }
+}
+
+/// A guest that is held to so much of something, as long as it dirties more than its share.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct Held {
+    /// How much it may use, per second.
+    cap: Option<u64>,
+    /// How many times in a row it dirtied far less than its share.
+    calm: u32,
+}
+
+/// What was seen of it.
+struct Seen {
+    /// What it used lately, per second.
+    used: u64,
+    /// What it dirtied by that, in bytes per second.
+    dirtied: u64,
+    /// What it may dirty.
+    share: u64,
+    /// It is held to no less.
+    least: u64,
+    /// Beyond that it need not be held.
+    most: u64,
+}
+
+/// How many calm looks it takes to raise a cap.
+const CALM_LOOKS: u32 = 3;
+
+impl Held {
+    fn hold(&mut self, seen: &Seen) {
+        let &Seen { used, dirtied, share, least, most } = seen;
         if dirtied > share {
-            // What may be written for its share to be dirtied.
-            let fitting = u128::from(written) * u128::from(share) / u128::from(dirtied);
+            // What may be used for its share to be dirtied.
+            let fitting = u128::from(used) * u128::from(share) / u128::from(dirtied);
             let fitting = u64::try_from(fitting).unwrap_or(u64::MAX).max(least);
             // One look does not tell everything: from a cap to the next one at most half as much.
             self.cap = Some(self.cap.map_or(fitting, |cap| fitting.clamp(cap / 2, cap).max(least)));
@@ -103,19 +139,11 @@ impl ThrottlePolicy for Drain {
             self.calm += 1;
             if self.calm >= CALM_LOOKS {
                 self.calm = 0;
-                // A guest that writes at its cap gets more of it; one that does not needs none beyond its share.
-                self.cap = self.cap.map(|cap| cap.saturating_mul(2)).filter(|cap| *cap <= drained);
+                self.cap = self.cap.map(|cap| cap.saturating_mul(2)).filter(|cap| *cap <= most);
             }
         } else {
             self.calm = 0;
         }
-        self.cap()
-    }
-}
-
-impl Drain {
-    fn cap(&self) -> Cap {
-        Cap { bytes_per_s: self.cap, ..Cap::default() }
     }
 }
 

@@ -62,6 +62,18 @@ pub fn cpu_unavailable_features(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> 
     qmp.execute("qom-get", json!({ "path": cpu.path, "property": "unavailable-features" }))
 }
 
+/// The threads in which the virtual processors run, by the numbers that they have for QEMU.
+pub fn cpu_threads(qmp: &mut Qmp) -> Result<Vec<u32>, QmpError> {
+    #[derive(Deserialize)]
+    struct Cpu {
+        #[serde(rename = "thread-id")]
+        thread: u32,
+    }
+    let cpus: Vec<Cpu> = qmp.execute("query-cpus-fast", Value::Null)?;
+    let threads: BTreeSet<u32> = cpus.into_iter().map(|cpu| cpu.thread).collect();
+    Ok(threads.into_iter().collect())
+}
+
 /// The machine types that this QEMU knows, with their short names (`q35`).
 pub fn machine_types(qmp: &mut Qmp) -> Result<BTreeSet<String>, QmpError> {
     let machines: Vec<Value> = qmp.execute("query-machines", Value::Null)?;

@@ -123,6 +123,9 @@ pub struct Disk {
     pub backing_files: Vec<String>,
     /// Whether the guest can only read it.
     pub read_only: bool,
+    /// Whether what is in it is encrypted on the host, and the guest sees it in plain text.
+    #[serde(default)]
+    pub encrypted: bool,
     /// Whether the page cache is bypassed (`cache=none`, `cache.direct=on`).
     pub direct: bool,
     /// Whether the medium can be changed.

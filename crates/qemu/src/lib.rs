@@ -17,6 +17,7 @@
 //! | [`command`] | the command line on the other host |
 //! | [`process`] | starting that |
 //! | [`tree`] | whether both show the guest the same devices |
+//! | [`drives`] | whether these still have the same disks |
 //! | [`control`] | drain, stop, continue, announce |
 //! | [`recording`] | which blocks of its disks are written, and what is in them |
 //! | [`device_state`] | taking the devices' state out of one and into the other |
@@ -29,6 +30,7 @@ pub mod command;
 pub mod control;
 pub mod describe;
 pub mod device_state;
+pub mod drives;
 pub mod find;
 pub mod guest_port;
 mod maps;

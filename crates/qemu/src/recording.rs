@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use crate::drives::{self, Drive, Medium, QUERY_BLOCK};
 use crate::qmp::{Qmp, QmpError, decoded};
 use throttle::Throttle;
 pub use throttle::{WriteCap, Written};
@@ -127,12 +128,17 @@ impl Recording {
         });
         all_done(qmp, exports)?;
         self.throttle = Throttle::find(qmp, self.disks.iter().map(|disk| disk.node.as_str()))?;
-        self.check(qmp.execute(QUERY_BLOCK, Value::Null)?)
+        self.check(drives::ask(qmp)?)
     }
 
     /// What the guest has written to the disks since its start.
     pub fn written(&self, qmp: &mut Qmp) -> Result<Written, QmpError> {
         self.throttle.written(qmp)
+    }
+
+    /// Whether the disk with this number is held to a cap, and its writes counted: nobody else has throttled it.
+    pub fn holds(&self, disk: usize) -> bool {
+        self.throttle.holds(disk)
     }
 
     /// From now on the guest writes no faster than this to all of the disks together, until the recording ends. A disk
@@ -143,18 +149,18 @@ impl Recording {
 
     /// Compares the disks with what devices use now. A snapshot puts another node above the one that is recorded, a
     /// change of medium puts another in its place, and a disk that has grown has more than was proposed.
-    fn check(&self, backends: Vec<BlockBackend>) -> Result<(), RecordError> {
-        let media: Vec<Inserted> = backends.into_iter().filter_map(|backend| backend.inserted).collect();
+    fn check(&self, drives: Vec<Drive>) -> Result<(), RecordError> {
+        let media: Vec<Medium> = drives.into_iter().filter_map(|drive| drive.medium).collect();
         self.disks.iter().try_for_each(|disk| {
             let changed = |what| Err(RecordError::Changed { node: disk.node.clone(), what });
-            match media.iter().find(|medium| medium.node_name == disk.node) {
+            match media.iter().find(|medium| medium.node == disk.node) {
                 None => changed(
                     "is not what its device uses any more: somebody made a snapshot, changed the medium, or began a backup or a mirror"
                         .to_owned(),
                 ),
-                Some(medium) if medium.image.virtual_size != disk.bytes => changed(format!(
+                Some(medium) if medium.image.bytes != disk.bytes => changed(format!(
                     "has {} bytes and had {}: somebody has changed its length",
-                    medium.image.virtual_size, disk.bytes
+                    medium.image.bytes, disk.bytes
                 )),
                 Some(_) => Ok(()),
             }
@@ -234,27 +240,6 @@ fn start_server(qmp: &mut Qmp, listener: BorrowedFd<'_>) -> Result<(), RecordErr
         }
         error => error.into(),
     })
-}
-
-const QUERY_BLOCK: &str = "query-block";
-
-/// What a device uses, from `query-block`.
-#[derive(Deserialize)]
-struct BlockBackend {
-    inserted: Option<Inserted>,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "kebab-case")]
-struct Inserted {
-    node_name: String,
-    image: Image,
-}
-
-#[derive(Deserialize)]
-#[serde(rename_all = "kebab-case")]
-struct Image {
-    virtual_size: u64,
 }
 
 /// Lifts caps, and removes exports and bitmaps, that were made for a recording, by whomever. Returns whether there were

@@ -10,6 +10,7 @@
 //! | [`Injector`] | makes the process run single system calls (ptrace, from a small process of its own) |
 //! | [`WriteTracker`] | tells which pages were written since it was last asked (userfaultfd, `PAGEMAP_SCAN`) |
 //! | [`MissingPages`] | has threads wait for pages that are not there yet, and places them |
+//! | [`CpuLimit`] | holds some of its threads to so much processor time (control groups) |
 //! | [`maps`], [`Pagemap`] | what is mapped, and which pages are there at all |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
@@ -17,10 +18,12 @@
 //!
 //! It is the only crate with `unsafe`, and it knows nothing of virtual machines, networks or
 //! migrations. Everything that changes the other process has an undo that works when it is dropped
-//! and when this process dies; only for missing pages there is none, on purpose.
+//! and when this process dies; only for missing pages there is none, on purpose, and for a limit on
+//! processors it is for the next one to call.
 
 mod abi;
 mod arch;
+mod cpu_limit;
 mod given_back;
 pub mod heap;
 mod inject;
@@ -34,6 +37,7 @@ mod range;
 mod remote;
 mod tracker;
 
+pub use cpu_limit::{CpuLimit, CpuLimitError, PERIOD as CPU_LIMIT_PERIOD};
 #[doc(hidden)]
 pub use inject::holds_a_thread;
 pub use inject::{InjectError, Injector, LeftUserfaultfd, injector_main};

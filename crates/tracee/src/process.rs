@@ -263,6 +263,29 @@ impl Process {
         Ok(found)
     }
 
+    /// The number that a thread of it has for itself, which is another one in a namespace of processes.
+    pub fn own_number(&self, thread: u32) -> Result<u32, ProcessError> {
+        let status = self.read_of_thread(thread, "status")?;
+        let numbers = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+        // Absent in kernels without such namespaces.
+        Ok(numbers.and_then(|all| all.split_whitespace().last()?.parse().ok()).unwrap_or(thread))
+    }
+
+    /// How long a thread of it has run so far.
+    pub fn thread_cpu_time(&self, thread: u32) -> Result<Duration, ProcessError> {
+        let malformed = ProcessError::Malformed { pid: self.pid, file: "task/THREAD/schedstat" };
+        let times = self.read_of_thread(thread, "schedstat")?;
+        let ns = times.split_whitespace().next().and_then(|ns| ns.parse().ok());
+        ns.map(Duration::from_nanos).ok_or(malformed)
+    }
+
+    fn read_of_thread(&self, thread: u32, file: &str) -> Result<String, ProcessError> {
+        let read = fs::read_to_string(self.path(&format!("task/{thread}/{file}")));
+        let text = read.map_err(|source| self.explain("read of a thread of", source))?;
+        self.check_alive()?;
+        Ok(text)
+    }
+
     /// What an error of the kernel means when it comes from a file of this process.
     pub(crate) fn explain(&self, action: &'static str, source: io::Error) -> ProcessError {
         match source.raw_os_error() {

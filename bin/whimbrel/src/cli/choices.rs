@@ -1,6 +1,6 @@
 //! What can be chosen for a migration, as words of the command line.
 
-use agent::api::{Deltas, DiskWish, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleWrites};
+use agent::api::{Deltas, DiskWish, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
 use clap::ValueEnum;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -54,6 +54,21 @@ impl From<ThrottleArg> for ThrottleWrites {
             ThrottleArg::Off => Self::Off,
             ThrottleArg::Drain => Self::Drain,
             ThrottleArg::Threshold => Self::Threshold,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ThrottleCpuArg {
+    Off,
+    Drain,
+}
+
+impl From<ThrottleCpuArg> for ThrottleCpu {
+    fn from(arg: ThrottleCpuArg) -> Self {
+        match arg {
+            ThrottleCpuArg::Off => Self::Off,
+            ThrottleCpuArg::Drain => Self::Drain,
         }
     }
 }

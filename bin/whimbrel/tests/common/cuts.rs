@@ -13,6 +13,9 @@ use super::{Cluster, has_event};
 /// A cut takes no longer than that.
 const LONGEST_CUT: Duration = Duration::from_secs(3);
 
+/// From look to look at how much was sent.
+const LOOK: Duration = Duration::from_millis(2);
+
 /// Cuts of one move after the other.
 pub struct Cuts {
     draw: Draw,
@@ -66,6 +69,7 @@ impl Cluster {
                     if is_over.load(Relaxed) {
                         return false;
                     }
+                    thread::sleep(LOOK);
                 }
                 for direction in which {
                     lab.cut(*direction).unwrap();
@@ -89,9 +93,11 @@ impl Cluster {
             cuts.bytes_of_a_move,
             report["reconnections"]
         );
-        // A guest that stands still waits for no link: it goes on where it is, and is moved once more.
-        if is_cut && report["outcome"] == "aborted" && has_event(&report, "stopped") {
-            println!("{vm} stood still: {}", report["reason"]);
+        // Before a byte has gone, and while the guest stands still, nobody waits for a link: it goes on where it is, and is
+        // moved once more.
+        let is_underway = has_event(&report, "accepted") && !has_event(&report, "stopped");
+        if is_cut && report["outcome"] == "aborted" && !is_underway {
+            println!("{vm} goes on where it is: {}", report["reason"]);
             self.agent(from).wait_settled();
             self.agent(to).wait_settled();
             report = self.migrate(vm, from, to, more);

@@ -1,11 +1,16 @@
 //! What is drawn at random, and can be drawn again.
 
-/// The seed of this run: `WHIMBREL_SEED`, or the usual one.
+/// The seed of this run: `WHIMBREL_SEED`, which is not 0, or the usual one.
 pub fn seed(usual: u64) -> u64 {
-    std::env::var("WHIMBREL_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(usual)
+    match std::env::var("WHIMBREL_SEED") {
+        Ok(seed) => {
+            seed.parse().ok().filter(|seed| *seed != 0).expect("WHIMBREL_SEED is a number, and not 0")
+        }
+        Err(_) => usual,
+    }
 }
 
-/// A small generator, so that a sample can be drawn again from its seed, which is not 0.
+/// A small generator, so that a sample can be drawn again from its seed.
 pub struct Draw(pub u64);
 
 impl Draw {

@@ -56,6 +56,18 @@ pub enum ThrottleWrites {
     Threshold,
 }
 
+/// How fast a guest's processors may be while it is moved.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ThrottleCpu {
+    /// As fast as ever.
+    #[default]
+    Off,
+    /// So fast that it dirties half of what is sent, but a tenth of what they usually are at least, where it would dirty
+    /// more than that and could not be stopped in time.
+    Drain,
+}
+
 /// Whether only what changed is sent of pages that are sent again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

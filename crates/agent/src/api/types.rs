@@ -8,7 +8,9 @@ use proto::message::{DiskWish, Finding, Severity};
 use proto::{HostId, MigrationId, VmName};
 use serde::{Deserialize, Serialize};
 
-use super::choices::{Compress, Deltas, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleWrites};
+use super::choices::{
+    Compress, Deltas, OnLimit, RamChoice, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites,
+};
 use crate::progress::{Progress, Standing};
 
 /// Who the agent is and what its host can do.
@@ -191,6 +193,9 @@ pub struct MigrateRequest {
     /// How fast the guest may write to disks that are copied.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub throttle_writes: Option<ThrottleWrites>,
+    /// How fast the guest's processors may be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub throttle_cpu: Option<ThrottleCpu>,
     /// Whether pages of disks that the destination has already are referred to, and not sent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub references: Option<bool>,
@@ -232,6 +237,7 @@ impl MigrateRequest {
             streams: None,
             verify: false,
             throttle_writes: None,
+            throttle_cpu: None,
             references: None,
             compression: None,
             deltas: None,

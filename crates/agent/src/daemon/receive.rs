@@ -167,7 +167,8 @@ impl Daemon {
             let started = traces.make_directory().and_then(|()| {
                 keep_traces(&context, &migration, &traces)?;
                 let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
-                let images = Images::make(copied, &traces.directory, streams, patience)?;
+                let stall = Duration::from_millis(context.config.timeouts.stall_ms);
+                let images = Images::make(copied, &traces.directory, streams, stall)?;
                 let look = |qmp: &mut Qmp, blocks: &[qemu::ram::RamBlock]| compared.with_started(qmp, blocks);
                 let (vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
                 keep_traces(&context, &migration, &vm.traces)?;

@@ -126,6 +126,7 @@ impl Daemon {
             bandwidth_bytes_per_s: None,
             verify: false,
             throttle_writes: limits.throttle_writes,
+            throttle_cpu: limits.throttle_cpu,
             references: limits.references,
             compression: limits.compression,
             worth: limits.worth(),

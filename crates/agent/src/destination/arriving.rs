@@ -325,6 +325,12 @@ fn kill(process: &Process) {
 }
 
 fn remove_directory(directory: &Path) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        if name.to_string_lossy().starts_with("disk-") {
+            block::image::end_unused(&entry.path());
+        }
+    }
     match fs::remove_dir_all(directory) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             warn!(directory = %directory.display(), %error, "left behind");

@@ -158,6 +158,7 @@ impl Driver {
             }
             Notice::Broken { generation, error } if generation == self.generation => self.fail(&error),
             Notice::Broken { .. } => {}
+            Notice::StorageFailed { error } => self.fail(&error),
         }
     }
 

@@ -52,6 +52,11 @@ pub(crate) enum Notice {
         /// Why.
         error: String,
     },
+    /// What was written to an image is not on stable storage.
+    StorageFailed {
+        /// Why.
+        error: String,
+    },
     /// A data stream of a generation ended in a way that new connections do not mend.
     Broken {
         /// Which generation.

@@ -52,6 +52,15 @@ impl Flushing {
         *thread = thread::Builder::new().name("flush".to_owned()).spawn(flush).ok();
     }
 
+    /// What has failed so far, with all its causes. It is left for [`Flushing::end`] too.
+    pub(crate) fn failed(&self) -> Option<String> {
+        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        if thread.as_ref().is_some_and(JoinHandle::is_finished) {
+            self.take(thread.take());
+        }
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|error| crate::chain(error))
+    }
+
     /// Waits for the thread that is at it.
     ///
     /// # Errors

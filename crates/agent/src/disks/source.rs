@@ -99,7 +99,7 @@ pub(crate) struct DiskLog {
     socket: SocketPath,
     names: Vec<String>,
     patience: Duration,
-    /// How much more there was to send after each look, all together, in bytes.
+    /// How much more there was to send after each look of those that can be capped, all together, in bytes.
     dirtied_bytes: u64,
 }
 
@@ -138,17 +138,27 @@ impl DiskLog {
             source: LogError::Disk(Box::new(error)),
         };
         let all = self.names.join(", ");
-        let frozen = self.recording.freeze(qmp).map_err(|error| failed(&all, error.into()))?;
-        for ((frozen, name), into) in frozen.iter().zip(&self.names).zip(into.iter_mut()) {
+        let frozen = self.recording.freeze(qmp).map_err(|error| failed(&all, error.into()))?.to_vec();
+        for (disk, (frozen, into)) in frozen.iter().zip(into.iter_mut()).enumerate() {
+            let had = into.count();
             written(&self.socket.0, frozen, self.patience, into)
-                .map_err(|error| failed(name, error.into()))?;
+                .map_err(|error| failed(&self.names[disk], error.into()))?;
+            // What others hold down, their caps are for.
+            if self.recording.holds(disk) {
+                self.dirtied_bytes += (into.count() - had) * PAGE_BYTES;
+            }
         }
         let pages = into.iter().map(DirtyBitmap::count).sum::<u64>().saturating_sub(before);
-        self.dirtied_bytes += pages * PAGE_BYTES;
         Ok(ScanStats { pages, duration_us: began.elapsed().as_micros() as u64 })
     }
 
-    /// How much has come to be sent by the guest's writes since the recording began, in bytes.
+    /// Those of its disks that somebody else has throttled: they keep his caps.
+    pub(crate) fn throttled_by_others(&self) -> impl Iterator<Item = &str> {
+        let names = self.names.iter().enumerate();
+        names.filter(|(disk, _)| !self.recording.holds(*disk)).map(|(_, name)| name.as_str())
+    }
+
+    /// How much has come to be sent by the guest's writes to the others since the recording began, in bytes.
     pub(crate) fn dirtied_bytes(&self) -> u64 {
         self.dirtied_bytes
     }

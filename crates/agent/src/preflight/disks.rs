@@ -107,6 +107,15 @@ pub(super) fn plan(
             ));
             continue;
         };
+        if disk.encrypted {
+            plan.findings.push(finding(
+                Severity::Blocker,
+                "disk-encrypted-copy",
+                format!("disk {} is encrypted, and a copy of it would hold what the guest sees of it: plain text", wanted.name),
+                "put it on storage that both hosts see and say `--disk NAME=shared`, or encrypt within the guest",
+            ));
+            continue;
+        }
         let place = pool.place(id, &wanted.name, disk.format.as_deref(), &unique());
         plan.findings.push(finding(
             Severity::Info,

@@ -196,6 +196,12 @@ impl Cargo {
         self.ram_bytes.iter().sum()
     }
 
+    /// Disks whose writes are to be throttled and that keep somebody else's caps.
+    pub(crate) fn not_throttled(&self) -> Vec<String> {
+        let disks = self.disks.as_ref().filter(|_| self.throttling.is_some());
+        disks.into_iter().flat_map(DiskLog::throttled_by_others).map(str::to_owned).collect()
+    }
+
     pub(crate) fn throttling(&self) -> Option<&Throttling> {
         self.throttling.as_ref()
     }

@@ -23,15 +23,17 @@ use std::time::{Duration, Instant};
 use ::memory::TrackedRam;
 use engine::handover::source::SourceEvent;
 use link::Writer;
-use proto::message::{Acceptance, CopiedDisk, Finding, Message, Severity};
+use proto::message::{Acceptance, CopiedDisk, DiskWish, Finding, Message, ProposedDisk, Severity};
 use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
 use tracing::warn;
 
 use super::memory::Cargo;
+use super::slowing::Slowing;
 use super::sparing::Sparing;
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
+use crate::api::ThrottleCpu;
 use crate::journal::Durability;
 use crate::progress::Phase;
 use crate::report::{Disk, Measured};
@@ -121,6 +123,7 @@ impl Driver {
         if self.controls.aims().references && accepted.references && cargo.has_disks() {
             cargo.refer_to(self.find_out(accepted, cargo)?);
         }
+        self.may_slow()?;
         let _sparing = self.spare(accepted, cargo);
         self.may_leave_out(cargo);
         let ahead = if cargo.has_disks() { Some(self.send_disks(cargo)?) } else { None };
@@ -194,6 +197,14 @@ impl Driver {
                     report.findings.extend(findings);
                     report.disks = copied.iter().map(disk).collect();
                 });
+                let left_out = |disk: &&ProposedDisk| {
+                    disk.wanted == DiskWish::Copy && copied.iter().all(|copied| copied.name != disk.name)
+                };
+                if let Some(disk) = proposed.iter().find(left_out) {
+                    let reason =
+                        format!("the destination does not say that it takes a copy of disk {}", disk.name);
+                    return Err(Failure::new(SourceEvent::Failed, reason));
+                }
                 let codecs = codecs.iter().filter_map(|name| Codec::of_name(name)).collect();
                 Ok(Accepted { copied, references, templates, codecs, deltas })
             }
@@ -240,6 +251,17 @@ impl Driver {
             self.take_notices()?;
         }
         tracking.finish(self.vm()?).map_err(failed)
+    }
+
+    /// From here on the guest's processors can be slowed down, where that was asked for.
+    fn may_slow(&mut self) -> Result<(), Failure> {
+        if self.controls.aims().throttle_cpu == ThrottleCpu::Off {
+            return Ok(());
+        }
+        let slowing = Slowing::begin(self.vm()?)
+            .map_err(|error| Failure::local("the guest's processors cannot be slowed down", &error))?;
+        self.slowing = Some(slowing);
+        Ok(())
     }
 
     fn vm(&mut self) -> Result<&mut SourceVm, Failure> {

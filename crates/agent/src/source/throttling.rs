@@ -71,6 +71,9 @@ impl Throttling {
     /// Looks at what was written since the last time, and has QEMU keep what follows from it. Returns the cap where it
     /// is another one than before.
     pub(crate) fn look(&mut self, disks: &mut DiskLog, qmp: &mut Qmp) -> Result<Option<Cap>, QmpError> {
+        if disks.throttled_by_others().count() == disks.names().len() {
+            return Ok(None);
+        }
         let written = disks.written(qmp)?;
         let first = *self.first.get_or_insert(written);
         let now =

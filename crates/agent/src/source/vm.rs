@@ -9,12 +9,13 @@ use engine::handover::Found;
 use engine::handover::source::SourceEvent;
 use proto::message::RamBlock as ProposedBlock;
 use qemu::device_state::{self, Disks, StateError, StateFile};
+use qemu::drives::Media;
 use qemu::find;
 use qemu::guest_port::{self, PortError};
 use qemu::qmp::{Qmp, QmpError};
 use qemu::ram::{RamBlock, RamError, Seen};
 use qemu::tree::DeviceTree;
-use tracee::{Process, ProcessError, Signal};
+use tracee::{CpuLimit, Process, ProcessError, Signal};
 use tracing::{info, warn};
 
 use super::inbox::{Mailbox, Notice};
@@ -54,7 +55,7 @@ pub(crate) enum VmError {
     #[error("the state of the devices was not saved")]
     State(#[from] StateError),
     /// It was changed while it was moved (design, trap 12).
-    #[error("{0} changed during the migration; it was plugged or unplugged, try again")]
+    #[error("{0} changed during the migration; try again")]
     Changed(String),
     /// It cannot be held, or let go.
     #[error(transparent)]
@@ -73,12 +74,14 @@ pub(crate) struct SourceVm {
     pub(crate) qmp: Option<Qmp>,
     pub(crate) qmp_path: PathBuf,
     pub(crate) machine_type: String,
-    /// RAM blocks at the start of the migration.
+    /// RAM blocks at the start of the migration; none if an agent before this one began it.
     pub(crate) blocks: Vec<RamBlock>,
     /// What QEMU said of them at the start, to be compared at the stop.
     ram_table: String,
     /// Devices at the start of the migration, to be compared at the stop.
     devices: DeviceTree,
+    /// What was in its drives then.
+    media: Media,
     /// What QEMU made for itself, to be removed after it.
     leavings: Leavings,
     qmp_patience: Duration,
@@ -106,6 +109,7 @@ impl SourceVm {
         vm.ram_table = vm.ask(ram_table)?;
         vm.machine_type = vm.ask(device_state::machine_type)?;
         vm.devices = vm.ask(qemu::tree::device_tree)?;
+        vm.media = vm.ask(qemu::drives::media)?;
         Ok(vm)
     }
 
@@ -122,6 +126,7 @@ impl SourceVm {
             blocks: Vec::new(),
             ram_table: String::new(),
             devices: DeviceTree::default(),
+            media: Media::default(),
             qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
             ran: false,
             disks: Disks::Held,
@@ -200,6 +205,22 @@ impl SourceVm {
         let Some(connection) = guest_port::connect(qmp, pid, &self.devices, name)? else { return Ok(None) };
         let seen = qemu::ram::seen_by_guest(qmp, &self.blocks)?;
         Ok(Some((connection, seen)))
+    }
+
+    /// The threads in which its processors run, by the numbers that they have for QEMU.
+    pub(crate) fn cpu_threads(&mut self) -> Result<Vec<u32>, VmError> {
+        self.ask(qemu::control::cpu_threads)
+    }
+
+    /// Ends the limit on its processors that an agent before this one may have left.
+    pub(crate) fn end_left_limit(&self) {
+        match CpuLimit::end_left(&self.process) {
+            Ok(false) => {}
+            Ok(true) => {
+                info!(pid = self.process.pid(), "a limit on processors that was left behind was ended");
+            }
+            Err(error) => warn!(error = crate::chain(&error), "the guest's processors may still be limited"),
+        }
     }
 
     /// Lets block I/O in flight complete.
@@ -283,14 +304,19 @@ impl SourceVm {
         }
     }
 
-    /// Whether anything was plugged or unplugged since the start (design, trap 12). Takes some milliseconds: to be
+    /// Whether anything was plugged or unplugged since the start (design, trap 12), or a drive has another disk: the one
+    /// at the destination was started with those of then. Takes some milliseconds: to be
     /// asked while something else is waited for.
     pub(crate) fn check_unchanged(&mut self) -> Result<(), VmError> {
         if self.ask(ram_table)? != self.ram_table {
-            return Err(VmError::Changed("the guest's memory".to_owned()));
+            return Err(VmError::Changed("the guest's memory (plugged or unplugged)".to_owned()));
         }
         if !self.ask(qemu::tree::device_tree)?.is_still(&self.devices) {
-            return Err(VmError::Changed("the guest's devices".to_owned()));
+            return Err(VmError::Changed("the guest's devices (plugged or unplugged)".to_owned()));
+        }
+        if self.ask(qemu::drives::media)? != self.media {
+            let what = "what is in the guest's drives (a snapshot, another medium, another length, a mirror)";
+            return Err(VmError::Changed(what.to_owned()));
         }
         Ok(())
     }
@@ -327,6 +353,10 @@ impl SourceVm {
     /// let go, and somebody else's `cont` may wait at another of its monitors.
     pub(crate) fn quit(self) {
         let pid = self.process.pid();
+        // What this agent has limited ends with the process.
+        if self.blocks.is_empty() {
+            self.end_left_limit();
+        }
         match self.process.signal(Signal::KILL).and_then(|()| self.process.wait_exit(Some(KILL_PATIENCE))) {
             Ok(true) => info!(pid, "the source's QEMU has ended"),
             Ok(false) => warn!(pid, "the source's QEMU does not end after SIGKILL"),

@@ -226,6 +226,11 @@ impl Policy for ByPattern {
         self.aim = aim;
     }
 
+    fn slowed(&mut self) {
+        (self.looks, self.fewest_dirty) = (Looks::default(), None);
+        (self.stuck_rounds, self.stuck_ns) = (0, 0);
+    }
+
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         self.forecast.learn(observed);
         let pages_ns = self.forecast.pages_ns(observed);

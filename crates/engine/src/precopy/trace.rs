@@ -26,6 +26,14 @@ impl Policy for AnyPolicy {
         }
     }
 
+    fn slowed(&mut self) {
+        match self {
+            Self::Pattern(policy) => policy.slowed(),
+            Self::Target(policy) => policy.slowed(),
+            Self::Rounds(policy) => policy.slowed(),
+        }
+    }
+
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         match self {
             Self::Pattern(policy) => policy.decide(observed),
@@ -68,6 +76,8 @@ pub struct Trace {
 pub enum TraceEntry {
     /// The aim changed.
     Aim(Aim),
+    /// The guest was slowed down.
+    Slowed,
     /// A round was over.
     Round {
         /// What was seen.
@@ -85,6 +95,7 @@ impl Trace {
         for entry in &self.entries {
             match entry {
                 TraceEntry::Aim(aim) => policy.aim(*aim),
+                TraceEntry::Slowed => policy.slowed(),
                 TraceEntry::Round { observed, .. } => again.push(policy.decide(observed)),
             }
         }
@@ -94,7 +105,7 @@ impl Trace {
     /// The decisions as they were made.
     pub fn decisions(&self) -> Vec<Decision> {
         let decision = |entry: &TraceEntry| match entry {
-            TraceEntry::Aim(_) => None,
+            TraceEntry::Aim(_) | TraceEntry::Slowed => None,
             TraceEntry::Round { decision, .. } => Some(*decision),
         };
         self.entries.iter().filter_map(decision).collect()
@@ -134,6 +145,11 @@ impl Policy for Traced {
             self.trace.entries.push(TraceEntry::Aim(aim));
             self.policy.aim(aim);
         }
+    }
+
+    fn slowed(&mut self) {
+        self.trace.entries.push(TraceEntry::Slowed);
+        self.policy.slowed();
     }
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {

@@ -157,6 +157,7 @@ fn directories_of_disks() {
         removable: false,
         bytes: None,
         used_bytes: None,
+        encrypted: false,
         nodes: None,
     });
     let error = build(&vm, &rules).unwrap_err();
@@ -283,6 +284,7 @@ fn disk(name: &str, file: &str, nodes: (&str, &str, &[&str])) -> Disk {
         removable: false,
         bytes: Some(1 << 20),
         used_bytes: None,
+        encrypted: false,
         nodes: Some(DiskNodes {
             format: "raw".to_owned(),
             top: top.to_owned(),

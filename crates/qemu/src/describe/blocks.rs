@@ -73,6 +73,8 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
     let mut below: Vec<String> = chain.iter().map(|node| file_of(node)).collect();
     below.dedup();
     let is_device = |name: &String| live.nodes.get(name).is_some_and(|node| node.driver == "host_device");
+    let is_encrypted =
+        |name: &String| live.nodes.get(name).is_some_and(|node| node.encrypted || node.driver == "luks");
     // Of a device QEMU does not know how much is in use.
     let on_device = backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_device(&name));
     Disk {
@@ -86,6 +88,7 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
         file,
         format: top.map(|node| node.driver.clone()),
         read_only: top.is_some_and(|node| node.read_only),
+        encrypted: backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_encrypted(&name)),
         direct: top.is_some_and(|node| node.cache.direct),
         removable: backend.removable,
         bytes: backend.bytes,

@@ -6,6 +6,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::live::Live;
+use crate::drives::{self, Drive};
 use crate::qmp::{Qmp, QmpError};
 
 /// A block node.
@@ -116,34 +117,6 @@ pub(super) fn ask(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>
         child: u64,
         name: String,
     }
-    #[derive(Deserialize)]
-    struct Block {
-        device: String,
-        qdev: Option<String>,
-        removable: bool,
-        inserted: Option<Inserted>,
-    }
-    #[derive(Deserialize)]
-    struct Inserted {
-        #[serde(rename = "node-name")]
-        node: String,
-        image: Image,
-    }
-    #[derive(Deserialize)]
-    #[serde(rename_all = "kebab-case")]
-    struct Image {
-        virtual_size: u64,
-        actual_size: Option<u64>,
-        #[serde(rename = "backing-image")]
-        below: Option<Box<Image>>,
-    }
-    impl Image {
-        fn used_bytes(&self) -> u64 {
-            let own = self.actual_size.unwrap_or(self.virtual_size);
-            let below = self.below.as_ref().map_or(0, |image| image.used_bytes());
-            own.saturating_add(below).min(self.virtual_size)
-        }
-    }
     let nodes: Vec<Node> = qmp.execute("query-named-block-nodes", json!({ "flat": true }))?;
     let mut nodes: BTreeMap<String, Node> = nodes.into_iter().map(|node| (node.name.clone(), node)).collect();
     let graph: Graph = qmp.execute("x-debug-query-block-graph", Value::Null)?;
@@ -158,17 +131,14 @@ pub(super) fn ask(qmp: &mut Qmp) -> Result<(BTreeMap<String, Node>, Vec<Backend>
             node.children.insert(edge.name.clone(), child);
         }
     }
-    let blocks: Vec<Block> = qmp.execute("query-block", Value::Null)?;
-    let backends = blocks
-        .into_iter()
-        .map(|block| Backend {
-            name: block.device,
-            device: block.qdev,
-            removable: block.removable,
-            bytes: block.inserted.as_ref().map(|inserted| inserted.image.virtual_size),
-            used_bytes: block.inserted.as_ref().map(|inserted| inserted.image.used_bytes()),
-            root: block.inserted.map(|inserted| inserted.node),
-        })
-        .collect();
+    let backend = |drive: Drive| Backend {
+        name: drive.name,
+        device: drive.device,
+        removable: drive.removable,
+        bytes: drive.medium.as_ref().map(|medium| medium.image.bytes),
+        used_bytes: drive.medium.as_ref().map(|medium| medium.image.used_bytes()),
+        root: drive.medium.map(|medium| medium.node),
+    };
+    let backends = drives::ask(qmp)?.into_iter().map(backend).collect();
     Ok((nodes, backends))
 }

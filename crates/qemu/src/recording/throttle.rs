@@ -5,6 +5,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::PREFIX;
+use crate::drives::{self, Caps, Drive, Medium};
 use crate::qmp::{Qmp, QmpError};
 
 /// What a guest has written to some disks since its start.
@@ -28,56 +29,39 @@ pub struct WriteCap {
 /// The devices whose writes are counted and capped.
 #[derive(Debug, Default)]
 pub(super) struct Throttle {
-    /// Ids or QOM paths of devices that have recorded disks, but for those that somebody else has throttled.
-    devices: Vec<String>,
+    /// Ids or QOM paths of the devices that have the recorded disks, one for each; none of one that somebody else has
+    /// throttled.
+    devices: Vec<Option<String>>,
     /// What is kept now.
     cap: WriteCap,
 }
 
-/// A device's drive, from `query-block`.
-#[derive(Deserialize)]
-struct Backend {
-    qdev: Option<String>,
-    inserted: Option<Inserted>,
-}
-
-#[derive(Deserialize)]
-struct Inserted {
-    #[serde(rename = "node-name")]
-    node: String,
-    bps: u64,
-    bps_rd: u64,
-    bps_wr: u64,
-    iops: u64,
-    iops_rd: u64,
-    iops_wr: u64,
-    #[serde(default)]
-    group: Option<String>,
-}
-
-impl Inserted {
+impl Medium {
     /// Whether it is in a group of ours, in which caps are ours.
-    fn is_ours(&self) -> bool {
-        self.group.as_ref().is_some_and(|group| group.starts_with(PREFIX))
+    fn is_capped_by_us(&self) -> bool {
+        self.cap_group.as_ref().is_some_and(|group| group.starts_with(PREFIX))
     }
 
     /// Whether nobody else has throttled it. A group without a cap is somebody's, too.
     fn is_free(&self) -> bool {
-        let caps = [self.bps, self.bps_rd, self.bps_wr, self.iops, self.iops_rd, self.iops_wr];
-        self.is_ours() || self.group.is_none() && caps.iter().all(|cap| *cap == 0)
+        self.is_capped_by_us() || self.cap_group.is_none() && self.caps == Caps::default()
     }
 }
 
 impl Throttle {
     /// Finds the devices of disks with these top nodes.
     pub(super) fn find<'a>(qmp: &mut Qmp, nodes: impl Iterator<Item = &'a str>) -> Result<Self, QmpError> {
-        let backends: Vec<Backend> = qmp.execute("query-block", Value::Null)?;
+        let drives = drives::ask(qmp)?;
         let device_of = |node: &str| {
-            let has_it =
-                |it: &&Backend| it.inserted.as_ref().is_some_and(|it| it.node == node && it.is_free());
-            backends.iter().find(has_it)?.qdev.clone()
+            let has_it = |it: &&Drive| it.medium.as_ref().is_some_and(|it| it.node == node && it.is_free());
+            drives.iter().find(has_it)?.device.clone()
         };
-        Ok(Self { devices: nodes.filter_map(device_of).collect(), cap: WriteCap::default() })
+        Ok(Self { devices: nodes.map(device_of).collect(), cap: WriteCap::default() })
+    }
+
+    /// Whether the disk with this number is held to the cap.
+    pub(super) fn holds(&self, disk: usize) -> bool {
+        self.devices.get(disk).is_some_and(Option::is_some)
     }
 
     /// What the guest has written so far.
@@ -93,7 +77,7 @@ impl Throttle {
             wr_bytes: u64,
         }
         let all: Vec<Of> = qmp.execute("query-blockstats", Value::Null)?;
-        let ours = all.iter().filter(|of| of.qdev.as_ref().is_some_and(|qdev| self.devices.contains(qdev)));
+        let ours = all.iter().filter(|of| of.qdev.is_some() && self.devices.contains(&of.qdev));
         Ok(ours.fold(Written::default(), |sum, of| Written {
             writes: sum.writes + of.stats.wr_operations,
             bytes: sum.bytes + of.stats.wr_bytes,
@@ -106,14 +90,14 @@ impl Throttle {
             return Ok(());
         }
         // Somebody may have throttled one meanwhile: it is his from then on.
-        let backends: Vec<Backend> = qmp.execute("query-block", Value::Null)?;
+        let drives = drives::ask(qmp)?;
         let is_free = |device: &String| {
-            let is_it = |backend: &&Backend| backend.qdev.as_ref() == Some(device);
-            backends.iter().find(is_it).and_then(|it| it.inserted.as_ref()).is_some_and(Inserted::is_free)
+            let is_it = |drive: &&Drive| drive.device.as_ref() == Some(device);
+            drives.iter().find(is_it).and_then(|it| it.medium.as_ref()).is_some_and(Medium::is_free)
         };
-        self.devices.retain(is_free);
+        self.devices.iter_mut().for_each(|device| *device = device.take().filter(is_free));
         self.cap = cap;
-        set(qmp, self.devices.iter(), cap)
+        set(qmp, self.devices.iter().flatten(), cap)
     }
 
     /// Lifts the cap without asking first: QEMU does it, even where it answers too late.
@@ -121,7 +105,7 @@ impl Throttle {
         if std::mem::take(&mut self.cap) == WriteCap::default() {
             return Ok(());
         }
-        set(qmp, self.devices.iter(), WriteCap::default())
+        set(qmp, self.devices.iter().flatten(), WriteCap::default())
     }
 }
 
@@ -133,9 +117,9 @@ fn set<'a>(qmp: &mut Qmp, devices: impl Iterator<Item = &'a String>, cap: WriteC
 
 /// Lifts every cap of ours, whoever set it. Returns whether there was one.
 pub(super) fn lift_all(qmp: &mut Qmp) -> Result<bool, QmpError> {
-    let backends: Vec<Backend> = qmp.execute("query-block", Value::Null)?;
-    let ours = backends.iter().filter(|backend| backend.inserted.as_ref().is_some_and(Inserted::is_ours));
-    let devices: Vec<&String> = ours.filter_map(|backend| backend.qdev.as_ref()).collect();
+    let drives = drives::ask(qmp)?;
+    let ours = drives.iter().filter(|drive| drive.medium.as_ref().is_some_and(Medium::is_capped_by_us));
+    let devices: Vec<&String> = ours.filter_map(|drive| drive.device.as_ref()).collect();
     set(qmp, devices.iter().copied(), WriteCap::default())?;
     Ok(!devices.is_empty())
 }

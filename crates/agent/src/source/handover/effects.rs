@@ -95,12 +95,17 @@ impl Machine for Driver {
                 };
                 self.follow_ups.push_back(event);
             }
-            SourceEffect::QuitQemu => match self.vm.take() {
-                Some(vm) => vm.quit(),
-                // An agent before this one may have died between ending QEMU and tidying up after it.
-                None => vms::remove_leavings(&self.context, &self.terms.migration.vm),
-            },
+            SourceEffect::QuitQemu => {
+                match self.vm.take() {
+                    Some(vm) => vm.quit(),
+                    // An agent before this one may have died between ending QEMU and tidying up after it.
+                    None => vms::remove_leavings(&self.context, &self.terms.migration.vm),
+                }
+                // Nobody is in the groups any more.
+                self.slowing = None;
+            }
             SourceEffect::UndoAll => {
+                self.slowing = None;
                 let disks = self.cargo.take().and_then(memory::Cargo::into_disks);
                 self.inbox.interrupts(None);
                 // Held for a handover that did not come about; a guest that is to run was let go by its `cont`.
@@ -108,6 +113,7 @@ impl Machine for Driver {
                     warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "QEMU is not let go");
                 }
                 if let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) {
+                    vm.end_left_limit();
                     vm.forget_state_file();
                     vm.forget_recording(disks);
                     // One of an agent before this one; this one's is gone by now.

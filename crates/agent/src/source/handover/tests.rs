@@ -28,6 +28,7 @@ fn aims() -> Aims {
         bandwidth_bytes_per_s: None,
         verify: false,
         throttle_writes: ThrottleWrites::Off,
+        throttle_cpu: crate::api::ThrottleCpu::Off,
         references: true,
         compression: Compress::Auto,
         worth: ::memory::Worth::default(),

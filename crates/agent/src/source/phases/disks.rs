@@ -85,7 +85,7 @@ impl Driver {
         let listener = UnixListener::bind(&socket)
             .map_err(|source| CargoError::Socket { path: socket.clone(), source })?;
         let path = SocketPath(socket.clone());
-        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        let patience = Duration::from_millis(self.context.config.timeouts.stall_ms);
         let vm = self.vm.as_mut().ok_or(VmError::Gone)?;
         vm.end_left_recording()?;
         let names: Vec<String> = copied.iter().map(|disk| disk.name.clone()).collect();
@@ -108,6 +108,11 @@ impl Driver {
     /// Rounds of disks alone, until memory shall begin.
     pub(super) fn send_disks(&mut self, cargo: &mut Cargo) -> Result<(Sender, Owed), Failure> {
         let mut sender = self.open_streams(cargo)?;
+        let kept = cargo.not_throttled();
+        if !kept.is_empty() {
+            let said = format!("those to {}, which somebody else has throttled", kept.join(", "));
+            self.note("writes-not-throttled", said);
+        }
         let mut owed = cargo.disks_alone();
         let mut sent_bytes = None;
         loop {

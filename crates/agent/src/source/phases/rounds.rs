@@ -188,7 +188,14 @@ impl Driver {
         let decision = policy.decide(&observed);
         self.decided(&observed, &decision, policy.trace());
         match decision {
-            Decision::NextRound { most_pages, .. } => Ok(Next::Round { most_pages }),
+            Decision::NextRound { most_pages, expected_downtime_ns } => {
+                // In the first pass it is not known yet how much will be left.
+                let max_downtime_ns = self.controls.aims().max_downtime_ms.saturating_mul(1_000_000);
+                if sent.pass > 0 && expected_downtime_ns > max_downtime_ns && self.slow_down(&observed)? {
+                    policy.slowed();
+                }
+                Ok(Next::Round { most_pages })
+            }
             Decision::StopAndCopy { expected_downtime_ns, .. } => {
                 Ok(Next::Stop { expected_downtime: Duration::from_nanos(expected_downtime_ns) })
             }
@@ -197,6 +204,19 @@ impl Driver {
                 Err(Failure::new(SourceEvent::Failed, reason.to_string()))
             }
         }
+    }
+
+    /// Has the guest's processors be as fast as the policy says, where that was asked for; whether that is another speed
+    /// than before.
+    fn slow_down(&mut self, observed: &RoundObservation) -> Result<bool, Failure> {
+        let Some(slowing) = &mut self.slowing else { return Ok(false) };
+        let percent = slowing
+            .look(observed)
+            .map_err(|error| Failure::local("the guest's processors cannot be slowed down", &error))?;
+        if let Some(percent) = percent {
+            self.note("cpu-throttled", format!("to {percent}% of what it usually uses"));
+        }
+        Ok(percent.is_some())
     }
 
     /// Takes what was written out of the logs, and lets what is in flight land.

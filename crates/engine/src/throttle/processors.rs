@@ -1,0 +1,120 @@
+//! Slowing a guest's processors down, so that it writes to its memory no faster than the link carries that away.
+//!
+//! A guest that is slower writes less: that is the idea of QEMU's auto-converge, too, which takes a fifth of all processors
+//! away and then a tenth more and a tenth more, by having them sleep. Here it is as little as the measured rates need, of
+//! the processor time that the guest really uses, up or down at each look; and whoever enforces it lets it run and wait in
+//! turns of some milliseconds.
+
+use super::{Held, Seen};
+
+/// What was seen of a guest in the last round.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CpuObservation {
+    /// Processor time that its virtual processors used, in microseconds per second: 1,000,000 is one of them all the time.
+    pub used_us_per_s: u64,
+    /// How fast it dirtied memory, in bytes of whole pages per second.
+    pub dirtied_bytes_per_s: u64,
+    /// How fast memory was sent, in the same.
+    pub drained_bytes_per_s: u64,
+}
+
+/// Holds a guest to so much processor time that it dirties half of what is sent: then all that is left is half after each
+/// way through it. When it dirties far less for a while, it gets more step by step, and is let go in the end.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CpuDrain {
+    held: Held,
+    /// The most that it used while it was not held.
+    usual_us_per_s: u64,
+}
+
+impl CpuDrain {
+    /// It keeps at least one part in so many of what it used: who gets less does not answer any more.
+    pub const LEAST_SHARE: u64 = 10;
+    /// And a twentieth of one processor: one that was idle has to be able to do something.
+    pub const LEAST_US_PER_S: u64 = 50_000;
+
+    /// How much processor time it may use from now on, in microseconds per second; none if it is not held.
+    pub fn decide(&mut self, observed: &CpuObservation) -> Option<u64> {
+        let &CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s } = observed;
+        if self.held.cap.is_none() {
+            self.usual_us_per_s = self.usual_us_per_s.max(used_us_per_s);
+        }
+        self.held.hold(&Seen {
+            used: used_us_per_s,
+            dirtied: dirtied_bytes_per_s,
+            share: drained_bytes_per_s / 2,
+            least: (self.usual_us_per_s / Self::LEAST_SHARE).max(Self::LEAST_US_PER_S),
+            most: self.usual_us_per_s,
+        });
+        self.held.cap
+    }
+
+    /// What that is of what it usually uses, in hundredths.
+    pub fn percent(&self) -> u64 {
+        let percent = |cap: u64| (u128::from(cap) * 100).checked_div(self.usual_us_per_s.into());
+        self.held.cap.and_then(percent).map_or(100, |percent| percent.min(100) as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    /// A guest that would use so much and dirty so much, on a link that drains 100 MiB a second; what it may use at the
+    /// end, in hundredths, after so many looks.
+    fn held_after(looks: u32, wants_us: u64, dirties: u64) -> (CpuDrain, Option<u64>) {
+        let (mut policy, mut cap) = (CpuDrain::default(), None);
+        for _ in 0..looks {
+            let used_us_per_s = cap.map_or(wants_us, |cap| wants_us.min(cap));
+            let dirtied_bytes_per_s = dirties * used_us_per_s / wants_us;
+            let drained_bytes_per_s = 100 * MIB;
+            cap = policy.decide(&CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s });
+        }
+        (policy, cap)
+    }
+
+    #[test]
+    fn a_guest_gets_what_lets_it_dirty_half_of_what_is_sent() {
+        // Two processors that dirty twice as much as is sent: a quarter of that is half of it.
+        let (policy, cap) = held_after(1, 2_000_000, 200 * MIB);
+        assert_eq!((cap, policy.percent()), (Some(500_000), 25));
+        // And there it stays.
+        let (policy, cap) = held_after(40, 2_000_000, 200 * MIB);
+        assert!(cap.is_some_and(|cap| (250_000..=1_000_000).contains(&cap)), "{policy:?}");
+    }
+
+    #[test]
+    fn a_guest_that_dirties_little_is_not_held() {
+        for dirties in [0, 10, 50] {
+            let (policy, cap) = held_after(40, 1_000_000, dirties * MIB);
+            assert_eq!((cap, policy.percent()), (None, 100));
+        }
+        // One that is idle uses nothing, and what it dirties comes from elsewhere: nothing helps, and nothing is divided by
+        // zero.
+        let idle = CpuObservation { dirtied_bytes_per_s: MIB, ..CpuObservation::default() };
+        let mut policy = CpuDrain::default();
+        assert_eq!((policy.decide(&idle), policy.percent()), (Some(50_000), 100));
+    }
+
+    #[test]
+    fn no_guest_is_held_to_less_than_a_tenth() {
+        let (policy, cap) = held_after(40, 1_000_000, 100_000 * MIB);
+        assert_eq!((cap, policy.percent()), (Some(100_000), 10));
+    }
+
+    #[test]
+    fn a_guest_that_has_become_calm_is_let_go() {
+        let (mut policy, cap) = held_after(1, 1_000_000, 400 * MIB);
+        assert_eq!(cap, Some(125_000));
+        let calm = CpuObservation {
+            used_us_per_s: 100_000,
+            dirtied_bytes_per_s: MIB,
+            drained_bytes_per_s: 100 * MIB,
+        };
+        let caps: Vec<_> = (0..12).map(|_| policy.decide(&calm)).collect();
+        assert_eq!(caps[1..4], [Some(125_000), Some(250_000), Some(250_000)]);
+        assert_eq!((caps[8], caps[11], policy.percent()), (Some(1_000_000), None, 100));
+    }
+}

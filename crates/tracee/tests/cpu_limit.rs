@@ -1,0 +1,105 @@
+//! Limits on the processor time of another process's threads, by the kernel's own control groups. Needs root.
+
+#![allow(clippy::panic, clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use common::Victim;
+use whimbrel_tracee::{CpuLimit, CpuLimitError, Process};
+
+/// The group in which a thread is, by the kernel's word.
+fn group_of(process: &Process, thread: u32) -> String {
+    fs::read_to_string(process.path(&format!("task/{thread}/cgroup"))).unwrap()
+}
+
+/// Where its limit stands, in a file system of control groups of version one.
+fn directory(process: &Process) -> PathBuf {
+    Path::new("/sys/fs/cgroup/cpu").join(format!("whimbrel-cpu-{}", process.pid()))
+}
+
+/// A victim whose threads are limited; none where no control group limits processors.
+fn limited() -> Option<(Victim, Vec<u32>, CpuLimit)> {
+    let victim = Victim::start(&[]);
+    let threads: Vec<u32> = victim.threads.values().copied().take(3).collect();
+    match CpuLimit::begin(&victim.process, &threads) {
+        Ok(limit) => Some((victim, threads, limit)),
+        Err(CpuLimitError::Unsupported) => {
+            println!("no control group limits processors here");
+            None
+        }
+        Err(error) => panic!("{error:?}"),
+    }
+}
+
+#[test]
+fn threads_are_limited_and_put_back_where_they_were() {
+    let Some((mut victim, threads, limit)) = limited() else { return };
+    let main = victim.process.pid();
+    let before = group_of(&victim.process, main);
+    for thread in &threads {
+        assert!(group_of(&victim.process, *thread).contains("/whimbrel-cpu-"));
+    }
+    assert_eq!(group_of(&victim.process, main), before, "the others are where they were");
+    for us_per_s in [Some(100_000), Some(1), Some(64_000_000), None] {
+        limit.set(us_per_s).unwrap();
+        victim.assert_goes_on();
+    }
+    let group = directory(&victim.process);
+    if group.exists() {
+        let quota = || fs::read_to_string(group.join("cpu.cfs_quota_us")).unwrap();
+        assert_eq!(fs::read_to_string(group.join("cpu.cfs_period_us")).unwrap(), "20000\n");
+        assert_eq!(quota(), "-1\n");
+        limit.set(Some(250_000)).unwrap();
+        assert_eq!(quota(), "5000\n");
+        // No less than the kernel gives.
+        limit.set(Some(0)).unwrap();
+        assert_eq!(quota(), "1000\n");
+    }
+    drop(limit);
+    for thread in &threads {
+        assert_eq!(group_of(&victim.process, *thread), before);
+    }
+    assert!(!group.exists());
+    assert!(!CpuLimit::end_left(&victim.process).unwrap());
+    victim.assert_goes_on();
+    victim.assert_well();
+}
+
+#[test]
+fn what_one_that_died_has_left_is_ended() {
+    let Some((mut victim, threads, limit)) = limited() else { return };
+    limit.set(Some(50_000)).unwrap();
+    // As if this process had been killed.
+    std::mem::forget(limit);
+    assert!(CpuLimit::end_left(&victim.process).unwrap());
+    for thread in &threads {
+        assert!(!group_of(&victim.process, *thread).contains("whimbrel"));
+    }
+    assert!(!directory(&victim.process).exists());
+    victim.assert_goes_on();
+    victim.assert_well();
+}
+
+/// The process ends while it is limited: nothing is left.
+#[test]
+fn a_group_goes_with_its_process() {
+    let Some((victim, _, limit)) = limited() else { return };
+    let group = directory(&victim.process);
+    drop(victim);
+    drop(limit);
+    assert!(!group.exists());
+}
+
+/// What cannot be limited is where it was.
+#[test]
+fn a_thread_that_is_not_there_is_an_error_that_changes_nothing() {
+    let Some((victim, threads, limit)) = limited() else { return };
+    drop(limit);
+    let nobody = [threads[0], u32::MAX - 1];
+    assert!(CpuLimit::begin(&victim.process, &nobody).is_err());
+    assert!(!group_of(&victim.process, threads[0]).contains("whimbrel"));
+    victim.assert_well();
+}

@@ -8,7 +8,9 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::{Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Serial, Setup, entries, until};
+use common::{
+    Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Serial, Setup, entries, has_event, until,
+};
 use lab::{Direction, disk};
 use serde_json::{Value, json};
 
@@ -465,11 +467,14 @@ fn an_image_that_cannot_be_written_or_flushed_is_not_handed_over() {
     for fails in ["write", "flush"] {
         let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "raw");
         with_failing_images(&mut cluster, fails);
-        let failed = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--on-limit", "stop"]);
+        // So slowly that a flush has been tried long before the end.
+        let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "24M"];
+        let failed = cluster.a.cli(&[&words[..], &["--on-limit", "stop"]].concat());
         assert_eq!(failed.code, 1, "{fails}: {failed:?}");
         let report = cluster.a.cli(&["report", "vm1"]).ok().json();
         let reason = report["reason"].as_str().unwrap();
         assert!(reason.contains("Input/output error"), "{fails}: {reason}\n{}", cluster.b.log());
+        assert!(!has_event(&report, "stopped"), "{fails}: the guest stood still for it: {report:#}");
         cluster.a.wait_settled();
         cluster.b.wait_settled();
         assert_eq!(entries(&pool(&cluster, "b")), [""; 0], "{}", cluster.b.log());

@@ -20,6 +20,8 @@ use crate::nbd::{Client, NbdError};
 const EXPORT: &str = "disk";
 /// What QEMU's tools come with.
 const TOOLS: &str = "QEMU's package of tools (qemu-utils, qemu-img)";
+/// How long a server may take to start, however patient whoever waits for what it writes.
+const START_PATIENCE: Duration = Duration::from_secs(10);
 /// How often a server that is starting is looked at.
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -234,7 +236,7 @@ impl Server {
             .map_err(|source| ImageError::NoTool { tool: "qemu-nbd", package: TOOLS, source })?;
         let mut server =
             Self { child, path: path.to_owned(), socket: socket.to_owned(), patience, keeper: None };
-        let deadline = Instant::now() + patience;
+        let deadline = Instant::now() + patience.min(START_PATIENCE);
         loop {
             match server.client() {
                 Ok(keeper) => {
@@ -312,8 +314,11 @@ impl Server {
 /// now, and loses it. One that is in use does not notice.
 pub fn end_unused(socket: &Path) {
     const PATIENCE: Duration = Duration::from_secs(2);
-    // Where nobody listens there is nobody to end.
-    drop(Client::connect(socket, EXPORT, None, PATIENCE));
+    let deadline = Instant::now() + PATIENCE;
+    // Until nobody listens: only then it has let go of the image. One that is in use goes on listening.
+    while Client::connect(socket, EXPORT, None, PATIENCE).is_ok() && Instant::now() < deadline {
+        std::thread::sleep(LOOK);
+    }
 }
 
 /// Puts what was written to an image on stable storage, as long as its server is there.

@@ -192,7 +192,7 @@ pub trait Policy {
     fn aim(&mut self, aim: Aim);
 
     /// The guest was slowed down: what was seen of how it writes tells nothing of how it will.
-    fn slowed(&mut self) {}
+    fn slowed(&mut self);
 
     /// What to do after this round.
     fn decide(&mut self, observed: &RoundObservation) -> Decision;

@@ -29,6 +29,8 @@ pub(crate) struct Medium {
     /// Its top node.
     #[serde(rename = "node-name")]
     pub(crate) node: String,
+    /// The name of what is in it, with those of the nodes below it where they do not follow.
+    pub(crate) file: String,
     pub(crate) image: Image,
     #[serde(flatten)]
     pub(crate) caps: Caps,
@@ -80,7 +82,10 @@ pub(crate) fn ask(qmp: &mut Qmp) -> Result<Vec<Drive>, QmpError> {
 /// A snapshot puts another node above the one that a device used, a change of medium puts another in its place, and a disk
 /// that has grown is another for who opened it before.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Media(Vec<(DriveName, Option<(String, u64)>)>);
+pub struct Media(Vec<(DriveName, Option<NodeFileBytes>)>);
+
+/// Its top node, the name of what is in it, and its length.
+type NodeFileBytes = (String, String, u64);
 
 /// Its device, and its own name.
 type DriveName = (Option<String>, String);
@@ -88,7 +93,7 @@ type DriveName = (Option<String>, String);
 /// What devices have now.
 pub fn media(qmp: &mut Qmp) -> Result<Media, QmpError> {
     let of = |drive: Drive| {
-        let medium = drive.medium.map(|medium| (medium.node, medium.image.bytes));
+        let medium = drive.medium.map(|medium| (medium.node, medium.file, medium.image.bytes));
         ((drive.device, drive.name), medium)
     };
     let mut media: Vec<_> = ask(qmp)?.into_iter().map(of).collect();

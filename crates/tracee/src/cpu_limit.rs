@@ -21,11 +21,17 @@ use crate::{Process, ProcessError};
 /// How often the kernel gives a limited thread new time.
 pub const PERIOD: Duration = Duration::from_millis(20);
 
-/// The kernel gives no less in a period.
+/// The kernel gives no less in a period, and each thread of a group gets as much.
 const LEAST_QUOTA_US: u64 = 1_000;
 
 /// Groups of this crate's have this before the number of the process.
 const NAME: &str = "whimbrel-cpu-";
+/// And this behind it where the controller was switched on in the group above, and is to be switched off there.
+const SWITCHED_ON: &str = "-on";
+
+/// How often threads are put back that others in the group have started meanwhile.
+const ROUNDS: u32 = 100;
+const PAUSE: Duration = Duration::from_millis(5);
 
 /// Why threads cannot be limited.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +51,15 @@ pub enum CpuLimitError {
         thread: u32,
         /// Its group, by the kernel's word.
         group: String,
+    },
+    /// The group above does not hand the controller down.
+    #[error(
+        "the control group {group} may not limit processors; with systemd, give the unit of QEMU, and its slice, a \
+         `CPUWeight=`"
+    )]
+    NoController {
+        /// The group in which the threads are.
+        group: PathBuf,
     },
     /// The kernel does not do what it was told.
     #[error("cannot {action} {path}", path = path.display())]
@@ -107,21 +122,11 @@ impl CpuLimit {
         // Dropped after an error, it puts back who has been moved.
         let mut this = Self { groups: Vec::new(), threads: threads.len() as u64 };
         for (home, (version, threads)) in homes {
-            let path = home.join(format!("{NAME}{}", process.pid()));
-            make_directory(&path)?;
-            this.groups.push(Group { version, path: path.clone(), threads: threads.len() as u64 });
-            match version {
-                Version::One => {
-                    write(&path.join("cpu.cfs_period_us"), &PERIOD.as_micros().to_string())?;
-                }
-                Version::Two => {
-                    // The group above may have threads itself only if these are all that those below have.
-                    write(&path.join("cgroup.type"), "threaded")?;
-                    write(&home.join("cgroup.subtree_control"), "+cpu")?;
-                }
-            }
+            let group = Group::make(version, &home, process.pid(), threads.len() as u64)?;
+            let list = group.path.join(version.threads());
+            this.groups.push(group);
             for thread in threads {
-                write(&path.join(version.threads()), &thread.to_string())?;
+                write(&list, &thread.to_string())?;
             }
         }
         Ok(this)
@@ -133,7 +138,7 @@ impl CpuLimit {
             let of = |all: u64| all.saturating_mul(group.threads) / self.threads.max(1);
             let quota_us = us_per_s.map(|all| {
                 let period_us = PERIOD.as_micros() as u64;
-                (of(all).saturating_mul(period_us) / 1_000_000).max(LEAST_QUOTA_US)
+                (of(all).saturating_mul(period_us) / 1_000_000).max(LEAST_QUOTA_US * group.threads)
             });
             group.set(quota_us)?;
         }
@@ -144,20 +149,23 @@ impl CpuLimit {
     pub fn end_left(process: &Process) -> Result<bool, CpuLimitError> {
         let Ok(mounts) = Mounts::of_this_process() else { return Ok(false) };
         let name = format!("{NAME}{}", process.pid());
+        let names = [name.clone(), name + SWITCHED_ON];
         let mut found = BTreeMap::new();
         for thread in process.threads()? {
             // One that ends meanwhile is in no group.
             if let Ok((version, path)) = mounts.group_of(process, thread)
-                && path.file_name().is_some_and(|last| *last == *name)
+                && path.file_name().is_some_and(|last| names.iter().any(|name| *last == **name))
             {
                 found.insert(path, version);
             }
         }
-        let left = !found.is_empty();
-        for (path, version) in found {
-            Group { version, path, threads: 0 }.end()?;
-        }
-        Ok(left)
+        let groups: Vec<_> =
+            found.into_iter().map(|(path, version)| Group { version, path, threads: 0 }).collect();
+        // First of all they run; and what goes wrong with one is no reason to leave another.
+        let lifted = groups.iter().map(|group| group.set(None)).fold(Ok(()), Result::and);
+        let ended = groups.iter().map(Group::end).fold(Ok(()), Result::and);
+        lifted.and(ended)?;
+        Ok(!groups.is_empty())
     }
 }
 
@@ -172,6 +180,38 @@ impl Drop for CpuLimit {
 }
 
 impl Group {
+    /// Makes a group below another one, or takes one that was left there. It limits nobody.
+    fn make(version: Version, home: &Path, pid: u32, threads: u64) -> Result<Self, CpuLimitError> {
+        let mut name = format!("{NAME}{pid}");
+        if version == Version::Two {
+            let has_cpu = |file: &str| {
+                let words = fs::read_to_string(home.join(file)).unwrap_or_default();
+                words.split_whitespace().any(|word| word == "cpu")
+            };
+            if !has_cpu("cgroup.controllers") {
+                return Err(CpuLimitError::NoController { group: home.to_owned() });
+            }
+            if !has_cpu("cgroup.subtree_control") {
+                name += SWITCHED_ON;
+            }
+        }
+        let group = Self { version, path: home.join(name), threads };
+        make_directory(&group.path)?;
+        let made = match version {
+            Version::One => write(&group.path.join("cpu.cfs_period_us"), &PERIOD.as_micros().to_string()),
+            // A group that has threads itself may have only such below it.
+            Version::Two => write(&group.path.join("cgroup.type"), "threaded")
+                .and_then(|()| write(&home.join("cgroup.subtree_control"), "+cpu")),
+        };
+        match made.and_then(|()| group.set(None)) {
+            Ok(()) => Ok(group),
+            Err(error) => {
+                let _ = group.end();
+                Err(error)
+            }
+        }
+    }
+
     fn set(&self, quota_us: Option<u64>) -> Result<(), CpuLimitError> {
         let (file, limited, unlimited) = match self.version {
             Version::One => ("cpu.cfs_quota_us", quota_us.map(|us| us.to_string()), "-1"),
@@ -197,11 +237,14 @@ impl Group {
             let path = path.to_owned();
             move |source| CpuLimitError::Io { action, path, source }
         };
-        // Threads that those in it have started are in it as well, maybe since it was read.
-        loop {
+        // Threads that those in it have started are in it as well, maybe since it was read; and one that is ending stays.
+        for round in 0..ROUNDS {
             let threads = fs::read_to_string(&list).map_err(failed("read", &list))?;
             if threads.trim().is_empty() {
                 break;
+            }
+            if round > 0 {
+                std::thread::sleep(PAUSE);
             }
             for thread in threads.lines() {
                 match write(&home.join(self.version.threads()), thread) {
@@ -212,7 +255,12 @@ impl Group {
                 }
             }
         }
-        fs::remove_dir(&self.path).map_err(failed("remove", &self.path))
+        fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?;
+        if self.path.to_string_lossy().ends_with(SWITCHED_ON) {
+            // Not where another group here has come to need it.
+            let _ = write(&home.join("cgroup.subtree_control"), "-cpu");
+        }
+        Ok(())
     }
 }
 
@@ -351,18 +399,34 @@ mod tests {
         assert_eq!(unescaped("\\9x\\"), "\\9x\\");
     }
 
-    /// Groups of version two as files: what the kernel would be told.
+    /// A group of version two as files: what the kernel would be told. None of it could be tried with a kernel here.
     #[test]
     fn groups_of_version_two_are_told_what_they_have_to_be() {
-        let directory = tempfile::tempdir().unwrap();
-        let group = Group { version: Version::Two, path: directory.path().join("group"), threads: 1 };
-        fs::create_dir(&group.path).unwrap();
-        fs::write(group.path.join("cpu.max"), "").unwrap();
-        let says = || fs::read_to_string(group.path.join("cpu.max")).unwrap();
-        group.set(Some(5_000)).unwrap();
-        assert_eq!(says(), "5000 20000");
-        fs::write(group.path.join("cpu.max"), "").unwrap();
-        group.set(None).unwrap();
-        assert_eq!(says(), "max");
+        let home = tempfile::tempdir().unwrap();
+        let path = |name: &str| home.path().join(name);
+        let group = path("whimbrel-cpu-7-on");
+        fs::create_dir(&group).unwrap();
+        for file in ["cgroup.controllers", "cgroup.subtree_control"] {
+            fs::write(path(file), "memory pids\n").unwrap();
+        }
+        for file in ["cgroup.type", "cpu.max", "cgroup.threads"] {
+            fs::write(group.join(file), "").unwrap();
+        }
+        let make = || Group::make(Version::Two, home.path(), 7, 2);
+        assert!(matches!(make(), Err(CpuLimitError::NoController { .. })));
+        fs::write(path("cgroup.controllers"), "cpu memory pids\n").unwrap();
+        let made = make().unwrap();
+        assert_eq!(made.path, group);
+        let says = |path: PathBuf| fs::read_to_string(path).unwrap();
+        assert_eq!(says(group.join("cgroup.type")), "threaded");
+        assert_eq!(says(path("cgroup.subtree_control")), "+cpury pids\n");
+        assert_eq!(says(group.join("cpu.max")), "max");
+        made.set(Some(5_000)).unwrap();
+        assert_eq!(says(group.join("cpu.max")), "5000 20000");
+        // The kernel's files would go with the directory.
+        for file in ["cgroup.type", "cpu.max"] {
+            fs::remove_file(group.join(file)).unwrap();
+        }
+        assert!(made.end().is_err(), "a file is left in it");
     }
 }

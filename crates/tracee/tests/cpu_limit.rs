@@ -6,6 +6,7 @@ mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use common::Victim;
 use whimbrel_tracee::{CpuLimit, CpuLimitError, Process};
@@ -15,9 +16,19 @@ fn group_of(process: &Process, thread: u32) -> String {
     fs::read_to_string(process.path(&format!("task/{thread}/cgroup"))).unwrap()
 }
 
-/// Where its limit stands, in a file system of control groups of version one.
-fn directory(process: &Process) -> PathBuf {
-    Path::new("/sys/fs/cgroup/cpu").join(format!("whimbrel-cpu-{}", process.pid()))
+/// The directory of the group of ours in which a thread is, of either version.
+fn directory(process: &Process, thread: u32) -> PathBuf {
+    let text = group_of(process, thread);
+    let group = text.lines().find(|line| line.contains("/whimbrel-cpu-")).unwrap();
+    let group = group.splitn(3, ':').nth(2).unwrap();
+    let roots = ["/sys/fs/cgroup/cpu", "/sys/fs/cgroup"];
+    roots.map(|root| PathBuf::from(format!("{root}{group}"))).into_iter().find(|path| path.exists()).unwrap()
+}
+
+/// How often the kernel had the group's threads wait.
+fn waits(group: &Path) -> u64 {
+    let counts = fs::read_to_string(group.join("cpu.stat")).unwrap();
+    counts.lines().find_map(|line| line.strip_prefix("nr_throttled ")?.parse().ok()).unwrap()
 }
 
 /// A victim whose threads are limited; none where no control group limits processors.
@@ -47,16 +58,16 @@ fn threads_are_limited_and_put_back_where_they_were() {
         limit.set(us_per_s).unwrap();
         victim.assert_goes_on();
     }
-    let group = directory(&victim.process);
-    if group.exists() {
+    let group = directory(&victim.process, threads[0]);
+    if group.join("cpu.cfs_quota_us").exists() {
         let quota = || fs::read_to_string(group.join("cpu.cfs_quota_us")).unwrap();
         assert_eq!(fs::read_to_string(group.join("cpu.cfs_period_us")).unwrap(), "20000\n");
         assert_eq!(quota(), "-1\n");
         limit.set(Some(250_000)).unwrap();
         assert_eq!(quota(), "5000\n");
-        // No less than the kernel gives.
+        // A millisecond for each of the three.
         limit.set(Some(0)).unwrap();
-        assert_eq!(quota(), "1000\n");
+        assert_eq!(quota(), "3000\n");
     }
     drop(limit);
     for thread in &threads {
@@ -72,13 +83,14 @@ fn threads_are_limited_and_put_back_where_they_were() {
 fn what_one_that_died_has_left_is_ended() {
     let Some((mut victim, threads, limit)) = limited() else { return };
     limit.set(Some(50_000)).unwrap();
+    let group = directory(&victim.process, threads[0]);
     // As if this process had been killed.
     std::mem::forget(limit);
     assert!(CpuLimit::end_left(&victim.process).unwrap());
     for thread in &threads {
         assert!(!group_of(&victim.process, *thread).contains("whimbrel"));
     }
-    assert!(!directory(&victim.process).exists());
+    assert!(!group.exists());
     victim.assert_goes_on();
     victim.assert_well();
 }
@@ -86,8 +98,8 @@ fn what_one_that_died_has_left_is_ended() {
 /// The process ends while it is limited: nothing is left.
 #[test]
 fn a_group_goes_with_its_process() {
-    let Some((victim, _, limit)) = limited() else { return };
-    let group = directory(&victim.process);
+    let Some((victim, threads, limit)) = limited() else { return };
+    let group = directory(&victim.process, threads[0]);
     drop(victim);
     drop(limit);
     assert!(!group.exists());
@@ -102,4 +114,24 @@ fn a_thread_that_is_not_there_is_an_error_that_changes_nothing() {
     assert!(CpuLimit::begin(&victim.process, &nobody).is_err());
     assert!(!group_of(&victim.process, threads[0]).contains("whimbrel"));
     victim.assert_well();
+}
+
+/// A process that does nothing but use its processor has to wait.
+#[test]
+fn who_uses_more_than_it_may_waits() {
+    let mut busy = Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+    let process = Process::open(busy.id()).unwrap();
+    match CpuLimit::begin(&process, &[busy.id()]) {
+        Ok(limit) => {
+            let group = directory(&process, busy.id());
+            limit.set(Some(100_000)).unwrap();
+            while waits(&group) < 5 {
+                std::thread::yield_now();
+            }
+        }
+        Err(CpuLimitError::Unsupported) => println!("no control group limits processors here"),
+        Err(error) => panic!("{error:?}"),
+    }
+    busy.kill().unwrap();
+    busy.wait().unwrap();
 }

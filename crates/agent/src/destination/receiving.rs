@@ -50,10 +50,10 @@ impl Receiving {
         let observer = move |event, handle: &ReceiverHandle| match event {
             ReceiverEvent::RoundEnded { ram_round, took, referred: is_referred_to, .. } => {
                 // A disk that fails is not found out about when the guest stands still already.
-                match flushing.failed() {
-                    Some(error) => notices.try_put(Notice::StorageFailed { error }),
-                    None => flushing.flush(),
-                }
+                let told = notices.clone();
+                flushing.flush(move |error| {
+                    told.put(Notice::StorageFailed { error });
+                });
                 // Nothing is referred to once all of memory has come: what ends their servers is not left for the stop.
                 if ram_round > 0 && !is_referred_to {
                     referred.close();

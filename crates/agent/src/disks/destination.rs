@@ -39,26 +39,24 @@ pub(crate) struct Flushing {
 }
 
 impl Flushing {
-    /// Flushes all of them, in a thread of its own; if one is still at it, that has to do.
-    pub(crate) fn flush(&self) {
+    /// Flushes all of them, in a thread of its own; if one is still at it, that has to do. `fails` is told of an error at
+    /// once, with all its causes; it is left for [`Flushing::end`], too.
+    pub(crate) fn flush(&self, fails: impl FnOnce(String) + Send + 'static) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if self.images.is_empty() || thread.as_ref().is_some_and(|thread| !thread.is_finished()) {
             return;
         }
         self.take(thread.take());
         let images = self.images.clone();
-        let flush = move || images.iter().try_for_each(image::Flusher::flush);
+        let flush = move || {
+            let flushed = images.iter().try_for_each(image::Flusher::flush);
+            if let Err(error) = &flushed {
+                fails(crate::chain(error));
+            }
+            flushed
+        };
         // Without a thread all is left for the end.
         *thread = thread::Builder::new().name("flush".to_owned()).spawn(flush).ok();
-    }
-
-    /// What has failed so far, with all its causes. It is left for [`Flushing::end`] too.
-    pub(crate) fn failed(&self) -> Option<String> {
-        let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
-        if thread.as_ref().is_some_and(JoinHandle::is_finished) {
-            self.take(thread.take());
-        }
-        self.failed.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(|error| crate::chain(error))
     }
 
     /// Waits for the thread that is at it.

@@ -50,6 +50,8 @@ impl Driver {
     pub(super) fn reconnect(&mut self, cargo: &Cargo, cause: String) -> Result<Sender, Failure> {
         self.phase(Phase::Reconnecting);
         self.note("link-lost", cause);
+        // Nothing is sent meanwhile, however slow the guest is.
+        self.lift_slowing();
         let timeouts = &self.context.config.timeouts;
         let give_up = Instant::now() + Duration::from_millis(timeouts.give_up_after_ms);
         let pause = Duration::from_millis(timeouts.retry_ms);

@@ -110,6 +110,7 @@ pub(crate) struct Ready {
 impl Driver {
     /// All phases, one after the other.
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
+        self.may_slow()?;
         let accepted = self.prepare()?;
         let mut cargo = self.cargo(&accepted.copied)?;
         let ready = self.move_to_ready(&accepted, &mut cargo);
@@ -123,7 +124,6 @@ impl Driver {
         if self.controls.aims().references && accepted.references && cargo.has_disks() {
             cargo.refer_to(self.find_out(accepted, cargo)?);
         }
-        self.may_slow()?;
         let _sparing = self.spare(accepted, cargo);
         self.may_leave_out(cargo);
         let ahead = if cargo.has_disks() { Some(self.send_disks(cargo)?) } else { None };

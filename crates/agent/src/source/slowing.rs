@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use engine::precopy::RoundObservation;
 use engine::throttle::processors::{CpuDrain, CpuObservation};
-use proto::limits::PAGE_BYTES;
 use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};
 
+use super::throttling::Drained;
 use super::vm::{SourceVm, VmError};
 
 /// The guest's processors, in groups of their own.
@@ -19,6 +19,7 @@ pub(crate) struct Slowing {
     policy: CpuDrain,
     /// How long the processors had run at the last look, and when that was.
     last: Option<(Duration, Instant)>,
+    drained: Drained,
     us_per_s: Option<u64>,
 }
 
@@ -54,42 +55,54 @@ impl Slowing {
         }
         let limit = CpuLimit::begin(&process, &threads)?;
         let policy = CpuDrain::default();
-        Ok(Self { process, threads, limit, policy, last: None, us_per_s: None })
+        Ok(Self { process, threads, limit, policy, last: None, drained: Drained::default(), us_per_s: None })
     }
 
     /// Looks at what the guest used since the last time, and has the kernel keep what follows from that and from the
-    /// round. Returns what it may use from now on, in hundredths of what it usually does, where that has changed.
-    pub(crate) fn look(&mut self, round: &RoundObservation) -> Result<Option<u64>, SlowingError> {
+    /// round, after which so many of the dirty pages were of disks. Returns what has changed.
+    pub(crate) fn look(
+        &mut self,
+        round: &RoundObservation,
+        disk_pages: u64,
+    ) -> Result<Option<Change>, SlowingError> {
+        self.drained.learn(round.pages_sent, round.spared_pages, round.duration_ns / 1000);
         let mut ran = Duration::ZERO;
         for thread in &self.threads {
             ran += self.process.thread_cpu_time(*thread)?;
         }
         let now = Instant::now();
         let Some((ran_before, then)) = self.last.replace((ran, now)) else { return Ok(None) };
-        let per_s = |amount: u128, ns: u128| {
-            (amount * 1_000_000_000).checked_div(ns).map_or(0, |rate| u64::try_from(rate).unwrap_or(u64::MAX))
-        };
+        let Some(drained_bytes_per_s) = self.drained.bytes_per_s() else { return Ok(None) };
+        // Slower processors write less to disks, too, but those have a throttle of their own.
+        let memory = RoundObservation { dirty_pages: round.dirty_pages.saturating_sub(disk_pages), ..*round };
+        let used = ran.saturating_sub(ran_before).as_secs_f64() / (now - then).as_secs_f64().max(1e-6);
         let us_per_s = self.policy.decide(&CpuObservation {
-            used_us_per_s: per_s(ran.saturating_sub(ran_before).as_micros(), (now - then).as_nanos()),
-            dirtied_bytes_per_s: round.dirty_rate_bytes_per_s(),
-            drained_bytes_per_s: per_s(
-                u128::from(round.pages_sent) * u128::from(PAGE_BYTES),
-                round.duration_ns.into(),
-            ),
+            used_us_per_s: (used * 1e6) as u64,
+            dirtied_bytes_per_s: memory.dirty_rate_bytes_per_s(),
+            drained_bytes_per_s,
         });
         if us_per_s == self.us_per_s {
             return Ok(None);
         }
         self.limit.set(us_per_s)?;
-        self.us_per_s = us_per_s;
-        Ok(Some(self.policy.percent()))
+        let before = std::mem::replace(&mut self.us_per_s, us_per_s);
+        let is_slower = us_per_s.unwrap_or(u64::MAX) < before.unwrap_or(u64::MAX);
+        Ok(Some(Change { percent: self.policy.percent(), is_slower }))
     }
 
-    /// Lets the processors be as fast as ever: one that waits for its time does not hear that it is to stop.
+    /// Lets the processors be as fast as ever, until the next look but one: while nothing is sent, or because one that
+    /// waits for its time does not hear that it is to stop.
     pub(crate) fn lift(&mut self) -> Result<(), SlowingError> {
-        if self.us_per_s.take().is_some() {
-            self.limit.set(None)?;
-        }
-        Ok(())
+        (self.us_per_s, self.last, self.policy) = (None, None, CpuDrain::default());
+        Ok(self.limit.set(None)?)
     }
+}
+
+/// Another speed than before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Change {
+    /// What the guest may use from now on, in hundredths of what it usually does.
+    pub(crate) percent: u64,
+    /// Whether that is less than before.
+    pub(crate) is_slower: bool,
 }

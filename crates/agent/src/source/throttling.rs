@@ -24,8 +24,29 @@ pub(crate) struct Throttling {
     first: Option<Written>,
     last: Option<Look>,
     cap: Cap,
-    /// How fast was sent lately, once that is known.
-    drained_bytes_per_s: Option<u64>,
+    drained: Drained,
+}
+
+/// How fast was sent lately, in bytes of the guest's per second, once that is known.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Drained(Option<u64>);
+
+impl Drained {
+    /// So many pages were sent, and so many of them that the destination had, or had in an earlier version: what the
+    /// guest writes now will have to be sent.
+    pub(crate) fn learn(&mut self, pages: u64, there: u64, duration_us: u64) {
+        let pages = pages.saturating_sub(there);
+        // Where most of it was there, the time tells nothing of the rest.
+        let tells = pages >= LEAST_PAGES || (pages > 0 && duration_us >= LONG_US);
+        if tells && pages >= there {
+            let rate = pages.saturating_mul(PAGE_BYTES).saturating_mul(1_000_000) / duration_us.max(1);
+            self.0 = Some(rate);
+        }
+    }
+
+    pub(crate) fn bytes_per_s(self) -> Option<u64> {
+        self.0
+    }
 }
 
 /// What was found at one look.
@@ -44,27 +65,20 @@ impl Throttling {
             ThrottleWrites::Drain => Box::new(Drain::default()),
             ThrottleWrites::Threshold => Box::new(Threshold::default()),
         };
-        Some(Self { policy, first: None, last: None, cap: Cap::default(), drained_bytes_per_s: None })
+        Some(Self { policy, first: None, last: None, cap: Cap::default(), drained: Drained::default() })
     }
 
-    /// A round, or a part of one, was sent. In the guest's pages, as its writes are counted; without those that the
-    /// destination had, or had in an earlier version, for what the guest writes now will have to be sent.
+    /// A round, or a part of one, was sent.
     pub(crate) fn drained(&mut self, stats: &RoundStats) {
         let there = stats.contents.reference + stats.contents.delta;
-        let pages = stats.contents.pages() - there;
-        // Where most of it was there, the time tells nothing of the rest.
-        let tells = pages >= LEAST_PAGES || (pages > 0 && stats.duration_us >= LONG_US);
-        if tells && pages >= there {
-            let rate = pages.saturating_mul(PAGE_BYTES).saturating_mul(1_000_000) / stats.duration_us.max(1);
-            self.drained_bytes_per_s = Some(rate);
-        }
+        self.drained.learn(stats.contents.pages(), there, stats.duration_us);
     }
 
     /// How many of so many pages go between two looks: what takes two seconds, but not more parts than a report can
     /// have.
     pub(crate) fn part_pages(&self, all: u64) -> u64 {
         const MOST_PARTS: u64 = 100;
-        let two_seconds = self.drained_bytes_per_s.map_or(0, |rate| rate.saturating_mul(2) / PAGE_BYTES);
+        let two_seconds = self.drained.bytes_per_s().map_or(0, |rate| rate.saturating_mul(2) / PAGE_BYTES);
         two_seconds.max(all / MOST_PARTS).max(LEAST_PAGES)
     }
 
@@ -85,7 +99,7 @@ impl Throttling {
             writes: written.writes.saturating_sub(first.writes),
             written_bytes_per_s: per_s(now.written_bytes, last.written_bytes),
             dirtied_bytes_per_s: per_s(now.dirtied_bytes, last.dirtied_bytes),
-            drained_bytes_per_s: self.drained_bytes_per_s,
+            drained_bytes_per_s: self.drained.bytes_per_s(),
         };
         let cap = self.policy.decide(&observed);
         if cap == self.cap {
@@ -111,7 +125,7 @@ mod tests {
         let mut rate = |data, reference, delta| {
             let contents = Contents { data, reference, delta, ..Contents::default() };
             throttling.drained(&RoundStats { contents, duration_us: 1_000_000, ..RoundStats::default() });
-            throttling.drained_bytes_per_s
+            throttling.drained.bytes_per_s()
         };
         assert_eq!(rate(30_000, 0, 0), Some(30_000 * PAGE_BYTES));
         assert_eq!(rate(20_000, 5_000, 5_000), Some(20_000 * PAGE_BYTES));

@@ -315,7 +315,7 @@ impl SourceVm {
             return Err(VmError::Changed("the guest's devices (plugged or unplugged)".to_owned()));
         }
         if self.ask(qemu::drives::media)? != self.media {
-            let what = "what is in the guest's drives (a snapshot, another medium, another length, a mirror)";
+            let what = "what is in the guest's drives (a snapshot, another medium, another length)";
             return Err(VmError::Changed(what.to_owned()));
         }
         Ok(())

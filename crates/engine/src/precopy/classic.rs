@@ -25,6 +25,9 @@ impl Policy for ByTarget {
         self.aim = aim;
     }
 
+    /// It looks at the last round alone.
+    fn slowed(&mut self) {}
+
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let expected_downtime_ns = at_the_last_rate(observed);
         let stop = Decision::StopAndCopy { expected_downtime_ns, pattern: None };
@@ -69,6 +72,9 @@ impl ByRounds {
 impl Policy for ByRounds {
     /// It has none.
     fn aim(&mut self, _: Aim) {}
+
+    /// It counts rounds and pages, however fast the guest is.
+    fn slowed(&mut self) {}
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let expected_downtime_ns = at_the_last_rate(observed);

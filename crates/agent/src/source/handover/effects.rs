@@ -18,6 +18,7 @@ use crate::machine::Machine;
 use crate::source::Driver;
 use crate::source::inbox::Notice;
 use crate::source::memory;
+use crate::source::slowing::Slowing;
 use crate::source::vm::{SourceVm, VmError};
 use crate::{owners, vms};
 
@@ -78,6 +79,7 @@ impl Machine for Driver {
         match effect {
             SourceEffect::Journal { state, durable } => self.journal(state, *durable)?,
             SourceEffect::StopVm => {
+                self.lift_slowing();
                 self.clock.stopped_at = Some(Instant::now());
                 let until_told = self.with_vm(SourceVm::stop)?;
                 self.clock.measured.stop_event_us = until_told.map(|until| until.as_micros() as u64);
@@ -142,6 +144,13 @@ impl Machine for Driver {
 }
 
 impl Driver {
+    /// The guest's processors are as fast as ever.
+    pub(in crate::source) fn lift_slowing(&mut self) {
+        if let Some(Err(error)) = self.slowing.as_mut().map(Slowing::lift) {
+            warn!(vm = %self.terms.migration.vm, error = crate::chain(&error), "the guest's processors stay slow");
+        }
+    }
+
     fn with_vm<T>(&mut self, act: impl FnOnce(&mut SourceVm) -> Result<T, VmError>) -> Result<T, VmError> {
         self.vm.as_mut().map_or(Err(VmError::Gone), act)
     }

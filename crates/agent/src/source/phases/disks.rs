@@ -85,7 +85,7 @@ impl Driver {
         let listener = UnixListener::bind(&socket)
             .map_err(|source| CargoError::Socket { path: socket.clone(), source })?;
         let path = SocketPath(socket.clone());
-        let patience = Duration::from_millis(self.context.config.timeouts.stall_ms);
+        let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let vm = self.vm.as_mut().ok_or(VmError::Gone)?;
         vm.end_left_recording()?;
         let names: Vec<String> = copied.iter().map(|disk| disk.name.clone()).collect();

@@ -191,7 +191,10 @@ impl Driver {
             Decision::NextRound { most_pages, expected_downtime_ns } => {
                 // In the first pass it is not known yet how much will be left.
                 let max_downtime_ns = self.controls.aims().max_downtime_ms.saturating_mul(1_000_000);
-                if sent.pass > 0 && expected_downtime_ns > max_downtime_ns && self.slow_down(&observed)? {
+                if sent.pass > 0
+                    && expected_downtime_ns > max_downtime_ns
+                    && self.slow_down(&observed, looked.disk_pages)
+                {
                     policy.slowed();
                 }
                 Ok(Next::Round { most_pages })
@@ -206,17 +209,23 @@ impl Driver {
         }
     }
 
-    /// Has the guest's processors be as fast as the policy says, where that was asked for; whether that is another speed
-    /// than before.
-    fn slow_down(&mut self, observed: &RoundObservation) -> Result<bool, Failure> {
-        let Some(slowing) = &mut self.slowing else { return Ok(false) };
-        let percent = slowing
-            .look(observed)
-            .map_err(|error| Failure::local("the guest's processors cannot be slowed down", &error))?;
-        if let Some(percent) = percent {
-            self.note("cpu-throttled", format!("to {percent}% of what it usually uses"));
+    /// Has the guest's processors be as fast as the policy says, where that was asked for; whether they are slower from
+    /// now on.
+    fn slow_down(&mut self, observed: &RoundObservation, disk_pages: u64) -> bool {
+        let Some(slowing) = &mut self.slowing else { return false };
+        match slowing.look(observed, disk_pages) {
+            Ok(None) => false,
+            Ok(Some(change)) => {
+                self.note("cpu-throttled", format!("to {}% of what it usually uses", change.percent));
+                change.is_slower
+            }
+            // Somebody else may have changed the groups: the guest is as fast as ever, and may still be moved.
+            Err(error) => {
+                self.slowing = None;
+                self.note("cpu-not-throttled", crate::chain(&error));
+                false
+            }
         }
-        Ok(percent.is_some())
     }
 
     /// Takes what was written out of the logs, and lets what is in flight land.

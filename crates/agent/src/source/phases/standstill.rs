@@ -69,11 +69,6 @@ fn beside<H, T: Send>(here: impl FnOnce() -> H, there: impl FnMut() -> T + Send)
 impl Driver {
     pub(super) fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
-        if let Some(slowing) = &mut self.slowing {
-            slowing
-                .lift()
-                .map_err(|error| Failure::local("the guest's processors stay slowed down", &error))?;
-        }
         let cannot = |error: VmError| Failure::local("the guest is not moved", &error);
         let prepared = self.vm()?.prepare_to_save();
         prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;

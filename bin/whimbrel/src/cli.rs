@@ -253,23 +253,23 @@ pub(crate) struct MigrateCommand {
     /// sent, `threshold` the slower the more it has written (off)
     #[arg(long, value_name = "off|drain|threshold", hide_possible_values = true)]
     pub throttle_writes: Option<ThrottleArg>,
-    /// How fast the VM's processors may be: `off` as ever, `drain` so fast that it dirties half of what is sent, where it
-    /// would dirty more and could not be stopped in time (off)
+    /// How fast the VM's processors may be: `off` as ever, `drain` so fast that it dirties half of what is sent,
+    /// where it would dirty more and could not be stopped in time (off)
     #[arg(long, value_name = "off|drain", hide_possible_values = true)]
     pub throttle_cpu: Option<ThrottleCpuArg>,
     /// Send all of the disks that are copied, also what the other host has already in its templates or from before
     #[arg(long)]
     pub no_references: bool,
-    /// How pages are compressed: `auto` as hard as link and processors want it, `none`, `lz4`, `zstd`, or `zstd:LEVEL` with a
-    /// level from 1 to 19 (auto)
+    /// How pages are compressed: `auto` as hard as link and processors want it, `none`, `lz4`, `zstd`, or
+    /// `zstd:LEVEL` with a level from 1 to 19 (auto)
     #[arg(long, value_name = "auto|none|lz4|zstd[:LEVEL]")]
     pub compress: Option<Compress>,
     /// Of pages that are sent again only what changed: `auto` where the link is slower than finding that out, `always`,
     /// `never` (auto)
     #[arg(long, value_name = "auto|always|never", hide_possible_values = true)]
     pub deltas: Option<DeltasArg>,
-    /// Memory that is not sent because the VM can do without: `none`, what is `free`, page cache that is `cold` as well, or
-    /// `all` of the page cache; a program in the VM has to say which that is (free)
+    /// Memory that is not sent because the VM can do without: `none`, what is `free`, page cache that is `cold` as
+    /// well, or `all` of the page cache; a program in the VM has to say which that is (free)
     #[arg(long, value_name = "none|free|cold|all", hide_possible_values = true)]
     pub soft_pages: Option<SoftPagesArg>,
     /// Kind of RAM at the destination: `auto` loses nothing that the VM had there, `memfd` is shared, `anonymous` is
@@ -354,10 +354,11 @@ pub(crate) enum LabCommand {
     /// case is measured, which the options describe; `make bench` measures all suites. Nothing else should run on the
     /// machine meanwhile.
     Bench(BenchCommand),
-    /// Measure migrations of guests with their disks, by Whimbrel, by QEMU's mirror, and by copying frozen guests (as root)
+    /// Measure migrations of guests with their disks, by Whimbrel, by QEMU's mirror, and by copying frozen guests (as
+    /// root)
     ///
-    /// A Debian guest that serves, or writes, is moved in turn by each mover over the same link, while clients watch it.
-    /// `make bench-disks` measures all cases. Nothing else should run on the machine meanwhile.
+    /// A Debian guest that serves, or writes, is moved in turn by each mover over the same link, while clients watch
+    /// it. `make bench-disks` measures all cases. Nothing else should run on the machine meanwhile.
     Disks(DisksCommand),
 }
 

@@ -1,5 +1,5 @@
-//! When the guest is stopped: it writes as fast as the link carries, or nearly. Every move compares all of memory by a path
-//! of its own (`--verify`), and the guest itself checks every page that it wrote.
+//! When the guest is stopped: it writes as fast as the link carries, or nearly. Every move compares all of memory by
+//! a path of its own (`--verify`), and the guest itself checks every page that it wrote.
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
@@ -74,8 +74,8 @@ fn a_guest_that_is_too_fast_stays_where_it_is_unless_told_otherwise() {
     assert!(guest.serial().check().unwrap().ok);
 }
 
-/// A guest that writes half as fast as the link carries gets there in parts; the link is cut while that goes on, with what
-/// was left to later parts still to come.
+/// A guest that writes half as fast as the link carries gets there in parts; the link is cut while that goes on, with
+/// what was left to later parts still to come.
 #[test]
 fn a_cut_between_two_parts_loses_nothing() {
     let (cluster, _guest) = stage(12);

@@ -18,8 +18,9 @@ const MOVES: usize = 5;
 /// Of the cuts of the link.
 const SEED: u64 = 3;
 
-/// The link is cut somewhere on the way of each move, which compares memory and disk by hashes. At the end the guest is killed in the midst of its work, as by a power
-/// cut, and a new one is started from its disk: PostgreSQL replays its log, and has all that it had confirmed.
+/// The link is cut somewhere on the way of each move, which compares memory and disk by hashes. At the end the guest
+/// is killed in the midst of its work, as by a power cut, and a new one is started from its disk: PostgreSQL replays
+/// its log, and has all that it had confirmed.
 #[test]
 fn a_database_moves_with_its_disk_and_loses_no_transaction() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });

@@ -23,10 +23,11 @@ const MOVES: usize = 5;
 /// Of the cuts of the link.
 const SEED: u64 = 3;
 
-/// ext4, SQLite with a write-ahead log, nginx, and a client whose two connections are never opened again. The link is cut
-/// somewhere on the way of each move, which compares memory and disk by hashes; at the end the guest is killed in the midst of its work, as by a power cut, and
-/// programs that had no part in copying look at the disk: the file system's journal is replayed, then it has to be
-/// sound, the database too, and every note whose receipt was confirmed has to be in it.
+/// ext4, SQLite with a write-ahead log, nginx, and a client whose two connections are never opened again. The link is
+/// cut somewhere on the way of each move, which compares memory and disk by hashes; at the end the guest is killed in
+/// the midst of its work, as by a power cut, and programs that had no part in copying look at the disk: the file
+/// system's journal is replayed, then it has to be sound, the database too, and every note whose receipt was
+/// confirmed has to be in it.
 #[test]
 fn a_database_moves_with_its_disk_and_loses_no_note() {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });

@@ -217,8 +217,8 @@ fn a_cancelled_migration_leaves_no_image_and_no_bitmap() {
     }
 }
 
-/// The link is cut while a disk is sent, and once more when memory goes along: a minute each in `make soak`. The guest writes on,
-/// and by its own clock; what was sent and not acknowledged is sent again.
+/// The link is cut while a disk is sent, and once more when memory goes along: a minute each in `make soak`. The
+/// guest writes on, and by its own clock; what was sent and not acknowledged is sent again.
 #[test]
 fn a_link_that_is_cut_while_a_disk_and_memory_are_sent() {
     let cut_ms = if std::env::var_os("WHIMBREL_SOAK").is_some() { 60_000 } else { 2_000 };

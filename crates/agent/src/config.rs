@@ -179,8 +179,8 @@ pub struct Limits {
     pub compression_skip_bytes: u64,
     /// Whether only what changed is sent of pages that are sent again.
     pub deltas: Deltas,
-    /// How much the source remembers of pages that it sent, to find out what changed of them, in MiB: 1 MiB is enough for
-    /// 32 MiB of memory.
+    /// How much the source remembers of pages that it sent, to find out what changed of them, in MiB: 1 MiB is enough
+    /// for 32 MiB of memory.
     pub deltas_memory_mib: u32,
     /// Which of a guest's memory is not sent because it can do without.
     pub soft_pages: SoftPages,

@@ -310,8 +310,8 @@ impl Server {
     }
 }
 
-/// Ends a server that waits at this socket for its first client, because whoever started it died before that: it has one
-/// now, and loses it. One that is in use does not notice.
+/// Ends a server that waits at this socket for its first client, because whoever started it died before that: it has
+/// one now, and loses it. One that is in use does not notice.
 pub fn end_unused(socket: &Path) {
     const PATIENCE: Duration = Duration::from_secs(2);
     let deadline = Instant::now() + PATIENCE;

@@ -15,11 +15,11 @@
 //! ```
 //!
 //! [`ByPattern`] keeps its idea and changes five things. The expected downtime has a *fixed part*, because stopping,
-//! saving and loading devices and continuing take time even when no page is left; for small remainders they are most of
-//! it. The bandwidth is not that of the last interval alone. Below the allowed downtime it goes on as long as a round is
-//! worth it. There are limits: section II.B shows that a target below what is attainable keeps KVM's loop going for
-//! ever. And beyond the allowed downtime it looks at how the guest writes (section VII, Algorithm 2): where a [`Pattern`]
-//! says that rounds do not help, it does not go on until a limit is reached.
+//! saving and loading devices and continuing take time even when no page is left; for small remainders they are most
+//! of it. The bandwidth is not that of the last interval alone. Below the allowed downtime it goes on as long as a
+//! round is worth it. There are limits: section II.B shows that a target below what is attainable keeps KVM's loop
+//! going for ever. And beyond the allowed downtime it looks at how the guest writes (section VII, Algorithm 2): where
+//! a [`Pattern`] says that rounds do not help, it does not go on until a limit is reached.
 //!
 //! [`ByTarget`] is KVM's rule itself, [`ByRounds`] Xen's: to compare with.
 //!
@@ -47,8 +47,8 @@ pub use trace::{AnyPolicy, Trace, TraceEntry, Traced};
 /// What a policy is shown after a round: how it went, and what a scan right after it found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoundObservation {
-    /// How often all that was dirty has been sent, this time included: 1 when all of memory went once, and 0 before. One
-    /// time can be several rounds, each with a part of the pages.
+    /// How often all that was dirty has been sent, this time included: 1 when all of memory went once, and 0 before.
+    /// One time can be several rounds, each with a part of the pages.
     pub round: u32,
     /// Pages that would have to be sent if the guest were stopped now.
     pub dirty_pages: u64,
@@ -71,8 +71,8 @@ pub struct RoundObservation {
     pub bytes_sent: u64,
     /// How long the round took, from its first page until the last one was acknowledged.
     pub duration_ns: u64,
-    /// Time between the scan before the round and the one after it: in this time those of `dirty_pages` were written that
-    /// had not been left.
+    /// Time between the scan before the round and the one after it: in this time those of `dirty_pages` were written
+    /// that had not been left.
     pub interval_ns: u64,
     /// How long the scan after the round took.
     pub scan_ns: u64,

@@ -1,5 +1,5 @@
-//! Throttling: how fast a guest may write, so that copying comes to an end; to a disk that is copied here, to its memory in
-//! [`processors`].
+//! Throttling: how fast a guest may write, so that copying comes to an end; to a disk that is copied here, to its
+//! memory in [`processors`].
 //!
 //! Policy apart from enforcement (Bradford et al. 2007, section 3.2). What is found here is a cap on the guest's
 //! writes; whoever asks has QEMU keep it, and lift it at the end.

@@ -79,8 +79,8 @@ pub(crate) fn ask(qmp: &mut Qmp) -> Result<Vec<Drive>, QmpError> {
 
 /// What devices had for drives at a moment, to see whether they still have that.
 ///
-/// A snapshot puts another node above the one that a device used, a change of medium puts another in its place, and a disk
-/// that has grown is another for who opened it before.
+/// A snapshot puts another node above the one that a device used, a change of medium puts another in its place, and a
+/// disk that has grown is another for who opened it before.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Media(Vec<(DriveName, Option<NodeFileBytes>)>);
 

@@ -1,11 +1,11 @@
 //! A limit on the processor time of some threads of another process.
 //!
-//! The kernel keeps it, by control groups: the threads go into a group of their own, below the one in which they are, so
-//! that whatever limits they have already hold as before. Control groups of either version, with threads in different
-//! groups too: each of these gets a group below it, and its part of the limit.
+//! The kernel keeps it, by control groups: the threads go into a group of their own, below the one in which they are,
+//! so that whatever limits they have already hold as before. Control groups of either version, with threads in
+//! different groups too: each of these gets a group below it, and its part of the limit.
 //!
-//! A limited thread runs for a while and waits for a while. Both together take [`PERIOD`], or twice that where the kernel
-//! looks too late and the thread has to make up for it, so nobody stands still for long.
+//! A limited thread runs for a while and waits for a while. Both together take [`PERIOD`], or twice that where the
+//! kernel looks too late and the thread has to make up for it, so nobody stands still for long.
 //!
 //! The threads go back where they were when the limit is dropped. When this process dies they stay where they are, held
 //! to the last limit, until another one calls [`CpuLimit::end_left`].
@@ -237,7 +237,8 @@ impl Group {
             let path = path.to_owned();
             move |source| CpuLimitError::Io { action, path, source }
         };
-        // Threads that those in it have started are in it as well, maybe since it was read; and one that is ending stays.
+        // Threads that those in it have started are in it as well, maybe since it was read; and one that is ending
+        // stays.
         for round in 0..ROUNDS {
             let threads = fs::read_to_string(&list).map_err(failed("read", &list))?;
             if threads.trim().is_empty() {

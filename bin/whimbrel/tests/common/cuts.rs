@@ -93,8 +93,8 @@ impl Cluster {
             cuts.bytes_of_a_move,
             report["reconnections"]
         );
-        // Before a byte has gone, and while the guest stands still, nobody waits for a link: it goes on where it is, and is
-        // moved once more.
+        // Before a byte has gone, and while the guest stands still, nobody waits for a link: it goes on where it is,
+        // and is moved once more.
         let is_underway = has_event(&report, "accepted") && !has_event(&report, "stopped");
         if is_cut && report["outcome"] == "aborted" && !is_underway {
             println!("{vm} goes on where it is: {}", report["reason"]);

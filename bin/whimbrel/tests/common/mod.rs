@@ -232,8 +232,8 @@ impl Cluster {
         assert_eq!(report["verification"]["compared_bytes"], all, "all of it was compared: {report:#}");
     }
 
-    /// Moves a VM from the first host to the second over a link that is cut in the middle of memory, and mended. Returns
-    /// the report.
+    /// Moves a VM from the first host to the second over a link that is cut in the middle of memory, and mended.
+    /// Returns the report.
     #[track_caller]
     pub fn migrate_through_a_cut(&self, vm: &str, more: &[&str]) -> Value {
         let mut words = vec!["migrate", vm, "--to", "b", "--verify", "--on-limit", "stop"];

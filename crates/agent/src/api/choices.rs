@@ -21,8 +21,8 @@ pub enum OnLimit {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum StopPolicy {
-    /// When rounds do not make the downtime shorter any more, or when it shows in how the guest writes that they will not
-    /// (Ibrahim et al., *Optimized pre-copy live migration*, section VII).
+    /// When rounds do not make the downtime shorter any more, or when it shows in how the guest writes that they will
+    /// not (Ibrahim et al., *Optimized pre-copy live migration*, section VII).
     #[default]
     Pattern,
     /// As soon as the downtime would be short enough: KVM's rule.
@@ -63,8 +63,8 @@ pub enum ThrottleCpu {
     /// As fast as ever.
     #[default]
     Off,
-    /// So fast that it dirties half of what is sent, but a tenth of what they usually are at least, where it would dirty
-    /// more than that and could not be stopped in time.
+    /// So fast that it dirties half of what is sent, but a tenth of what they usually are at least, where it would
+    /// dirty more than that and could not be stopped in time.
     Drain,
 }
 
@@ -81,7 +81,8 @@ pub enum Deltas {
     Never,
 }
 
-/// Which of a guest's memory is not sent because it can do without, as far as a program in the guest says which that is.
+/// Which of a guest's memory is not sent because it can do without, as far as a program in the guest says which that
+/// is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SoftPages {

@@ -127,8 +127,8 @@ struct Giver {
     addresses: Vec<u64>,
 }
 
-/// To give memory back takes some milliseconds: next to nothing beside a round that took so long, even if the guest stands
-/// still for it.
+/// To give memory back takes some milliseconds: next to nothing beside a round that took so long, even if the guest
+/// stands still for it.
 const LONG_ROUND: Duration = Duration::from_millis(250);
 
 impl Giver {

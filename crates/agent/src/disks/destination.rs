@@ -39,8 +39,8 @@ pub(crate) struct Flushing {
 }
 
 impl Flushing {
-    /// Flushes all of them, in a thread of its own; if one is still at it, that has to do. `fails` is told of an error at
-    /// once, with all its causes; it is left for [`Flushing::end`], too.
+    /// Flushes all of them, in a thread of its own; if one is still at it, that has to do. `fails` is told of an
+    /// error at once, with all its causes; it is left for [`Flushing::end`], too.
     pub(crate) fn flush(&self, fails: impl FnOnce(String) + Send + 'static) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if self.images.is_empty() || thread.as_ref().is_some_and(|thread| !thread.is_finished()) {

@@ -111,7 +111,10 @@ pub(super) fn plan(
             plan.findings.push(finding(
                 Severity::Blocker,
                 "disk-encrypted-copy",
-                format!("disk {} is encrypted, and a copy of it would hold what the guest sees of it: plain text", wanted.name),
+                format!(
+                    "disk {} is encrypted, and a copy of it would hold what the guest sees of it: plain text",
+                    wanted.name
+                ),
                 "put it on storage that both hosts see and say `--disk NAME=shared`, or encrypt within the guest",
             ));
             continue;

@@ -175,8 +175,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Takes what has come in while the guest runs. That the control stream has ended is then no more than any other cut:
-    /// it is mended before the next round is sent ([`Driver::send_looked`]).
+    /// Takes what has come in while the guest runs. That the control stream has ended is then no more than any other
+    /// cut: it is mended before the next round is sent ([`Driver::send_looked`]).
     pub(super) fn take_notices(&mut self) -> Result<(), Failure> {
         while let Some(notice) = self.inbox.waiting() {
             match notice {

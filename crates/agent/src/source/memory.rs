@@ -115,8 +115,8 @@ impl Cargo {
         self.saving.known.clone()
     }
 
-    /// From here on nothing is referred to. To be called when all of memory was sent once: what is written after that is
-    /// on no disk, and how fast references go says nothing of how fast pages will.
+    /// From here on nothing is referred to. To be called when all of memory was sent once: what is written after that
+    /// is on no disk, and how fast references go says nothing of how fast pages will.
     pub(crate) fn end_references(&self) {
         if let Some(known) = &self.saving.known {
             known.end();
@@ -375,8 +375,8 @@ pub(crate) struct SentRound {
     pub(crate) resent_pages: u64,
 }
 
-/// What the policy is shown after a round and the scan that followed it, which found so many dirty pages, and so many of
-/// which nothing is known.
+/// What the policy is shown after a round and the scan that followed it, which found so many dirty pages, and so many
+/// of which nothing is known.
 pub(crate) fn observe(
     sent: &SentRound,
     scan: ScanStats,

@@ -194,8 +194,8 @@ impl SourceVm {
         guest_port::is_there(&self.devices, name)
     }
 
-    /// A connection to somebody in the guest over the port with this name, and where the guest sees its memory; none if it
-    /// has no such port, or does not run.
+    /// A connection to somebody in the guest over the port with this name, and where the guest sees its memory; none
+    /// if it has no such port, or does not run.
     pub(crate) fn running_guest(&mut self, name: &str) -> Result<Option<(UnixStream, Vec<Seen>)>, VmError> {
         let pid = self.process.pid();
         if !self.is_running()? {
@@ -304,9 +304,9 @@ impl SourceVm {
         }
     }
 
-    /// Whether anything was plugged or unplugged since the start (design, trap 12), or a drive has another disk: the one
-    /// at the destination was started with those of then. Takes some milliseconds: to be
-    /// asked while something else is waited for.
+    /// Whether anything was plugged or unplugged since the start (design, trap 12), or a drive has another disk: the
+    /// one at the destination was started with those of then. Takes some milliseconds: to be asked while something
+    /// else is waited for.
     pub(crate) fn check_unchanged(&mut self) -> Result<(), VmError> {
         if self.ask(ram_table)? != self.ram_table {
             return Err(VmError::Changed("the guest's memory (plugged or unplugged)".to_owned()));

@@ -50,8 +50,8 @@ impl Policy for ByTarget {
     }
 }
 
-/// Xen's rule (section IX of the same; the figures are those of Xen's tools): stops when almost nothing is left, and else
-/// when there were many rounds, or when several times the memory was sent, whatever the downtime is then.
+/// Xen's rule (section IX of the same; the figures are those of Xen's tools): stops when almost nothing is left, and
+/// else when there were many rounds, or when several times the memory was sent, whatever the downtime is then.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByRounds {
     #[serde(skip)]

@@ -64,8 +64,8 @@ impl Sampling {
     /// Nor than so many times what a round takes beside sending.
     pub const BESIDE: u64 = 8;
 
-    /// The interval on a link of so many bytes per second. It is longer for a guest so large that scans take long, and on
-    /// a link so long that a round waits a while for its last acknowledgement.
+    /// The interval on a link of so many bytes per second. It is longer for a guest so large that scans take long,
+    /// and on a link so long that a round waits a while for its last acknowledgement.
     fn interval_ns(&self, link_bytes_per_s: u64, scan_ns: u64, beside_ns: u64) -> u64 {
         let by_rate = || {
             let ns = (u128::from(Self::INTERVAL_BYTES) * 1_000_000_000).checked_div(link_bytes_per_s.into());
@@ -119,13 +119,14 @@ const SEEN_BEFORE: u64 = 2;
 /// (Algorithm 2, lines 25–37), and the others stay dirty. The next interval begins behind the last page of this one, so
 /// that no page waits for ever, and what is written to several times while it waits goes once.
 ///
-/// Where this departs from the paper: it is modified pages *beside pages sent* that have to be stable, or to become more, so
-/// that a slow link's way through much memory, which leaves only a little less each second, is not taken for a standstill;
-/// after pattern b rounds go on as long as they pay or, beyond the limit, as long as they leave less: they are short; and a
-/// pattern has to be seen for a while, twice at least, and for half as long as the guest would have to stand still.
+/// Where this departs from the paper: it is modified pages *beside pages sent* that have to be stable, or to become
+/// more, so that a slow link's way through much memory, which leaves only a little less each second, is not taken for
+/// a standstill; after pattern b rounds go on as long as they pay or, beyond the limit, as long as they leave less:
+/// they are short; and a pattern has to be seen for a while, twice at least, and for half as long as the guest would
+/// have to stand still.
 ///
-/// A migration is given up when rounds have helped no more for as long as six ways through all that is dirty take: to begin
-/// anew costs all of memory, so a guest gets some time to become calmer.
+/// A migration is given up when rounds have helped no more for as long as six ways through all that is dirty take: to
+/// begin anew costs all of memory, so a guest gets some time to become calmer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByPattern {
     aim: Aim,

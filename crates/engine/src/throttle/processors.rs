@@ -1,16 +1,17 @@
 //! Slowing a guest's processors down, so that it writes to its memory no faster than the link carries that away.
 //!
-//! A guest that is slower writes less: that is the idea of QEMU's auto-converge, too, which takes a fifth of all processors
-//! away and then a tenth more and a tenth more, by having them sleep. Here it is as little as the measured rates need, of
-//! the processor time that the guest really uses, up or down at each look; and whoever enforces it lets it run and wait in
-//! turns of some milliseconds.
+//! A guest that is slower writes less: that is the idea of QEMU's auto-converge, too, which takes a fifth of all
+//! processors away and then a tenth more and a tenth more, by having them sleep. Here it is as little as the measured
+//! rates need, of the processor time that the guest really uses, up or down at each look; and whoever enforces it
+//! lets it run and wait in turns of some milliseconds.
 
 use super::{Held, Seen};
 
 /// What was seen of a guest in the last round.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuObservation {
-    /// Processor time that its virtual processors used, in microseconds per second: 1,000,000 is one of them all the time.
+    /// Processor time that its virtual processors used, in microseconds per second: 1,000,000 is one of them all the
+    /// time.
     pub used_us_per_s: u64,
     /// How fast it dirtied memory, in bytes of whole pages per second.
     pub dirtied_bytes_per_s: u64,
@@ -18,8 +19,8 @@ pub struct CpuObservation {
     pub drained_bytes_per_s: u64,
 }
 
-/// Holds a guest to so much processor time that it dirties half of what is sent: then all that is left is half after each
-/// way through it. When it dirties far less for a while, it gets more step by step, and is let go in the end.
+/// Holds a guest to so much processor time that it dirties half of what is sent: then all that is left is half after
+/// each way through it. When it dirties far less for a while, it gets more step by step, and is let go in the end.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuDrain {
     held: Held,
@@ -91,8 +92,8 @@ mod tests {
             let (policy, cap) = held_after(40, 1_000_000, dirties * MIB);
             assert_eq!((cap, policy.percent()), (None, 100));
         }
-        // One that is idle uses nothing, and what it dirties comes from elsewhere: nothing helps, and nothing is divided by
-        // zero.
+        // One that is idle uses nothing, and what it dirties comes from elsewhere: nothing helps, and nothing is
+        // divided by zero.
         let idle = CpuObservation { dirtied_bytes_per_s: MIB, ..CpuObservation::default() };
         let mut policy = CpuDrain::default();
         assert_eq!((policy.decide(&idle), policy.percent()), (Some(50_000), 100));

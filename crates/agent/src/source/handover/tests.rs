@@ -14,7 +14,7 @@ use crate::api::{Compress, Deltas, OnLimit, ThrottleWrites};
 use crate::journal::State;
 use crate::progress::Publisher;
 use crate::report::{Outcome, Report};
-use crate::source::{Aims, Controls, Inbox, Mailbox};
+use crate::source::{Aims, Controls, Inbox, Mailbox, memory};
 use crate::testing::{Peer, Qemu, SlowRegister, World, host, id, terms};
 
 fn aims() -> Aims {
@@ -119,6 +119,31 @@ fn a_control_stream_that_is_lost_between_two_rounds_ends_nothing_while_the_guest
     assert!(failure.reason.starts_with("the control stream was lost"), "{}", failure.reason);
     let reason = driver.say(&Message::Ping).unwrap_err().reason;
     assert_eq!(reason, failure.reason);
+}
+
+/// While the guest's memory began to be watched, for example, which may take seconds.
+#[test]
+fn streams_are_opened_beside_a_new_control_stream_where_the_old_one_was_lost() {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let (mut driver, _, controls) = driver(&world, SourceState::Prepared { run: true }, Some(&qemu));
+    driver.control = Some(driver.connect_control().unwrap());
+    drop(world.accept());
+    while driver.control.is_some() {
+        driver.take_notices().unwrap();
+        thread::yield_now();
+    }
+    let opening = thread::spawn(move || {
+        let cargo = memory::Cargo::new(driver.vm.as_ref().unwrap(), None, None).unwrap();
+        let opened = driver.open_streams(&cargo);
+        opened.map(drop).map_err(|failure| failure.reason)
+    });
+    let mut control = world.accept();
+    assert_eq!(control.hear(), Message::Resume);
+    control.say(&Message::Resumed);
+    let _stream = world.accept();
+    opening.join().unwrap().unwrap();
+    assert_eq!(controls.report(|report| report.reconnections), 1);
 }
 
 /// The guest stands still meanwhile.

@@ -65,7 +65,12 @@ enum Next {
 }
 
 impl Driver {
-    pub(super) fn open_streams(&mut self, cargo: &Cargo) -> Result<Sender, Failure> {
+    /// Opens the data streams; all connections anew where the control stream was lost, for then nobody would be there to
+    /// be told of a round's end.
+    pub(crate) fn open_streams(&mut self, cargo: &Cargo) -> Result<Sender, Failure> {
+        if self.control.is_none() {
+            return self.reconnect(cargo, self.control_is_lost().reason);
+        }
         let streams =
             self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
         self.start_sender(cargo, streams)
@@ -266,10 +271,9 @@ impl Driver {
     ) -> Result<SentOrCut, Failure> {
         let Looked { readable, disk_pages, scan, drain_us, .. } = looked;
         if self.control.is_none() {
-            // Lost since the last round: nobody would be there to be told of the next one's end.
             self.inbox.interrupts(None);
             drop(sender);
-            let sender = self.reconnect(cargo, self.control_is_lost().reason)?;
+            let sender = self.open_streams(cargo)?;
             return Ok(SentOrCut { sender, owed: readable.give_up(), stats: None });
         }
         let pages = readable.pages();

@@ -55,8 +55,14 @@ pub(crate) enum VmError {
     #[error("the state of the devices was not saved")]
     State(#[from] StateError),
     /// It was changed while it was moved (design, trap 12).
-    #[error("{0} changed during the migration; try again")]
+    #[error("{0} changed during the migration; it was plugged or unplugged, try again")]
     Changed(String),
+    /// Its disks are others than those with which the destination's QEMU was started.
+    #[error(
+        "what is in the guest's drives changed during the migration: somebody made a snapshot, changed a medium, or a \
+         length; try again"
+    )]
+    OtherMedia,
     /// It cannot be held, or let go.
     #[error(transparent)]
     Hold(#[from] HoldError),
@@ -309,14 +315,13 @@ impl SourceVm {
     /// else is waited for.
     pub(crate) fn check_unchanged(&mut self) -> Result<(), VmError> {
         if self.ask(ram_table)? != self.ram_table {
-            return Err(VmError::Changed("the guest's memory (plugged or unplugged)".to_owned()));
+            return Err(VmError::Changed("the guest's memory".to_owned()));
         }
         if !self.ask(qemu::tree::device_tree)?.is_still(&self.devices) {
-            return Err(VmError::Changed("the guest's devices (plugged or unplugged)".to_owned()));
+            return Err(VmError::Changed("the guest's devices".to_owned()));
         }
         if self.ask(qemu::drives::media)? != self.media {
-            let what = "what is in the guest's drives (a snapshot, another medium, another length)";
-            return Err(VmError::Changed(what.to_owned()));
+            return Err(VmError::OtherMedia);
         }
         Ok(())
     }

@@ -146,6 +146,16 @@ fn a_disk_that_differs_is_not_handed_over() {
     goes_on(guest.serial());
 }
 
+/// From here on the guest writes to another image, above the one that it had.
+fn make_a_snapshot(guest: &Guest, image: &Path) {
+    let snapshot = json!({
+        "device": "disk0",
+        "snapshot-file": image.with_extension("snapshot"),
+        "format": "qcow2",
+    });
+    guest.monitor().unwrap().command("blockdev-snapshot-sync", &snapshot).unwrap();
+}
+
 /// What is written after a snapshot would not be seen: no migration rather than a wrong one.
 #[test]
 fn a_snapshot_of_a_disk_that_is_copied_ends_the_migration() {
@@ -153,12 +163,7 @@ fn a_snapshot_of_a_disk_that_is_copied_ends_the_migration() {
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "8M", "--json"];
     let migration = cluster.a.begin(&words);
     cluster.wait_for_sent(4 << 20);
-    let snapshot = json!({
-        "device": "disk0",
-        "snapshot-file": image.with_extension("snapshot"),
-        "format": "qcow2",
-    });
-    guest.monitor().unwrap().command("blockdev-snapshot-sync", &snapshot).unwrap();
+    make_a_snapshot(&guest, &image);
     let said = migration.wait_with_output().unwrap();
     assert_eq!(said.status.code(), Some(1), "{said:?}");
     let report: Value = serde_json::from_slice(&said.stdout).unwrap();
@@ -385,12 +390,7 @@ fn a_snapshot_of_a_disk_that_both_sides_see_ends_the_migration() {
     let words = ["migrate", "vm1", "--to", "b", "--disks", "shared", "--bandwidth", "16M", "--json"];
     let migration = cluster.a.begin(&words);
     cluster.wait_for_sent(4 << 20);
-    let snapshot = json!({
-        "device": "disk0",
-        "snapshot-file": image.with_extension("snapshot"),
-        "format": "qcow2",
-    });
-    guest.monitor().unwrap().command("blockdev-snapshot-sync", &snapshot).unwrap();
+    make_a_snapshot(&guest, &image);
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "none"]).ok();
     let said = migration.wait_with_output().unwrap();
     assert_eq!(said.status.code(), Some(1), "{said:?}");

@@ -1,6 +1,7 @@
 //! What the command line looks like.
 
 mod choices;
+mod laboratory;
 
 use std::path::PathBuf;
 
@@ -11,6 +12,7 @@ use crate::rate::Rate;
 use choices::{
     DeltasArg, DisksArg, OnLimitArg, PolicyArg, RamArg, SoftPagesArg, ThrottleArg, ThrottleCpuArg, one_disk,
 };
+pub(crate) use laboratory::{BenchCommand, CaseOptions, DisksCommand, LabCommand, ResultsOptions};
 
 fn vm_name(name: &str) -> Result<VmName, BadName> {
     VmName::new(name)
@@ -330,156 +332,6 @@ pub(crate) struct RecoverCommand {
     /// Carry the decision out; what it risks was read and understood
     #[arg(long)]
     pub i_know_the_risk: bool,
-}
-
-#[derive(Debug, Subcommand)]
-pub(crate) enum LabCommand {
-    /// Make two hosts, a witness, a router and a client, and configurations for their agents (as root)
-    ///
-    /// One of the same prefix that is up is taken down first, with all that runs in it.
-    Up {
-        /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
-        #[arg(long, default_value = "lab")]
-        prefix: String,
-    },
-    /// Take it down, with all that runs in it
-    Down {
-        /// As given to `up`
-        #[arg(long, default_value = "lab")]
-        prefix: String,
-    },
-    /// Measure migrations by Whimbrel and by QEMU itself, side by side (as root)
-    ///
-    /// The same guest, with the same memory, is moved in turn by each contender over the same link. Without --suite one
-    /// case is measured, which the options describe; `make bench` measures all suites. Nothing else should run on the
-    /// machine meanwhile.
-    Bench(BenchCommand),
-    /// Measure migrations of guests with their disks, by Whimbrel, by QEMU's mirror, and by copying frozen guests (as
-    /// root)
-    ///
-    /// A Debian guest that serves, or writes, is moved in turn by each mover over the same link, while clients watch
-    /// it. `make bench-disks` measures all cases. Nothing else should run on the machine meanwhile.
-    Disks(DisksCommand),
-}
-
-/// Where what was measured is kept, and what is made of it.
-#[derive(Debug, Args)]
-pub(crate) struct ResultsOptions {
-    /// Write what was measured into this file, as JSON; cases that it has and that are not measured now stay
-    #[arg(long, value_name = "FILE")]
-    pub results: Option<PathBuf>,
-    /// Put tables of the results between the marks in this page
-    #[arg(long, value_name = "FILE", requires = "results")]
-    pub page: Option<PathBuf>,
-    /// Draw the results into this directory
-    #[arg(long, value_name = "DIR", requires = "results")]
-    pub plots: Option<PathBuf>,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct DisksCommand {
-    /// Measure this case; may be given again. Default: all
-    #[arg(long, value_name = "NAME")]
-    pub case: Vec<String>,
-    /// List cases with who takes part
-    #[arg(long)]
-    pub list: bool,
-    /// Measurements of each mover, after one that is not kept
-    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub turns: u32,
-    /// Who moves the guest; may be given again. Default: those that the case names
-    #[arg(long, value_name = "NAME")]
-    pub mover: Vec<lab::storage::Mover>,
-    #[command(flatten)]
-    pub kept: ResultsOptions,
-    /// Measure nothing; make page and plots from the results that there are
-    #[arg(long, requires = "results", conflicts_with = "case")]
-    pub redraw: bool,
-    /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
-    #[arg(long, default_value = "disks")]
-    pub prefix: String,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct BenchCommand {
-    /// Measure this suite, or the case of this name, or `all`; may be given again
-    #[arg(long, value_name = "NAME")]
-    pub suite: Vec<String>,
-    /// List suites, and cases with who takes part
-    #[arg(long)]
-    pub list: bool,
-    /// Measurements of each contender, after one that is not kept
-    #[arg(long, default_value_t = 7, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub turns: u32,
-    /// Who moves the guest; may be given again. Default: whimbrel and all ways of QEMU
-    #[arg(long, value_name = "NAME")]
-    pub contender: Vec<lab::bench::Contender>,
-    #[command(flatten)]
-    pub kept: ResultsOptions,
-    /// Measure nothing; make page and plots from the results that there are
-    #[arg(long, requires = "results", conflicts_with = "suite")]
-    pub redraw: bool,
-    /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
-    #[arg(long, default_value = "bench")]
-    pub prefix: String,
-    #[command(flatten)]
-    pub case: CaseOptions,
-}
-
-#[derive(Debug, Args)]
-#[command(next_help_heading = "The case, where no suite is named")]
-pub(crate) struct CaseOptions {
-    /// The distribution's QEMU rather than the newer one
-    #[arg(long)]
-    pub installed_qemu: bool,
-    /// Debian with nginx and SQLite rather than the load generator
-    #[arg(long)]
-    pub debian: bool,
-    /// Memory of the guest, MiB
-    #[arg(long, default_value_t = 1024, value_name = "MIB")]
-    pub memory: u64,
-    /// Filled, MiB
-    #[arg(long, default_value_t = 700, value_name = "MIB")]
-    pub fill: u64,
-    /// How much of that is random, in percent; the rest compresses well
-    #[arg(long, default_value_t = 100, value_name = "PERCENT", value_parser = clap::value_parser!(u64).range(..=100))]
-    pub noise: u64,
-    /// The part of it that is rewritten, MiB
-    #[arg(long, default_value_t = 0, value_name = "MIB")]
-    pub wss: u64,
-    /// How fast, MiB/s
-    #[arg(long, default_value_t = 0, value_name = "MIB")]
-    pub rate: u64,
-    /// How much of its memory the guest verifies meanwhile, MiB/s
-    #[arg(long, default_value_t = 4, value_name = "MIB")]
-    pub verify: u64,
-    /// Only a few bytes of each page are rewritten
-    #[arg(long)]
-    pub few: bool,
-    /// RAM blocks that share the memory
-    #[arg(long, default_value_t = 1, value_name = "N")]
-    pub regions: u64,
-    /// With VGA, USB and five virtio devices
-    #[arg(long)]
-    pub devices: bool,
-    /// The guest's memory is a shared memfd
-    #[arg(long)]
-    pub memfd: bool,
-    /// QEMU takes all of the guest's memory when it starts, on both sides
-    #[arg(long)]
-    pub preallocated: bool,
-    /// What the link lets through: 1Gbit, 100Mbit, none
-    #[arg(long, default_value = "none", value_name = "RATE")]
-    pub link: Rate,
-    /// The guest has read so much of a disk before, MiB, and says what of its memory it can do without
-    #[arg(long, default_value_t = 0, value_name = "MIB")]
-    pub cache: u64,
-    /// Encrypted, on both sides of the comparison
-    #[arg(long)]
-    pub tls: bool,
-    /// Give a migration up after so many seconds
-    #[arg(long, default_value_t = 90, value_name = "S")]
-    pub patience: u64,
 }
 
 #[cfg(test)]

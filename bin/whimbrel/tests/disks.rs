@@ -6,7 +6,7 @@ mod common;
 
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command};
 
 use common::{
     Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Serial, Setup, entries, has_event, until,
@@ -67,6 +67,16 @@ fn goes_on(serial: &Serial) {
     let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
     assert!(two.disk_reads > one.disk_reads && two.disk_writes > one.disk_writes, "the guest goes on");
     assert!(serial.check().unwrap().ok);
+}
+
+/// What a migration says that was to fail, once nobody has anything left to do for it.
+#[track_caller]
+fn report_of_failed(cluster: &Cluster, migration: Child) -> Value {
+    let said = migration.wait_with_output().unwrap();
+    assert_eq!(said.status.code(), Some(1), "{said:?}");
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    serde_json::from_slice(&said.stdout).unwrap()
 }
 
 /// There and back, with a guest that knows what its disk has to hold, whatever the format.
@@ -135,13 +145,9 @@ fn a_disk_that_differs_is_not_handed_over() {
     let there = std::fs::OpenOptions::new().write(true).open(&image).unwrap();
     there.write_all_at(&[0xaa; 512], 8 << 20).unwrap();
     there.sync_all().unwrap();
-    let said = migration.wait_with_output().unwrap();
-    assert_eq!(said.status.code(), Some(1), "{said:?}");
-    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    let report = report_of_failed(&cluster, migration);
     assert_eq!(report["verification"]["different_chunks"], 1, "{report:#}");
     assert!(report["reason"].as_str().unwrap().contains("differ"), "{report:#}");
-    cluster.a.wait_settled();
-    cluster.b.wait_settled();
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
     goes_on(guest.serial());
 }
@@ -164,12 +170,8 @@ fn a_snapshot_of_a_disk_that_is_copied_ends_the_migration() {
     let migration = cluster.a.begin(&words);
     cluster.wait_for_sent(4 << 20);
     make_a_snapshot(&guest, &image);
-    let said = migration.wait_with_output().unwrap();
-    assert_eq!(said.status.code(), Some(1), "{said:?}");
-    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    let report = report_of_failed(&cluster, migration);
     assert!(report["reason"].as_str().unwrap().contains("snapshot"), "{report:#}");
-    cluster.a.wait_settled();
-    cluster.b.wait_settled();
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
     let serial = guest.serial();
     let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
@@ -299,13 +301,9 @@ fn a_destination_that_is_full_gets_no_disk() {
     let migration = cluster.a.begin(&words);
     cluster.wait_for_sent(1 << 20);
     let filled = std::fs::write(images.join("somebody's"), vec![1; 90 << 20]);
-    let said = migration.wait_with_output().unwrap();
-    assert_eq!(said.status.code(), Some(1), "{filled:?}: {said:?}");
-    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    let report = report_of_failed(&cluster, migration);
     let reason = report["reason"].as_str().unwrap();
-    assert!(reason.contains("disk disk0") && reason.contains("No space left"), "{reason}");
-    cluster.a.wait_settled();
-    cluster.b.wait_settled();
+    assert!(reason.contains("disk disk0") && reason.contains("No space left"), "{filled:?}: {reason}");
     assert_eq!(entries(&images), ["somebody's"]);
     goes_on(guest.serial());
 }
@@ -392,12 +390,8 @@ fn a_snapshot_of_a_disk_that_both_sides_see_ends_the_migration() {
     cluster.wait_for_sent(4 << 20);
     make_a_snapshot(&guest, &image);
     cluster.a.cli(&["limit", "vm1", "--bandwidth", "none"]).ok();
-    let said = migration.wait_with_output().unwrap();
-    assert_eq!(said.status.code(), Some(1), "{said:?}");
-    let report: Value = serde_json::from_slice(&said.stdout).unwrap();
+    let report = report_of_failed(&cluster, migration);
     assert!(report["reason"].as_str().unwrap().contains("snapshot"), "{report:#}");
-    cluster.a.wait_settled();
-    cluster.b.wait_settled();
     goes_on(guest.serial());
     cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
     cluster.guest_is_whole("b", "vm1");

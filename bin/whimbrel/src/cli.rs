@@ -229,8 +229,10 @@ pub(crate) struct MigrateCommand {
     #[arg(long, conflicts_with = "detach")]
     pub check: bool,
     /// When the VM is stopped: `pattern` when rounds do not make the downtime shorter any more, `target` as soon as it
-    /// would be short enough, `rounds` after some rounds; the last two are the rules of KVM and Xen (pattern)
-    #[arg(long, value_name = "pattern|target|rounds", hide_possible_values = true)]
+    /// would be short enough, `rounds` after some rounds; these two are the rules of KVM and Xen. `hybrid`: after all of
+    /// memory went once; what is left then comes when the VM runs at the other host, and until it is there the VM needs
+    /// both hosts (pattern)
+    #[arg(long, value_name = "pattern|target|rounds|hybrid", hide_possible_values = true)]
     pub policy: Option<PolicyArg>,
     /// Longest downtime, in milliseconds (300)
     #[arg(long, value_name = "MS")]
@@ -239,8 +241,9 @@ pub(crate) struct MigrateCommand {
     #[arg(long, value_name = "N")]
     pub max_rounds: Option<u32>,
     /// When the rounds are used up, or lead no further for a while: `abort` leaves the VM where it is,
-    /// `stop` stops it and sends the rest, however long that takes (abort)
-    #[arg(long, value_name = "abort|stop", hide_possible_values = true)]
+    /// `stop` stops it and sends the rest, however long that takes, `post-copy` has the rest come when the VM runs at
+    /// the other host (abort)
+    #[arg(long, value_name = "abort|stop|post-copy", hide_possible_values = true)]
     pub on_limit: Option<OnLimitArg>,
     /// Cap on the sending rate: 500M or 512Mi bytes per second, 1.5Gbit, none (none)
     #[arg(long, value_name = "RATE")]

@@ -184,13 +184,14 @@ fn now(progress: &Progress) -> Vec<String> {
         Phase::Verifying => "comparing memory, guest stopped".to_owned(),
         Phase::DeviceState => "device state, guest stopped".to_owned(),
         Phase::Handover => "handover".to_owned(),
+        Phase::PostCopy => "the guest runs there, the rest follows".to_owned(),
         Phase::Reconnecting => "reconnecting".to_owned(),
         Phase::InDoubt => "in doubt".to_owned(),
         Phase::Undoing => "taking back what was begun".to_owned(),
         Phase::Ended => "over".to_owned(),
     };
     let mut parts = vec![phase];
-    if matches!(progress.phase, Phase::PreCopy | Phase::LastRound) {
+    if matches!(progress.phase, Phase::PreCopy | Phase::LastRound | Phase::PostCopy) {
         parts.push(format!("{} left", bytes(progress.remaining_bytes)));
         parts.push(rate(progress.rate_bytes_per_s));
     }

@@ -5,6 +5,7 @@
 //! of receiving ([`arriving`]).
 
 mod arriving;
+mod awaiting;
 mod ending;
 mod handover;
 mod inbox;
@@ -18,11 +19,11 @@ use std::time::{Duration, Instant};
 
 use engine::handover::Terms;
 use engine::handover::destination::{DestinationEvent, DestinationReport, DestinationState};
-use link::{Handle, Writer};
+use link::{Connection, Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
 
-pub(crate) use arriving::{ArriveError, Arriving, Traces, find_by_monitor};
+pub(crate) use arriving::{ArriveError, Arriving, DestinationDetails, Traces, find_by_monitor};
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
 use crate::context::Context;
@@ -51,6 +52,12 @@ pub(crate) struct Driver {
     control: Option<u64>,
     /// Events that effects led to, to be taken before anything from the inbox.
     follow_ups: VecDeque<DestinationEvent>,
+    /// The source's connection for pages that somebody waits for, until it is of use.
+    page_stream: Option<Connection>,
+    /// Pages that come while the guest runs.
+    awaiting: Option<awaiting::Awaiting>,
+    /// All that an agent before this one had waited for was there.
+    found_complete: bool,
     /// A device state on its way.
     state_coming: Option<loading::StateComing>,
     /// Digest and time of the device state that was loaded.
@@ -115,6 +122,9 @@ impl Driver {
             links: BTreeMap::new(),
             control: None,
             follow_ups: VecDeque::new(),
+            page_stream: None,
+            awaiting: None,
+            found_complete: false,
             state_coming: None,
             loaded: None,
             continued: None,
@@ -128,5 +138,10 @@ impl Driver {
             reason: None,
             told: None,
         }
+    }
+
+    /// What its source has proposed.
+    pub(crate) fn proposal(&self) -> &Proposal {
+        &self.proposal
     }
 }

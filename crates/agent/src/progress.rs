@@ -24,6 +24,8 @@ pub enum Phase {
     DeviceState,
     /// READY has been seen or is awaited; who owns the VM is being settled.
     Handover,
+    /// The guest runs at the destination; pages of it that are left go there.
+    PostCopy,
     /// Connections were lost and are made anew; the guest runs where it ran.
     Reconnecting,
     /// Nothing can be decided from here until the peer, the register or an operator answers.

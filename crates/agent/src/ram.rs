@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use ::memory::ram::{RamError, RamRegion, open_destination, open_source};
 use ::memory::{BlockReader, BlockWriter, LogError, TrackedRam};
 use qemu::ram::{RamBlock, RamKind};
+use serde::{Deserialize, Serialize};
 use tracee::{Process, TrackerStart};
 
 /// What a block is made of, for people.
@@ -22,7 +23,32 @@ pub(crate) fn kind(block: &RamBlock) -> String {
     format!("{kind}{pages}")
 }
 
-fn regions(blocks: &[RamBlock]) -> Vec<RamRegion> {
+/// Where a block is, as the journal keeps it: a QEMU that is held cannot be asked.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct KeptRegion {
+    name: String,
+    bytes: u64,
+    page_bytes: u64,
+    address: u64,
+    /// Whether all of it is to have memory behind it.
+    #[serde(default)]
+    pub(crate) keeps_all: bool,
+}
+
+impl KeptRegion {
+    pub(crate) fn of(region: &RamRegion, keeps_all: bool) -> Self {
+        let RamRegion { name, bytes, page_bytes, address } = region.clone();
+        Self { name, bytes, page_bytes, address, keeps_all }
+    }
+
+    pub(crate) fn region(&self) -> RamRegion {
+        let Self { name, bytes, page_bytes, address, .. } = self.clone();
+        RamRegion { name, bytes, page_bytes, address }
+    }
+}
+
+/// Where the blocks are.
+pub(crate) fn regions(blocks: &[RamBlock]) -> Vec<RamRegion> {
     let region = |block: &RamBlock| RamRegion {
         name: block.name.clone(),
         bytes: block.used_bytes,

@@ -75,6 +75,9 @@ pub struct Report {
     pub traces: Vec<Trace>,
     /// How long the guest stood still; absent if it was never stopped.
     pub downtime: Option<Downtime>,
+    /// What came when the guest ran at the destination already; absent where nothing did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub post_copy: Option<PostCopy>,
     /// Bytes on the wire from source to destination, all connections.
     pub sent_bytes: u64,
     /// Bytes on the wire from destination to source, all connections.
@@ -87,6 +90,19 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// What happened, in order.
     pub events: Vec<Event>,
+}
+
+/// Pages that came when the guest ran at the destination already.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PostCopy {
+    /// How many were left when it was stopped; 0 if another agent knew.
+    pub left_pages: u64,
+    /// Those that somebody waited for there, as often as they were sent for that reason.
+    pub wanted_pages: u64,
+    /// Those that were pushed.
+    pub pushed_pages: u64,
+    /// From when they were named until all of them were there, in microseconds, by the source's clock.
+    pub duration_us: u64,
 }
 
 /// One of the two hosts.
@@ -430,6 +446,7 @@ impl Report {
             compression: None,
             deltas: None,
             soft: None,
+            post_copy: None,
             rounds: Vec::new(),
             traces: Vec::new(),
             downtime: None,

@@ -14,6 +14,7 @@ mod leavings;
 mod memory;
 mod phases;
 mod references;
+mod serving;
 mod slowing;
 mod softening;
 mod sparing;
@@ -44,6 +45,7 @@ use crate::cpu::CpuTime;
 use crate::journal::VmRecord;
 use crate::owners;
 use crate::progress::{Phase, Publisher};
+use crate::ram::KeptRegion;
 use crate::report::{Objective, Outcome, Report};
 use telemetry::Telemetry;
 pub(crate) use vm::{SourceVm, VmError};
@@ -109,6 +111,11 @@ impl Aims {
         }
     }
 
+    /// Whether pages may come after the guest.
+    pub(crate) fn may_post_copy(&self) -> bool {
+        self.policy == StopPolicy::Hybrid || self.on_limit == OnLimit::PostCopy
+    }
+
     pub(crate) fn objective(&self) -> Objective {
         Objective {
             policy: self.policy.name().to_owned(),
@@ -116,6 +123,7 @@ impl Aims {
             max_rounds: self.max_rounds,
             on_limit: match self.on_limit {
                 OnLimit::Stop => "stop".to_owned(),
+                OnLimit::PostCopy => "post-copy".to_owned(),
                 OnLimit::Abort => "abort".to_owned(),
             },
             streams: self.streams,
@@ -168,6 +176,9 @@ pub(crate) struct Details {
     /// nothing to ask it, and a destination that is asked about what its journal does not know has lost its journal.
     #[serde(default)]
     pub(crate) accepted: bool,
+    /// Its memory, where pages of it are to be sent when the guest runs at the destination.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) later: Option<Vec<KeptRegion>>,
     /// Its QEMU. What the journal has of the VM itself can be forgotten or replaced meanwhile.
     #[serde(default)]
     pub(crate) process: Option<ProcessTrace>,
@@ -189,7 +200,7 @@ impl Details {
             start_time_ticks: vm.process.start_time(),
             qmp: vm.qmp_path.clone(),
         });
-        Self { boot_id: context.boot_id.clone(), accepted, process }
+        Self { boot_id: context.boot_id.clone(), accepted, later: None, process }
     }
 
     /// The record of the VM's QEMU, as the migration found it.
@@ -221,6 +232,10 @@ pub(crate) struct Driver {
     slowing: Option<slowing::Slowing>,
     /// The guest's memory and disks, once their writes are seen and no phase has them in hand.
     cargo: Option<memory::Cargo>,
+    /// Pages that the destination's guest still needs, where they come after it.
+    later: Option<serving::Later>,
+    /// The connection for pages that somebody waits for, until it is of use; there is one where pages may come later.
+    page_stream: Option<link::Connection>,
     /// The destination was asked what is in its templates, and has not told all of it.
     seeking: bool,
     /// Who waits for an answer to the question that is being dealt with.
@@ -280,6 +295,8 @@ impl Driver {
             parting: None,
             slowing: None,
             cargo: None,
+            later: None,
+            page_stream: None,
             seeking: false,
             asker: None,
             follow_ups: VecDeque::new(),

@@ -21,6 +21,7 @@
 //! going for ever. And beyond the allowed downtime it looks at how the guest writes (section VII, Algorithm 2): where
 //! a [`Pattern`] says that rounds do not help, it does not go on until a limit is reached.
 //!
+//! [`ByHybrid`] does not wait for the guest at all: what is left after the first way through memory goes after it.
 //! [`ByTarget`] is KVM's rule itself, [`ByRounds`] Xen's: to compare with.
 //!
 //! # Replay
@@ -30,6 +31,7 @@
 
 mod classic;
 mod forecast;
+mod hybrid;
 mod pace;
 mod pattern;
 mod trace;
@@ -41,6 +43,7 @@ use serde::{Deserialize, Serialize};
 
 pub use classic::{ByRounds, ByTarget};
 pub use forecast::{CostHistory, FixedCost};
+pub use hybrid::ByHybrid;
 pub use pattern::{ByPattern, Pattern, Sampling};
 pub use trace::{AnyPolicy, Trace, TraceEntry, Traced};
 
@@ -127,6 +130,11 @@ pub enum Decision {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pattern: Option<Pattern>,
     },
+    /// Stop the guest, run it at the destination, and send the rest meanwhile.
+    PostCopy {
+        /// What the downtime is expected to be.
+        expected_downtime_ns: u64,
+    },
     /// End the migration; the guest runs on where it is.
     GiveUp {
         /// Why.
@@ -153,6 +161,8 @@ pub struct GiveUp {
 pub enum OnLimit {
     /// Stop the guest for longer than was asked for.
     Stop,
+    /// Have the rest come when the guest runs at the destination.
+    PostCopy,
     /// Give up; the guest runs on where it is.
     #[default]
     Abort,

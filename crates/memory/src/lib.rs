@@ -19,6 +19,7 @@
 //! | [`Deltas`] | what of a page changed since it was sent |
 //! | [`Packing`] | compression of what is sent |
 //! | [`Soft`] | what the guest says it does not use |
+//! | [`Awaited`], [`Remaining`] | pages that come after the guest: post-copy |
 //! | [`verify`] | whether both sides are equal, found by another path |
 //! | [`wire`] | what is needed of a connection |
 //!
@@ -50,8 +51,8 @@ pub use deltas::{Deltas, DeltasCounted};
 pub use dirty::{ChunkPages, DirtyBitmap};
 pub use pack::codec::BadPacked;
 pub use pack::{Counted, Packing, Worth};
-pub use postcopy::{Awaited, PageOf, Placer, Remaining};
-pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, open_destination, open_source};
+pub use postcopy::{Awaited, BadSet, Ledger, Placer, Remaining, Switch, decode_set, encode_set};
+pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, TakesAway, open_destination, open_source};
 pub use receive::{
     AttachError, DestinationRam, Discardable, Presumed, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
 };

@@ -321,6 +321,7 @@ impl Receiver {
             return Err(AttachError::Stream { stream, streams });
         };
         let hang_up: Arc<dyn HangUp> = Arc::from(connection.hang_up);
+        let newest = lock(&self.shared.rounds).newest;
         let mut worker = StreamWorker {
             guard: Guard {
                 shared: Arc::clone(&self.shared),
@@ -330,7 +331,8 @@ impl Receiver {
             },
             source: connection.source,
             sink: connection.sink,
-            round: lock(&self.shared.rounds).newest,
+            round: newest,
+            seen: newest,
             applied: 0,
             acked: 0,
             bytes_since_ack: 0,
@@ -374,6 +376,11 @@ impl Receiver {
     /// The last round of which all streams have seen the end, 0 before the first.
     pub fn completed_round(&self) -> u32 {
         lock(&self.shared.rounds).complete
+    }
+
+    /// The newest round of which anything has come, 0 before the first.
+    pub fn newest_round(&self) -> u32 {
+        lock(&self.shared.rounds).newest
     }
 
     /// For other threads. It keeps what there is of the guest's memory open.

@@ -25,13 +25,16 @@
 //! [what changed](delta) is sent again. Where the link is slower than compressing, `Packed` frames stand in the place of
 //! some `Pages` ([`packed`]).
 //!
+//! Where pages come after the guest (*post-copy*), `Awaited` takes the place of the last round, and the data streams go on
+//! until all of them are there ([`awaited`]): `Incomplete` is said when the guest runs, and `Running` at the end.
+//!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
 //! `Resume`; the destination ends and joins the workers of the old generation, answers `Resumed`, and takes the new
 //! data streams. Pages of frames that were not acknowledged are dirty again.
 //!
 //! After READY either side may have lost its agent. Whoever does not know asks on a connection for `Handover`: the
-//! destination sends `Ask` and gets a `Verdict`; the source repeats `Go` and gets `Running`, `Refused` or `Crashed`, or
-//! learns with `Inquire` what the destination has. Before COMMITTED the source may say `Abort`.
+//! destination sends `Ask` and gets a `Verdict`; the source repeats `Go` and gets `Running`, `Incomplete`, `Refused` or
+//! `Crashed`, or learns with `Inquire` what the destination has. Before COMMITTED the source may say `Abort`.
 //!
 //! # The envelope
 //!
@@ -54,6 +57,7 @@
 //! Every length that a peer claims is compared with [`limits`] before anything is allocated for it, and what a message
 //! says is checked before anybody acts on it ([`Message::validate`]).
 
+pub mod awaited;
 pub mod delta;
 pub mod frame;
 pub mod ids;

@@ -54,6 +54,12 @@ pub const BLOB_BYTES: usize = 1 << 20;
 /// Largest device state, in bytes.
 pub const DEVICE_STATE_BYTES: u64 = 256 << 20;
 
+/// Longest list of pages that are to come after the guest, in bytes: 7 TiB of them.
+pub const AWAITED_BYTES: u64 = 256 << 20;
+
+/// Most pages that are wanted at once.
+pub const WANTED_PAGES: usize = 4096;
+
 /// Most pages that a source asks after at once.
 pub const SOUGHT_PAGES: usize = 1024;
 

@@ -123,6 +123,21 @@ pub enum Message {
         /// Chunks whose bytes differ.
         different_chunks: Vec<u64>,
     },
+    /// These pages are to come while the guest runs (post-copy). Source: before the device state. Destination: first on
+    /// the page stream, in every generation. The entries follow in `Blob` frames; see [`crate::awaited`].
+    Awaited {
+        /// How many bytes follow.
+        bytes: u64,
+        /// BLAKE3 of the bytes, in 64 lower-case hexadecimal digits.
+        digest: String,
+        /// The last round of which anything was seen: the next one has a larger number.
+        round: u32,
+    },
+    /// Destination, on the page stream: somebody waits for these pages.
+    Want {
+        /// The pages.
+        pages: Vec<WantedPage>,
+    },
     /// Source: the guest's devices. The bytes follow in `Blob` frames. All RAM was acknowledged before.
     DeviceState {
         /// How many bytes follow.
@@ -176,6 +191,20 @@ pub enum Message {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         agent_cpu_us: Option<u64>,
     },
+    /// Destination: the guest runs here, and pages of it are still to come (post-copy). The source keeps what it has.
+    Incomplete {
+        /// Which migration.
+        epoch: Epoch,
+        /// The last set of connections that it knows of: the next one has a larger number.
+        generation: Generation,
+        /// As in [`Message::Running`]; 0 if another agent did it.
+        continue_us: u64,
+        /// As in [`Message::Running`].
+        since_us: u64,
+        /// As in [`Message::Running`].
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        resumed_us: Option<u64>,
+    },
     /// Destination: journalled that it will never run this epoch.
     Refused {
         /// Which migration.
@@ -190,7 +219,7 @@ pub enum Message {
         /// What is known about it.
         reason: String,
     },
-    /// Source: what do you have of this epoch? Answered with READY, RUNNING, REFUSED or CRASHED.
+    /// Source: what do you have of this epoch? Answered with READY, INCOMPLETE, RUNNING, REFUSED or CRASHED.
     Inquire {
         /// Which migration.
         epoch: Epoch,
@@ -241,6 +270,15 @@ pub enum Verdict {
     Undecided,
 }
 
+/// A page that somebody waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct WantedPage {
+    /// Index of the RAM block in the proposal's list.
+    pub block: u16,
+    /// Its number in the block.
+    pub page: u64,
+}
+
 /// A VM on offer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Proposal {
@@ -274,6 +312,9 @@ pub struct Proposal {
     /// Seed of the hashes of pages of which only what [changed](crate::delta) is sent; absent where none come.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub delta_seed: Option<u64>,
+    /// Whether pages may come after the guest: then there is a page stream in every generation, too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub post_copy: bool,
 }
 
 /// A disk that a guest writes to.
@@ -363,6 +404,9 @@ pub struct Acceptance {
     /// Whether of pages that were sent before what [changed](crate::delta) may be sent.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub deltas: bool,
+    /// Whether pages may come after the guest, where that was proposed; if not, a finding says why.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub post_copy: bool,
 }
 
 /// One thing that pre-flight found.

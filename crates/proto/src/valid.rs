@@ -3,6 +3,7 @@
 
 use std::collections::BTreeSet;
 
+use crate::awaited::ENTRY_BYTES;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
@@ -88,6 +89,9 @@ pub enum Invalid {
     /// No device state, or too much of it.
     #[error("device state of {0} bytes; there may be 1 to {max}", max = limits::DEVICE_STATE_BYTES)]
     DeviceStateBytes(u64),
+    /// Too long a list of pages that are to come, or one that is not whole.
+    #[error("a list of pages to come of {0} bytes; there may be {max}", max = limits::AWAITED_BYTES)]
+    AwaitedBytes(u64),
     /// No process has this id.
     #[error("process id 0")]
     Pid,
@@ -117,6 +121,19 @@ impl Message {
                 at_most("different chunks", different_chunks.len(), limits::HASHES)?;
                 different_chunks.iter().try_for_each(|&index| chunk(index))
             }
+            Self::Awaited { bytes, digest, .. } => {
+                if *bytes > limits::AWAITED_BYTES || !bytes.is_multiple_of(ENTRY_BYTES as u64) {
+                    return Err(Invalid::AwaitedBytes(*bytes));
+                }
+                hex("the digest of pages to come", digest, DIGEST_DIGITS)
+            }
+            Self::Want { pages } => {
+                at_most("wanted pages", pages.len(), limits::WANTED_PAGES)?;
+                pages.iter().try_for_each(|wanted| {
+                    block_index(wanted.block)?;
+                    chunk(wanted.page / limits::CHUNK_PAGES)
+                })
+            }
             Self::DeviceState { bytes, digest } => {
                 if *bytes == 0 || *bytes > limits::DEVICE_STATE_BYTES {
                     return Err(Invalid::DeviceStateBytes(*bytes));
@@ -139,6 +156,7 @@ impl Message {
             | Self::Resumed
             | Self::Held { .. }
             | Self::Running { .. }
+            | Self::Incomplete { .. }
             | Self::Refused { .. }
             | Self::Crashed { .. }
             | Self::Inquire { .. }

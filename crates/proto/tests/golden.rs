@@ -8,7 +8,7 @@ use proto::delta::Delta;
 use proto::frame::{Header, Kind};
 use proto::message::{
     Acceptance, CopiedDisk, DiskWish, Finding, Hello, Message, NamedRun, Offer, Ownership, Proposal,
-    ProposedDisk, Purpose, RamBlock, RegisterReply, RegisterRequest, Severity, Verdict, Welcome,
+    ProposedDisk, Purpose, RamBlock, RegisterReply, RegisterRequest, Severity, Verdict, WantedPage, Welcome,
 };
 use proto::packed::{Codec, Packed};
 use proto::pages::{self, Ack, Content, PagesHeader, Run, decode_round_end, encode_round_end};
@@ -70,6 +70,7 @@ fn proposal() -> Proposal {
         allow_options: Vec::new(),
         disks: Vec::new(),
         delta_seed: None,
+        post_copy: false,
     }
 }
 
@@ -109,6 +110,7 @@ fn messages() -> Vec<Message> {
             wanted: DiskWish::Auto,
         }],
         delta_seed: Some(u64::MAX),
+        post_copy: true,
         ..proposal()
     };
     let committed = Verdict::Committed { incarnation: incarnation(), run: false };
@@ -135,6 +137,7 @@ fn messages() -> Vec<Message> {
             templates: 0,
             codecs: Vec::new(),
             deltas: false,
+            post_copy: false,
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
@@ -151,6 +154,7 @@ fn messages() -> Vec<Message> {
             templates: 0,
             codecs: Vec::new(),
             deltas: false,
+            post_copy: false,
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
@@ -167,6 +171,7 @@ fn messages() -> Vec<Message> {
             templates: 2,
             codecs: vec!["lz4".into(), "zstd".into()],
             deltas: true,
+            post_copy: true,
         }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
@@ -184,6 +189,8 @@ fn messages() -> Vec<Message> {
         Message::Known { template: 0, runs: Vec::new(), last: true },
         Message::Verify { block: 1, first_chunk: 4096, hashes: vec![HASH.into(), HASH.into()] },
         Message::Verified { different_chunks: vec![4097] },
+        Message::Awaited { bytes: 144, digest: DIGEST.into(), round: 9 },
+        Message::Want { pages: vec![WantedPage { block: 1, page: 4711 }] },
         Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
         Message::Held { epoch, run: true },
         Message::Ready { epoch, incarnation: incarnation(), digest: DIGEST.into(), load_us: 6_000 },
@@ -202,6 +209,20 @@ fn messages() -> Vec<Message> {
             since_us: 1200,
             resumed_us: Some(700),
             agent_cpu_us: None,
+        },
+        Message::Incomplete {
+            epoch,
+            generation: Generation(2),
+            continue_us: 900,
+            since_us: 1200,
+            resumed_us: None,
+        },
+        Message::Incomplete {
+            epoch,
+            generation: Generation(2),
+            continue_us: 900,
+            since_us: 1200,
+            resumed_us: Some(700),
         },
         Message::Refused { epoch, reason: reason() },
         Message::Crashed { epoch, reason: reason() },
@@ -235,21 +256,24 @@ fn number(message: &Message) -> usize {
         Message::Known { .. } => 6,
         Message::Verify { .. } => 7,
         Message::Verified { .. } => 8,
-        Message::DeviceState { .. } => 9,
-        Message::Held { .. } => 10,
-        Message::Ready { .. } => 11,
-        Message::Go { .. } => 12,
-        Message::Running { .. } => 13,
-        Message::Refused { .. } => 14,
-        Message::Crashed { .. } => 15,
-        Message::Inquire { .. } => 16,
-        Message::Abort { .. } => 17,
-        Message::Ask { .. } => 18,
-        Message::Verdict { .. } => 19,
-        Message::Ping => 20,
-        Message::Pong => 21,
-        Message::Register(_) => 22,
-        Message::Registered(_) => 23,
+        Message::Awaited { .. } => 9,
+        Message::Want { .. } => 10,
+        Message::DeviceState { .. } => 11,
+        Message::Held { .. } => 12,
+        Message::Ready { .. } => 13,
+        Message::Go { .. } => 14,
+        Message::Running { .. } => 15,
+        Message::Incomplete { .. } => 16,
+        Message::Refused { .. } => 17,
+        Message::Crashed { .. } => 18,
+        Message::Inquire { .. } => 19,
+        Message::Abort { .. } => 20,
+        Message::Ask { .. } => 21,
+        Message::Verdict { .. } => 22,
+        Message::Ping => 23,
+        Message::Pong => 24,
+        Message::Register(_) => 25,
+        Message::Registered(_) => 26,
     }
 }
 
@@ -342,7 +366,7 @@ fn from_hex(text: &str) -> Vec<u8> {
 fn every_message_is_on_file() {
     let mut seen: Vec<_> = messages().iter().map(number).collect();
     seen.dedup();
-    assert_eq!(seen, (0..=23).collect::<Vec<_>>());
+    assert_eq!(seen, (0..=26).collect::<Vec<_>>());
 }
 
 #[test]

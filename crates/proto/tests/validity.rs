@@ -22,6 +22,7 @@ fn proposal() -> Proposal {
         allow_options: Vec::new(),
         disks: Vec::new(),
         delta_seed: None,
+        post_copy: false,
     }
 }
 

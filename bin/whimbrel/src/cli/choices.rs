@@ -7,6 +7,8 @@ use clap::ValueEnum;
 pub(crate) enum OnLimitArg {
     /// Stop the guest and send the rest, however long that takes
     Stop,
+    /// Have the rest come when the VM runs at the other host
+    PostCopy,
     /// Give up; the VM stays where it is
     Abort,
 }
@@ -15,6 +17,7 @@ impl From<OnLimitArg> for OnLimit {
     fn from(arg: OnLimitArg) -> Self {
         match arg {
             OnLimitArg::Stop => Self::Stop,
+            OnLimitArg::PostCopy => Self::PostCopy,
             OnLimitArg::Abort => Self::Abort,
         }
     }
@@ -26,6 +29,7 @@ pub(crate) enum PolicyArg {
     Pattern,
     Target,
     Rounds,
+    Hybrid,
 }
 
 impl From<PolicyArg> for StopPolicy {
@@ -34,6 +38,7 @@ impl From<PolicyArg> for StopPolicy {
             PolicyArg::Pattern => Self::Pattern,
             PolicyArg::Target => Self::Target,
             PolicyArg::Rounds => Self::Rounds,
+            PolicyArg::Hybrid => Self::Hybrid,
         }
     }
 }

@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 pub enum OnLimit {
     /// Stop the guest and send the rest, however long that takes.
     Stop,
+    /// Have the rest come when the guest runs at the destination (post-copy). Until all is there the VM needs both hosts.
+    PostCopy,
     /// Give up; the VM stays where it is.
     #[default]
     Abort,
@@ -29,6 +31,9 @@ pub enum StopPolicy {
     Target,
     /// After a number of rounds: Xen's rule.
     Rounds,
+    /// After all of memory went once: what is left then comes when the guest runs at the destination (post-copy). Until all
+    /// is there the VM needs both hosts.
+    Hybrid,
 }
 
 impl StopPolicy {
@@ -38,6 +43,7 @@ impl StopPolicy {
             Self::Pattern => "pattern",
             Self::Target => "target",
             Self::Rounds => "rounds",
+            Self::Hybrid => "hybrid",
         }
     }
 }

@@ -97,6 +97,7 @@ impl Daemon {
             register_epoch: held,
             streams: aims.streams,
             delta_seed: Some(RandomState::new().hash_one(&terms.migration)),
+            post_copy: aims.may_post_copy(),
             ..offer.proposal
         };
         let mut report = Report::begin(
@@ -192,6 +193,11 @@ impl Daemon {
                 "the witness is neither of the two hosts; move to another",
             ));
         }
+        if request.verify && Aims::new(request, &self.context.config.limits).may_post_copy() {
+            let error = "what comes when the VM runs at the other host cannot be compared";
+            let advice = "leave out --verify, or choose another --policy and --on-limit";
+            return Err(Problem::new(Kind::BadRequest, error, advice));
+        }
         let streams = request.streams.unwrap_or(self.context.config.limits.streams);
         if !(1..=proto::limits::STREAMS).contains(&streams) {
             let error = format!("{streams} streams are not possible");
@@ -250,6 +256,7 @@ impl Daemon {
             allow_options: allowed,
             disks: preflight::proposed_disks(&surveyed.disks, request)?,
             delta_seed: None,
+            post_copy: false,
         };
         Ok(Offer {
             ram_kind: vm.ram_kind(),

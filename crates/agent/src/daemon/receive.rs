@@ -13,24 +13,13 @@ use qemu::qmp::Qmp;
 use tracing::{info, warn};
 
 use super::{Daemon, Driven, Mail};
-use crate::context::Context;
-use crate::destination::{self, ArriveError, Arriving, Traces};
+use crate::destination::{self, ArriveError, Arriving};
 use crate::disks::Images;
 use crate::journal::Durability;
 use crate::preflight;
 use crate::progress::Publisher;
 
 const SEE_DISK: &str = "see that the destination's disk is not full";
-
-/// What the journal keeps of a migration for its driver's successor, on the destination.
-#[derive(Debug, serde::Serialize, serde::Deserialize)]
-pub(super) struct DestinationDetails {
-    /// The boot of the host on which it began.
-    pub(super) boot_id: String,
-    /// Where to find what was started.
-    #[serde(flatten)]
-    pub(super) traces: Traces,
-}
 
 impl Daemon {
     /// A peer proposes a VM.
@@ -55,6 +44,8 @@ impl Daemon {
                 templates: self.template_count(),
                 codecs: codecs(),
                 deltas: true,
+                // Whether it is possible its QEMU will tell.
+                post_copy: considered.proposal.post_copy,
             }),
             Ok(considered) => {
                 self.receive(connection, id, considered);
@@ -165,13 +156,13 @@ impl Daemon {
             // Held until the VM is there or will not come.
             let promised = promised;
             let started = traces.make_directory().and_then(|()| {
-                keep_traces(&context, &migration, &traces)?;
+                traces.keep(&context, &migration, Durability::Synced)?;
                 let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
                 let stall = Duration::from_millis(context.config.timeouts.stall_ms);
                 let images = Images::make(copied, &traces.directory, streams, stall)?;
                 let look = |qmp: &mut Qmp, blocks: &[qemu::ram::RamBlock]| compared.with_started(qmp, blocks);
                 let (vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
-                keep_traces(&context, &migration, &vm.traces)?;
+                vm.traces.keep(&context, &migration, Durability::Synced)?;
                 if let Some(promised) = &promised {
                     promised.taken_by(vm.process.pid());
                 }
@@ -179,13 +170,15 @@ impl Daemon {
             });
             let started = started.and_then(|(mut vm, images, findings)| {
                 let version = vm.qmp().ok().map(|qmp| qmp.version().to_string());
-                driver.started(vm, images).map(|()| (version, findings))
+                driver.started(vm, images).map(|no_post_copy| (version, findings, no_post_copy))
             });
             if started.is_err() {
                 left.remove_images();
             }
             match started {
-                Ok((qemu_version, findings)) => {
+                Ok((qemu_version, mut findings, no_post_copy)) => {
+                    let post_copy = driver.proposal().post_copy && no_post_copy.is_none();
+                    findings.extend(no_post_copy);
                     driver.accept(Acceptance {
                         findings,
                         qemu_start_us: began.elapsed().as_micros() as u64,
@@ -196,6 +189,7 @@ impl Daemon {
                         templates,
                         codecs: codecs(),
                         deltas: true,
+                        post_copy,
                     });
                     driver.run();
                 }
@@ -235,11 +229,6 @@ impl Daemon {
 /// The one thing that stands in the way.
 fn blocker(code: &str, what: String, advice: &str) -> Vec<Finding> {
     vec![Finding { severity: Severity::Blocker, code: code.to_owned(), what, advice: advice.to_owned() }]
-}
-
-fn keep_traces(context: &Context, id: &MigrationId, traces: &Traces) -> Result<(), ArriveError> {
-    let details = DestinationDetails { boot_id: context.boot_id.clone(), traces: traces.clone() };
-    Ok(context.journal.set_details(id, &details, Durability::Synced)?)
 }
 
 /// Names of all that can be unpacked here.

@@ -13,10 +13,9 @@ use tracee::ProcessError;
 use tracing::{error, info, warn};
 
 use super::Daemon;
-use super::receive::DestinationDetails;
 use crate::api::Problem;
 use crate::context::Context;
-use crate::destination::{ArriveError, Arriving, Traces};
+use crate::destination::{ArriveError, Arriving, DestinationDetails, Traces};
 use crate::journal::{JournalError, MigrationRecord, State};
 use crate::owners;
 use crate::report::{Objective, Report};
@@ -50,12 +49,13 @@ impl Daemon {
         let details: Option<Details> = serde_json::from_value(record.details.clone()).ok();
         let controls = Arc::new(self.controls_of(record));
         let (mut driver, driven) = self.source_driver(record.terms.clone(), state, None, controls);
+        driver.proposed(self.context.journal.proposal(record.id()).ok().flatten());
         let (context, id) = (Arc::clone(&self.context), record.id().clone());
         self.place(record.id(), driven)?.work(move || {
             // What cannot be looked at is not gone; to take it for gone could run the guest twice.
             let vm = until_known(&context, &id, || look_at_source(&context, &id, details.as_ref()));
             let found = match vm {
-                Some(vm) => driver.found(vm),
+                Some(vm) => driver.found_with(vm, details.as_ref()),
                 None => left_of_source(details.as_ref(), &context.boot_id),
             };
             driver.run_on(found);
@@ -89,6 +89,7 @@ impl Daemon {
                 allow_options: Vec::new(),
                 disks: Vec::new(),
                 delta_seed: None,
+                post_copy: false,
             });
         let (mut driver, driven) = self.destination_driver(record.terms.clone(), state, proposal);
         let (context, id) = (Arc::clone(&self.context), record.id().clone());
@@ -218,7 +219,7 @@ mod tests {
 
     #[test]
     fn a_source_that_was_never_accepted_has_nobody_to_ask_after_a_reboot() {
-        let details = |accepted| Details { boot_id: "last".to_owned(), accepted, process: None };
+        let details = |accepted| Details { boot_id: "last".to_owned(), accepted, later: None, process: None };
         assert_eq!(left_of_source(None, "this"), Found::Gone);
         assert_eq!(left_of_source(Some(&details(false)), "this"), Found::Gone);
         assert_eq!(left_of_source(Some(&details(true)), "this"), Found::Rebooted);

@@ -10,7 +10,7 @@ use proto::{Epoch, Generation, Incarnation, Purpose};
 
 use super::*;
 use crate::api::{Control as _, Kind};
-use crate::destination::Traces;
+use crate::destination::{DestinationDetails, Traces};
 use crate::journal::{Durability, State};
 use crate::report::Report;
 use crate::source::{Aims, Controls};
@@ -168,7 +168,7 @@ fn left_ready(world: &World) -> (Qemu, DestinationState) {
     traces.process = Some(qemu.process());
     let ready = DestinationState::Ready { incarnation: qemu.incarnation(), run: true };
     world.journalled(&terms("b", "a"), State::Destination(ready.clone()));
-    let details = receive::DestinationDetails { boot_id: "this boot".to_owned(), traces };
+    let details = DestinationDetails { boot_id: "this boot".to_owned(), traces };
     world.context.journal.set_details(&id(1), &details, Durability::Synced).unwrap();
     (qemu, ready)
 }

@@ -17,9 +17,11 @@ use serde::{Deserialize, Serialize};
 use tracee::{Process, ProcessError, Signal};
 use tracing::{info, warn};
 
+use super::awaiting::AwaitedTrace;
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
 use crate::hold::{self, HoldError};
+use crate::journal::{Durability, JournalError};
 use crate::pool;
 use crate::watch::Watch;
 
@@ -68,7 +70,7 @@ pub(crate) enum ArriveError {
     Access(#[from] ::memory::ram::RamError),
     /// The journal does not take where its things are.
     #[error(transparent)]
-    Journal(#[from] crate::journal::JournalError),
+    Journal(#[from] JournalError),
     /// It cannot be held.
     #[error(transparent)]
     Hold(#[from] HoldError),
@@ -93,6 +95,19 @@ pub(crate) struct Traces {
     /// Images that are made for it.
     #[serde(default)]
     pub(crate) images: Vec<PathBuf>,
+    /// Pages that come while the guest runs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) awaited: Option<AwaitedTrace>,
+}
+
+/// What the journal keeps of a migration for its driver's successor, on the destination.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct DestinationDetails {
+    /// The boot of the host on which it began.
+    pub(crate) boot_id: String,
+    /// Where to find what was started.
+    #[serde(flatten)]
+    pub(crate) traces: Traces,
 }
 
 impl Traces {
@@ -103,7 +118,19 @@ impl Traces {
             directory: run_dir.join("vms").join(format!("{}@{}", migration.vm, migration.epoch)),
             process: None,
             images: Vec::new(),
+            awaited: None,
         }
+    }
+
+    /// Enters them in the journal.
+    pub(crate) fn keep(
+        &self,
+        context: &Context,
+        migration: &MigrationId,
+        durability: Durability,
+    ) -> Result<(), JournalError> {
+        let details = DestinationDetails { boot_id: context.boot_id.clone(), traces: self.clone() };
+        context.journal.set_details(migration, &details, durability)
     }
 
     /// Removes what was made of its images. Nobody must have run it with them.
@@ -217,8 +244,9 @@ impl Arriving {
     pub(crate) fn find(traces: Traces, patience: Duration) -> Result<Self, ArriveError> {
         let (pid, start) = traces.process.ok_or(ArriveError::Gone)?;
         let process = Process::open_exact(pid, start)?;
-        let held = hold::is_held(&process);
-        let qmp = if held { None } else { Some(Qmp::connect(&traces.qmp(), patience)?) };
+        // One that lacks pages may be waiting for them, and does not answer.
+        let is_silent = hold::is_held(&process) || traces.awaited.is_some();
+        let qmp = if is_silent { None } else { Some(Qmp::connect(&traces.qmp(), patience)?) };
         Ok(Self { process, qmp, traces, blocks: Vec::new(), incoming: None, watch: None })
     }
 
@@ -278,11 +306,21 @@ impl Arriving {
         if hold::is_held(&self.process) {
             return Found::Paused;
         }
+        if self.traces.awaited.is_some() {
+            return if self.process.is_alive() { Found::Paused } else { Found::Gone };
+        }
         match self.qmp().and_then(qemu::control::status) {
             Ok(status) if status.running => Found::Running,
             Ok(_) => Found::Paused,
             Err(_) if self.process.is_alive() => Found::Paused,
             Err(_) => Found::Gone,
+        }
+    }
+
+    /// All of it is there: what remembered that some was not.
+    pub(crate) fn forget_awaited(&self) {
+        if let Some(awaited) = &self.traces.awaited {
+            awaited.remove();
         }
     }
 

@@ -22,6 +22,12 @@ impl Driver {
                 "in doubt: {from} cannot be asked whether {vm} runs there; mend the link, or see `whimbrel recover {vm}`"
             ),
             DestinationReport::TooLate => "too late to cancel here".to_owned(),
+            DestinationReport::Incomplete => {
+                format!("the VM runs here; some of its memory is still at {from}")
+            }
+            DestinationReport::SourceNeeded => format!(
+                "the VM waits for memory that is still at {from}, which cannot be reached: mend the link, or start its agent"
+            ),
             DestinationReport::Active => "the VM is here".to_owned(),
             DestinationReport::Refused => format!("this copy could not run and has not; {from} keeps the VM"),
             DestinationReport::Crashed => {
@@ -69,6 +75,9 @@ impl Driver {
         if active {
             // An agent before this one may have ended before it did so: one that was paused by its user gets no `cont`.
             self.let_go();
+        }
+        if let Some(vm) = self.vm.as_ref().filter(|_| active) {
+            vm.forget_awaited();
         }
         let record = self.vm.take_if(|_| active).map(|vm| {
             let description = self.proposal.description.clone();

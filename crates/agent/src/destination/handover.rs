@@ -9,9 +9,11 @@ use std::time::{Duration, Instant};
 
 use engine::handover::Found;
 use engine::handover::destination::{DestinationEvent, DestinationState};
+use proto::message::Finding;
 use tracing::{error, info, warn};
 
 use self::effects::EffectError;
+use super::awaiting;
 use super::inbox::Notice;
 use super::receiving::Receiving;
 use super::{ArriveError, Arriving, Driver};
@@ -38,6 +40,7 @@ impl Driver {
         let found = vm.found();
         self.vm = Some(vm);
         self.watch_found();
+        self.await_on();
         found
     }
 
@@ -46,11 +49,16 @@ impl Driver {
         self.feed(&DestinationEvent::Prepare)
     }
 
-    /// The waiting QEMU is there.
-    pub(crate) fn started(&mut self, vm: Arriving, images: Images) -> Result<(), ArriveError> {
+    /// The waiting QEMU is there. Returns why pages cannot come after the guest, where that was proposed.
+    pub(crate) fn started(&mut self, vm: Arriving, images: Images) -> Result<Option<Finding>, ArriveError> {
         let migration = self.terms.migration.clone();
-        let (wire, mailbox) = ((self.proposal.streams, self.proposal.delta_seed), self.inbox.mailbox());
-        let receiving = Receiving::new(&self.context, migration, wire, &vm, &images, mailbox)?;
+        let (proposal, mailbox) = (&self.proposal, self.inbox.mailbox());
+        let receiving = Receiving::new(&self.context, migration, proposal, &vm, &images, mailbox)?;
+        let tried = self.proposal.post_copy.then(|| {
+            let (writers, _) = receiving.blocks();
+            awaiting::try_out(&self.context.injector, &vm, writers)
+        });
+        let no_post_copy = tried.and_then(Result::err).as_ref().map(awaiting::finding);
         self.images = images;
         receiving
             .begin(self.generation)
@@ -58,7 +66,7 @@ impl Driver {
         self.vm = Some(vm);
         self.watch_found();
         self.receiving = Some(receiving);
-        Ok(())
+        Ok(no_post_copy)
     }
 
     /// The source's first control stream.
@@ -80,6 +88,7 @@ impl Driver {
                 self.take(&event);
                 continue;
             }
+            self.look_whether_complete();
             if self.state.is_final() {
                 break;
             }
@@ -139,6 +148,11 @@ impl Driver {
                 self.message(link, message);
             }
             Notice::Say(message) => self.say(&message),
+            Notice::PageStream { generation, connection } if generation == self.generation => {
+                self.attach(*connection);
+            }
+            // The source hears of it as well, and makes new connections.
+            Notice::PageStreamLost { error } => info!(migration = %self.terms.migration, error, "a cut"),
             Notice::Blob { link, bytes }
                 if self.control == Some(link) && self.state == DestinationState::Prepared =>
             {
@@ -157,13 +171,15 @@ impl Driver {
                 }
             }
             Notice::Broken { generation, error } if generation == self.generation => self.fail(&error),
-            Notice::Broken { .. } => {}
+            // What was replaced; and what is looked at in any case before the next notice.
+            Notice::Broken { .. } | Notice::PageStream { .. } | Notice::Completed => {}
             Notice::StorageFailed { error } => self.fail(&error),
         }
     }
 
     /// Some time has passed.
     fn quiet(&mut self) {
+        self.await_on();
         if let Some(event) = self.not_taken.take() {
             return self.take(&event);
         }

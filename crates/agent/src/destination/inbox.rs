@@ -57,6 +57,20 @@ pub(crate) enum Notice {
         /// Why.
         error: String,
     },
+    /// The source's page stream has come.
+    PageStream {
+        /// Of which set of connections.
+        generation: Generation,
+        /// The stream.
+        connection: Box<Connection>,
+    },
+    /// The page stream has ended.
+    PageStreamLost {
+        /// Why.
+        error: String,
+    },
+    /// The last page that was to come is there.
+    Completed,
     /// A data stream of a generation ended in a way that new connections do not mend.
     Broken {
         /// Which generation.

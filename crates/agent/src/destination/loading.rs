@@ -4,16 +4,30 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use engine::handover::destination::DestinationEvent;
+use engine::handover::destination::{DestinationEvent, DestinationState};
+use link::Connection;
 use proto::message::Message;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
+use super::awaiting::{AwaitedTrace, Awaiting};
 use super::inbox::Notice;
+use super::receiving::Receiving;
 use super::{ArriveError, Driver};
+use crate::journal::Durability;
 use crate::verification;
 
-/// A device state on its way.
+/// What comes in pieces.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Coming {
+    /// Pages that are to come while the guest runs.
+    Awaited,
+    /// The state of its devices.
+    Devices,
+}
+
+/// Something that comes in pieces.
 pub(crate) struct StateComing {
+    what: Coming,
     bytes: u64,
     digest: String,
     received: Vec<u8>,
@@ -74,15 +88,19 @@ impl Driver {
         }
     }
 
-    pub(super) fn expect_state(&mut self, bytes: u64, digest: String) {
+    /// The pieces of something follow.
+    pub(super) fn expect(&mut self, what: Coming, bytes: u64, digest: String) {
         if bytes > proto::limits::DEVICE_STATE_BYTES {
             return self.fail(&format!("a device state of {bytes} bytes is too large"));
         }
-        self.state_coming = Some(StateComing { bytes, digest, received: Vec::new() });
+        if what == Coming::Awaited && (bytes == 0 || self.awaiting.is_some() || !self.proposal.post_copy) {
+            return self.fail("the source names pages to come where there can be none");
+        }
+        self.state_coming = Some(StateComing { what, bytes, digest, received: Vec::new() });
     }
 
     pub(super) fn blob(&mut self, blob: &[u8]) {
-        let Some(coming) = &mut self.state_coming else { return self.fail("device state came unannounced") };
+        let Some(coming) = &mut self.state_coming else { return self.fail("bytes came unannounced") };
         coming.received.extend_from_slice(blob);
         if (coming.received.len() as u64) < coming.bytes {
             return;
@@ -90,9 +108,98 @@ impl Driver {
         let Some(coming) = self.state_coming.take() else { return };
         let digest = blake3::hash(&coming.received).to_hex().to_string();
         if coming.received.len() as u64 != coming.bytes || digest != coming.digest {
-            return self.fail("the device state was damaged on its way");
+            return self.fail("what came in pieces was damaged on its way");
         }
-        self.load(&coming.received, digest);
+        match coming.what {
+            Coming::Awaited => self.await_pages(&coming.received),
+            Coming::Devices => self.load(&coming.received, digest),
+        }
+    }
+
+    /// From here on these pages come as somebody touches them, and by and by.
+    fn await_pages(&mut self, set: &[u8]) {
+        let began = Instant::now();
+        let (Some(receiving), Some(vm)) = (&self.receiving, &mut self.vm) else {
+            return self.fail("nothing is being received");
+        };
+        let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
+        let mut traces = vm.traces.clone();
+        let keep = |trace: &AwaitedTrace| {
+            traces.awaited = Some(trace.clone());
+            traces.keep(&context, &migration, Durability::Process).map_err(std::io::Error::other)
+        };
+        let mailbox = self.inbox.mailbox();
+        match Awaiting::begin(&self.context, vm, receiving.blocks(), set, &mailbox, keep) {
+            Ok(awaiting) => {
+                vm.traces = traces;
+                self.awaiting = Some(awaiting);
+                let duration_us = began.elapsed().as_micros() as u64;
+                info!(%migration, duration_us, "pages that are to come were taken away");
+                if let Some(stream) = self.page_stream.take() {
+                    self.attach(stream);
+                }
+            }
+            Err(error) => self.fail(&crate::chain(&error)),
+        }
+    }
+
+    /// The source's connection for pages that somebody waits for.
+    pub(super) fn attach(&mut self, stream: Connection) {
+        let Some(awaiting) = &self.awaiting else {
+            self.page_stream = Some(stream);
+            return;
+        };
+        let round = self.receiving.as_ref().map_or(0, Receiving::newest_round);
+        if let Err(error) = awaiting.attach(stream, round) {
+            warn!(migration = %self.terms.migration, error = crate::chain(&error), "the page stream is of no use");
+        }
+    }
+
+    /// Goes on with pages for which an agent before this one had waited.
+    pub(super) fn await_on(&mut self) {
+        let Some((vm, trace)) = self.vm.as_ref().and_then(|vm| Some((vm, vm.traces.awaited.as_ref()?)))
+        else {
+            return;
+        };
+        if self.awaiting.is_some() || self.found_complete {
+            return;
+        }
+        let (mailbox, migration) = (self.inbox.mailbox(), self.terms.migration.clone());
+        match Awaiting::take_over(&vm.process, trace, &mailbox) {
+            Ok(None) => {
+                Awaiting::tidy_up(&self.context.injector, &vm.process, trace);
+                self.found_complete = true;
+            }
+            Ok(Some(awaiting)) => {
+                let (streams, writers) = (self.proposal.streams, awaiting.writers());
+                let receiving = Receiving::placing(&self.context, migration, streams, writers, mailbox);
+                self.receiving = Some(receiving);
+                self.awaiting = Some(awaiting);
+            }
+            Err(error) => {
+                let error = crate::chain(&error);
+                error!(%migration, error, "pages of the guest cannot come");
+                self.reason.get_or_insert(error);
+            }
+        }
+    }
+
+    /// Whether all pages are there; then nobody waits any more.
+    pub(super) fn look_whether_complete(&mut self) {
+        let is_complete = match &self.awaiting {
+            Some(awaiting) => awaiting.left_pages() == 0,
+            None => self.found_complete,
+        };
+        if !is_complete || !matches!(self.state, DestinationState::Completing { .. }) {
+            return;
+        }
+        if let Some(receiving) = self.receiving.take() {
+            receiving.end();
+        }
+        if let (Some(awaiting), Some(vm)) = (self.awaiting.take(), &self.vm) {
+            awaiting.end(&self.context.injector, &vm.process);
+        }
+        self.take(&DestinationEvent::Completed);
     }
 
     /// The source cannot go on by itself any more: with what is loaded, this side is ready.
@@ -111,7 +218,8 @@ impl Driver {
 
     pub(super) fn load(&mut self, state: &[u8], digest: String) {
         let began = Instant::now();
-        let receiving = self.receiving.take();
+        // Pages that are to come go on coming.
+        let receiving = self.receiving.take_if(|_| self.awaiting.is_none());
         if let Some(receiving) = &receiving {
             receiving.shut();
         }

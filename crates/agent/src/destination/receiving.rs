@@ -1,10 +1,15 @@
 //! Receiving memory: the data streams of one generation after the other, into the waiting QEMU's RAM.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{DataStream, Discardable, Presumed, Receiver, ReceiverEvent, ReceiverHandle};
+use ::memory::{
+    BlockWriter, DataStream, DestinationRam, Discardable, Presumed, ReceiveError, Receiver, ReceiverEvent,
+    ReceiverHandle, Switch,
+};
+use proto::message::Proposal;
 use proto::{Generation, MigrationId};
 use tracee::{AddressRange, Injector, Process};
 use tracing::{debug, info, warn};
@@ -21,7 +26,13 @@ pub(crate) struct Receiving {
     context: Arc<Context>,
     migration: MigrationId,
     streams: u16,
+    /// Whether there is a page stream, too.
+    has_page_stream: bool,
     mailbox: Mailbox,
+    /// What is written to.
+    ram: DestinationRam,
+    /// Has pages placed instead, from when the guest may run on.
+    switch: Switch,
     /// Templates to which the source may refer.
     told: Arc<Told>,
 }
@@ -32,22 +43,26 @@ impl Receiving {
     pub(crate) fn new(
         context: &Arc<Context>,
         migration: MigrationId,
-        (streams, delta_seed): (u16, Option<u64>),
+        proposal: &Proposal,
         vm: &Arriving,
         images: &Images,
         mailbox: Mailbox,
     ) -> Result<Self, ArriveError> {
-        let ram = crate::ram::destination(&vm.process, &vm.blocks)?;
-        let ram = ram.into_iter().chain(images.writers()).collect();
+        let switch = Switch::default();
+        let ram = switch.before(crate::ram::destination(&vm.process, &vm.blocks)?);
+        let ram: DestinationRam = ram.into_iter().chain(images.writers()).collect();
         let giver = Giver::new(context, vm)?;
         let flushing = images.flushing();
         let notices = mailbox.clone();
         let patience = Duration::from_millis(context.config.timeouts.qmp_ms);
         let told = Arc::new(Told::new(vm.traces.directory.clone(), patience));
         let templates = Arc::clone(&told);
-        let presumed = Presumed { templates: Some(templates), delta_seed };
+        let presumed = Presumed { templates: Some(templates), delta_seed: proposal.delta_seed };
+        let (switched, streams) = (switch.clone(), proposal.streams);
         let referred = Arc::clone(&told);
         let observer = move |event, handle: &ReceiverHandle| match event {
+            // All of the disks has come, and nothing is given back while the guest runs.
+            ReceiverEvent::RoundEnded { .. } if switched.is_switched() => {}
             ReceiverEvent::RoundEnded { ram_round, took, referred: is_referred_to, .. } => {
                 // A disk that fails is not found out about when the guest stands still already.
                 let told = notices.clone();
@@ -61,29 +76,61 @@ impl Receiving {
                 giver.give_back(ram_round, took, handle);
             }
             ReceiverEvent::Broken { generation, stream, cause } => {
-                if cause.is_connection() {
-                    debug!(stream, %cause, "a data stream ended");
-                } else {
-                    let error = crate::chain(&cause);
-                    notices.try_put(Notice::Broken { generation, error });
-                }
+                tell_of_end(&notices, generation, stream, &cause);
             }
         };
-        let receiver = Arc::new(Mutex::new(Receiver::presuming(ram, presumed, streams, observer)));
-        Ok(Self { receiver, context: Arc::clone(context), migration, streams, mailbox, told })
+        let receiver = Receiver::presuming(Arc::clone(&ram), presumed, streams, observer);
+        let (receiver, context) = (Arc::new(Mutex::new(receiver)), Arc::clone(context));
+        let has_page_stream = proposal.post_copy;
+        Ok(Self { receiver, context, migration, streams, has_page_stream, mailbox, ram, switch, told })
+    }
+
+    /// Prepares to have pages placed in a guest that may run already.
+    pub(super) fn placing(
+        context: &Arc<Context>,
+        migration: MigrationId,
+        streams: u16,
+        writers: Vec<Box<dyn BlockWriter>>,
+        mailbox: Mailbox,
+    ) -> Self {
+        let (ram, notices): (DestinationRam, _) = (writers.into(), mailbox.clone());
+        let observer = move |event, _: &ReceiverHandle| {
+            if let ReceiverEvent::Broken { generation, stream, cause } = event {
+                tell_of_end(&notices, generation, stream, &cause);
+            }
+        };
+        let receiver = Arc::new(Mutex::new(Receiver::new(Arc::clone(&ram), streams, observer)));
+        let told = Arc::new(Told::new(PathBuf::new(), Duration::ZERO));
+        let (context, switch) = (Arc::clone(context), Switch::default());
+        Self { receiver, context, migration, streams, has_page_stream: true, mailbox, ram, switch, told }
+    }
+
+    /// Blocks that are written to, the disks last; and what has pages placed in the others instead.
+    pub(super) fn blocks(&self) -> (&[Box<dyn BlockWriter>], &Switch) {
+        (&self.ram, &self.switch)
+    }
+
+    /// The last round of which anything has come to its end.
+    pub(super) fn newest_round(&self) -> u32 {
+        self.lock().newest_round()
     }
 
     /// Ends and joins everything of older generations and lets the streams of this one come.
     pub(crate) fn begin(&self, generation: Generation) -> std::io::Result<()> {
         self.lock().begin(generation);
-        let route = self.context.router.expect(self.migration.clone(), generation, self.streams);
+        let all_streams = self.streams + u16::from(self.has_page_stream);
+        let route = self.context.router.expect(self.migration.clone(), generation, all_streams);
         let receiver = Arc::clone(&self.receiver);
         let patience = Duration::from_millis(self.context.config.timeouts.give_up_after_ms);
         let (streams, mailbox) = (self.streams, self.mailbox.clone());
         let gather = move || {
             let deadline = Instant::now() + patience;
-            for _ in 0..streams {
+            for _ in 0..all_streams {
                 let Some((stream, connection)) = route.next(deadline) else { return };
+                if stream == streams {
+                    mailbox.put(Notice::PageStream { generation, connection: Box::new(connection) });
+                    continue;
+                }
                 let stream_ends = DataStream::over(connection, None);
                 let attached = receiver.lock().unwrap_or_else(PoisonError::into_inner).attach(
                     generation,
@@ -116,6 +163,14 @@ impl Receiving {
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Receiver> {
         self.receiver.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn tell_of_end(notices: &Mailbox, generation: Generation, stream: u16, cause: &ReceiveError) {
+    if cause.is_connection() {
+        debug!(stream, %cause, "a data stream ended");
+    } else {
+        notices.try_put(Notice::Broken { generation, error: crate::chain(cause) });
     }
 }
 

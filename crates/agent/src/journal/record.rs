@@ -128,9 +128,10 @@ fn source_standing(state: &SourceState) -> Standing {
 fn destination_standing(state: &DestinationState) -> Standing {
     match state {
         DestinationState::Idle | DestinationState::Discarded | DestinationState::Refused => Standing::Failed,
-        DestinationState::Prepared | DestinationState::Starting { .. } | DestinationState::Refusing => {
-            Standing::Underway
-        }
+        DestinationState::Prepared
+        | DestinationState::Starting { .. }
+        | DestinationState::Completing { .. }
+        | DestinationState::Refusing => Standing::Underway,
         DestinationState::Ready { .. }
         | DestinationState::Taking { .. }
         | DestinationState::Bereft

@@ -5,7 +5,7 @@ use std::iter;
 
 use proto::limits::PAGE_BYTES;
 
-use super::{Compression, Deltas, Downtime, Event, Outcome, PickedWay, Report, Round};
+use super::{Compression, Deltas, Downtime, Event, Outcome, PickedWay, PostCopy, Report, Round};
 
 impl Outcome {
     /// The outcome in words.
@@ -89,6 +89,13 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         for note in &soft.notes {
             writeln!(out, "              {note}")?;
         }
+    }
+    if let Some(PostCopy { left_pages, wanted_pages, duration_us, .. }) = report.post_copy {
+        let (left, took) = (bytes(left_pages.saturating_mul(PAGE_BYTES)), seconds(duration_us));
+        writeln!(
+            out,
+            "  followed    {left} came when the VM ran at the destination already, in {took}; it waited for {wanted_pages} pages"
+        )?;
     }
     writeln!(
         out,

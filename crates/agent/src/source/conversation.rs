@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{DataStream, Sender};
 use engine::handover::source::{SourceEvent, SourceState};
-use link::{LinkError, Writer};
+use link::{Connection, LinkError, Writer};
 use proto::Purpose;
 use proto::message::Message;
 use tracing::warn;
@@ -26,24 +26,32 @@ impl Driver {
         self.connect(Purpose::Control { migration, generation: self.generation })
     }
 
-    pub(super) fn connect_streams(&self) -> Result<Vec<DataStream>, peers::PeerError> {
+    pub(super) fn connect_streams(&mut self) -> Result<Vec<DataStream>, peers::PeerError> {
+        // As the destination was told: it is another one's configuration that an agent finds that was started anew.
+        let streams =
+            self.proposal.as_ref().map_or(self.controls.aims().streams, |proposal| proposal.streams);
+        let data = (0..streams).map(|stream| {
+            let connection = self.connect_stream(stream)?;
+            Ok(DataStream::over(connection, Some(Arc::clone(&self.controls.rate))))
+        });
+        let data = data.collect::<Result<_, _>>()?;
+        if self.proposal.as_ref().is_some_and(|proposal| proposal.post_copy) {
+            self.page_stream = Some(self.connect_stream(streams)?);
+        }
+        Ok(data)
+    }
+
+    fn connect_stream(&self, stream: u16) -> Result<Connection, peers::PeerError> {
         let host = &self.terms.destination;
         let stall = Duration::from_millis(self.context.config.timeouts.stall_ms);
-        (0..self.controls.aims().streams)
-            .map(|stream| {
-                let purpose = Purpose::Data {
-                    migration: self.terms.migration.clone(),
-                    generation: self.generation,
-                    stream,
-                };
-                let connection = peers::connect(&self.context, host, None, purpose)?;
-                connection
-                    .set_stall_limit(stall)
-                    .map_err(|source| peers::PeerError::Lost { host: host.clone(), source })?;
-                self.telemetry.count(connection.handle());
-                Ok(DataStream::over(connection, Some(Arc::clone(&self.controls.rate))))
-            })
-            .collect()
+        let (migration, generation) = (self.terms.migration.clone(), self.generation);
+        let purpose = Purpose::Data { migration, generation, stream };
+        let connection = peers::connect(&self.context, host, None, purpose)?;
+        connection
+            .set_stall_limit(stall)
+            .map_err(|source| peers::PeerError::Lost { host: host.clone(), source })?;
+        self.telemetry.count(connection.handle());
+        Ok(connection)
     }
 
     /// Makes a new set of connections after a cut, for as long as the configuration has patience. The guest runs on.
@@ -255,6 +263,9 @@ impl Driver {
                 Err(self.control_is_lost())
             }
             Notice::Lost { .. } => Ok(None),
+            Notice::ServingEnded { generation, .. } if generation != self.generation => Ok(None),
+            // The guest still stands still here.
+            Notice::ServingEnded { error, .. } => Err(Failure::new(SourceEvent::PeerLost, error)),
             Notice::Asked { epoch, reply } => {
                 if matches!(self.state, SourceState::Stopped { .. }) {
                     self.asked(epoch, reply);

@@ -43,6 +43,13 @@ impl Driver {
                 )
             }
             SourceReport::Returned => format!("{to} could not run it; the VM is here again"),
+            SourceReport::Incomplete => {
+                format!("the VM runs at {to}; some of its memory is still here")
+            }
+            SourceReport::MemoryLost => format!(
+                "the VM runs at {to}, and some of its memory was only here and is lost: it waits there for good. Start it \
+                 again from its disks"
+            ),
             SourceReport::Done => format!("the VM is at {to}"),
             SourceReport::TooLate => "too late to cancel: the point of no return has been passed".to_owned(),
             SourceReport::OperatorNeeded => format!(
@@ -87,6 +94,7 @@ impl Driver {
                 | SourceReport::OperatorNeeded
                 | SourceReport::RegisterForeign
                 | SourceReport::DestinationCrashed
+                | SourceReport::MemoryLost
                 | SourceReport::Contradiction
         );
         let reason = self.reason.clone();

@@ -4,6 +4,7 @@
 
 mod effects;
 mod peer;
+mod postcopy;
 
 use std::time::{Duration, Instant};
 
@@ -124,37 +125,8 @@ impl Driver {
             let notice = (Instant::now() < repeat_at).then(|| self.inbox.wait(repeat_at)).flatten();
             let quiet = notice.is_none();
             match notice {
-                Some(Notice::Message { link, message }) => self.message(link, message),
-                Some(Notice::Asked { epoch, reply }) => {
-                    self.contact.heard = Instant::now();
-                    self.asked(epoch, reply);
-                }
-                Some(Notice::Event(event)) => {
-                    if let SourceEvent::RegisterSays(answer) = &event {
-                        let silence = self.register.silence(answer);
-                        if let Some(request) = self.register.answered() {
-                            self.send_to_register(request);
-                        }
-                        if silence >= self.contact.patience {
-                            self.telemetry.update(|progress| {
-                                owners::tell_of_silence(&self.terms.migration.vm, progress);
-                            });
-                        }
-                    }
-                    self.take(&event);
-                }
-                Some(Notice::Lost { link, .. }) => {
-                    if self.is_control(link) {
-                        self.control = None;
-                    }
-                }
-                None if self.contact.lost_for_good() => self.take(&SourceEvent::ContactLostForGood),
-                // As after a restart: that QEMU is held comes before GO goes out.
-                None if std::mem::take(&mut self.effects_failed) => {
-                    let found = self.vm.as_mut().map_or(Found::Gone, SourceVm::found);
-                    self.take(&SourceEvent::Restarted(found));
-                }
-                None => self.take(&SourceEvent::Repeat),
+                Some(notice) => self.notice(notice),
+                None => self.quiet(),
             }
             if quiet {
                 // However long that took, what has come meanwhile is looked at first.
@@ -165,8 +137,57 @@ impl Driver {
         self.state
     }
 
+    /// Some time has passed.
+    fn quiet(&mut self) {
+        self.serve_again();
+        if self.contact.lost_for_good() {
+            self.take(&SourceEvent::ContactLostForGood);
+        } else if std::mem::take(&mut self.effects_failed) {
+            // As after a restart: that QEMU is held comes before GO goes out.
+            let found = self.vm.as_mut().map_or(Found::Gone, SourceVm::found);
+            self.take(&SourceEvent::Restarted(found));
+        } else {
+            self.take(&SourceEvent::Repeat);
+        }
+    }
+
+    /// What happens once the phases are over.
+    pub(super) fn notice(&mut self, notice: Notice) {
+        match notice {
+            Notice::Message { link, message } => self.message(link, message),
+            Notice::Asked { epoch, reply } => {
+                self.contact.heard = Instant::now();
+                self.asked(epoch, reply);
+            }
+            Notice::Event(event) => {
+                if let SourceEvent::RegisterSays(answer) = &event {
+                    let silence = self.register.silence(answer);
+                    if let Some(request) = self.register.answered() {
+                        self.send_to_register(request);
+                    }
+                    if silence >= self.contact.patience {
+                        self.telemetry.update(|progress| {
+                            owners::tell_of_silence(&self.terms.migration.vm, progress);
+                        });
+                    }
+                }
+                self.take(&event);
+            }
+            Notice::Lost { link, .. } => {
+                if self.is_control(link) {
+                    self.control = None;
+                }
+            }
+            Notice::ServingEnded { generation, error } if generation == self.generation => {
+                self.serving_ended(error);
+            }
+            Notice::ServingEnded { .. } => {}
+        }
+    }
+
     fn waiting_phase(&self) -> Phase {
         match self.state {
+            SourceState::Committed { .. } if self.later.is_some() => Phase::PostCopy,
             SourceState::Aborting | SourceState::Returning => Phase::Undoing,
             SourceState::Bereft { .. } | SourceState::Reclaiming { .. } => Phase::InDoubt,
             _ => Phase::Handover,

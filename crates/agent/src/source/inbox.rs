@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::SenderHandle;
 use engine::handover::source::SourceEvent;
-use proto::{Epoch, Message};
+use proto::{Epoch, Generation, Message};
 
 /// Most notices that wait to be read. Whoever has more to say waits too.
 const WAITING: usize = 1024;
@@ -33,6 +33,13 @@ pub(crate) enum Notice {
         link: Option<u64>,
         /// What it says.
         message: Message,
+    },
+    /// Pages that are left can no longer be sent over these connections.
+    ServingEnded {
+        /// Which set of connections.
+        generation: Generation,
+        /// Why.
+        error: String,
     },
     /// A connection to the destination ended.
     Lost {

@@ -11,7 +11,9 @@ use ::memory::{
     SourceRam, TrackedRam,
 };
 use block::nbd::NbdError;
-use engine::precopy::{Aim, ByPattern, ByRounds, ByTarget, FixedCost, OnLimit, RoundObservation, Traced};
+use engine::precopy::{
+    Aim, ByHybrid, ByPattern, ByRounds, ByTarget, FixedCost, OnLimit, RoundObservation, Traced,
+};
 use engine::throttle::Cap;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::RecordError;
@@ -339,11 +341,15 @@ impl DirtyLog for Log<'_> {
     }
 }
 
+/// How often all of memory goes before the rest comes after the guest.
+const HYBRID_PASSES: u32 = 1;
+
 /// The policy that decides when to stop.
 pub(crate) fn policy(aims: &Aims, fixed: FixedCost) -> Traced {
     let goal = aim(aims);
     let on_limit = match aims.on_limit {
         api::OnLimit::Stop => OnLimit::Stop,
+        api::OnLimit::PostCopy => OnLimit::PostCopy,
         api::OnLimit::Abort => OnLimit::Abort,
     };
     match aims.policy {
@@ -355,6 +361,7 @@ pub(crate) fn policy(aims: &Aims, fixed: FixedCost) -> Traced {
         }
         StopPolicy::Target => Traced::new(ByTarget::new(goal, on_limit)),
         StopPolicy::Rounds => Traced::new(ByRounds::default()),
+        StopPolicy::Hybrid => Traced::new(ByHybrid::new(HYBRID_PASSES, fixed)),
     }
 }
 

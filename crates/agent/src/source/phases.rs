@@ -4,7 +4,8 @@
 //! prepare     PREPARED journalled; the destination has accepted; streams are open; writes are tracked
 //! pre-copy    rounds: clear, drain, read; over new connections after a cut
 //! stop        the guest stands still
-//! last pages  what is left, the device state saved meanwhile, one scan more
+//! last pages  what is left, the device state saved meanwhile, one scan more; or, with post-copy, what is left is named
+//!             and sent later
 //! verify      where asked for
 //! load        the destination loads the device state: READY
 //! ```
@@ -14,6 +15,7 @@
 
 mod course;
 mod disks;
+mod postcopy;
 mod rounds;
 mod standstill;
 
@@ -21,7 +23,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ::memory::TrackedRam;
-use engine::handover::source::SourceEvent;
+use engine::handover::source::{SourceEvent, SourceState};
 use link::Writer;
 use proto::message::{Acceptance, CopiedDisk, DiskWish, Finding, Message, ProposedDisk, Severity};
 use proto::packed::Codec;
@@ -101,6 +103,15 @@ pub(super) struct Accepted {
     pub(super) deltas: bool,
 }
 
+/// What the rounds end with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ending {
+    /// The guest stands still for what is left.
+    LastRound,
+    /// What is left goes when it runs at the destination.
+    PostCopy,
+}
+
 /// READY, as it came.
 #[derive(Debug)]
 pub(crate) struct Ready {
@@ -133,13 +144,18 @@ impl Driver {
             None => (self.open_streams(cargo)?, cargo.disks_alone()),
         };
         cargo.add_memory(tracked, &mut owed);
-        let (sender, owed) = self.pre_copy(sender, owed, cargo)?;
+        let (sender, owed, ending) = self.pre_copy(sender, owed, cargo)?;
         self.stop()?;
+        // One that was paused by its user does not write: for it there is no reason to need both hosts.
+        if ending == Ending::PostCopy && !matches!(self.state, SourceState::Stopped { run: false }) {
+            let state = self.name_pages(sender, owed, cargo)?;
+            return self.load(&state, None);
+        }
         let (state, sender) = self.last_pages(sender, owed, cargo)?;
         if self.controls.aims().verify {
             self.verify(cargo)?;
         }
-        self.load(&state, sender)
+        self.load(&state, Some(sender))
     }
 
     /// Less is sent from here on, as wished for, until what is returned is dropped.
@@ -189,8 +205,14 @@ impl Driver {
                     ram_kind,
                     qemu_version,
                     findings,
+                    post_copy,
                     ..
                 } = acceptance;
+                let why_not = findings.iter().find(|finding| finding.code == "no-post-copy");
+                let why_not = why_not.map_or_else(
+                    || "its version of whimbrel does not know how".to_owned(),
+                    |finding| finding.what.clone(),
+                );
                 self.controls.report(|report| {
                     report.destination.ram_kind = Some(ram_kind);
                     report.destination.qemu_version = qemu_version;
@@ -203,6 +225,12 @@ impl Driver {
                 if let Some(disk) = proposed.iter().find(left_out) {
                     let reason =
                         format!("the destination does not say that it takes a copy of disk {}", disk.name);
+                    return Err(Failure::new(SourceEvent::Failed, reason));
+                }
+                if self.controls.aims().may_post_copy() && !post_copy {
+                    let reason = format!(
+                        "pages cannot come after the guest: {why_not}. Choose another policy, or what to do at the limit"
+                    );
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
                 let codecs = codecs.iter().filter_map(|name| Codec::of_name(name)).collect();

@@ -62,6 +62,11 @@ impl Telemetry {
         self.update(|progress| progress.pass = pass);
     }
 
+    /// Pages that wait for a later round, to be counted elsewhere.
+    pub(crate) fn later_pages(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.later_pages)
+    }
+
     /// Counts the bytes of a connection from now on.
     pub(crate) fn count(&self, connection: Handle) {
         lock(&self.connections).push(connection);

@@ -1,16 +1,19 @@
 //! The destination's side of the handover.
 //!
 //! ```text
-//! idle ─► prepared ─► ready ─► taking ─► starting ─► active
-//!            │          │ │       │         │           │
-//!            ▼          ▼ │       ▼         ▼           ▼
-//!        discarded ◄──────┼── refusing ──► refused    crashed
+//! idle ─► prepared ─► ready ─► taking ─► starting ─► (completing) ─► active
+//!            │          │ │       │         │               │           │
+//!            ▼          ▼ │       ▼         ▼               ▼           ▼
+//!        discarded ◄──────┼── refusing ──► refused           crashed
 //!                         ▼
 //!                      refused
 //!
 //! bereft: the host has booted since PREPARED, and the register is asked what happened after;
 //!         without one that is not known, and the state is crashed
 //! ```
+//!
+//! *Completing* is there in post-copy alone: the guest runs here, and is this host's, but some of its memory is at the
+//! source still. It needs both hosts until the last page has come, and so is not told to be RUNNING before.
 //!
 //! From READY on it is in doubt: it may neither run nor discard what it has, until the source, the register or an
 //! operator has spoken. REFUSED is no decision about the guest: it says that this copy cannot run, and never has.
@@ -60,6 +63,11 @@ pub enum DestinationState {
         /// Whether an earlier life of the agent may have sent `cont` already, so that a failure of the next one does
         /// not prove that no vCPU has run.
         again: bool,
+    },
+    /// The guest is this host's and runs, and pages of it are still to come (post-copy).
+    Completing {
+        /// The incarnation that is running.
+        incarnation: Incarnation,
     },
     /// The guest is this host's.
     Active {
@@ -138,7 +146,12 @@ pub enum DestinationEvent {
     /// This side's QEMU ended.
     QemuDied,
     /// `cont` has returned, the guest runs.
-    Contd,
+    Contd {
+        /// Whether pages of it are still to come (post-copy).
+        missing: bool,
+    },
+    /// The last page that was to come is there.
+    Completed,
     /// QEMU refused `cont`, or it could not be sent at all: no vCPU has run.
     ContFailed,
     /// The agent has started and loaded the state from the journal.
@@ -179,6 +192,8 @@ pub enum DestinationEffect {
     Cont,
     /// QMP `announce-self`: switches learn where the guest is now.
     Announce,
+    /// Send INCOMPLETE: the guest runs here, and needs what the source has of it.
+    SendIncomplete,
     /// Send RUNNING.
     SendRunning,
     /// Send REFUSED.
@@ -203,6 +218,10 @@ pub enum DestinationReport {
     OperatorNeeded,
     /// In doubt, or past it: a user cannot cancel here.
     TooLate,
+    /// The guest runs here, and some of its memory is still to come.
+    Incomplete,
+    /// Some of the memory of the guest, which runs here, is at the source, and that cannot be reached.
+    SourceNeeded,
     /// The guest runs here.
     Active,
     /// This copy could not run and has not; the source keeps the guest.
@@ -226,6 +245,7 @@ impl DestinationState {
             Self::Ready { .. } => "ready",
             Self::Taking { .. } => "taking",
             Self::Starting { .. } => "starting",
+            Self::Completing { .. } => "completing",
             Self::Active { .. } => "active",
             Self::Refusing => "refusing",
             Self::Refused => "refused",
@@ -268,7 +288,8 @@ impl DestinationEvent {
             Self::PeerLost => "peer-lost",
             Self::ContactLostForGood => "contact-lost-for-good",
             Self::QemuDied => "qemu-died",
-            Self::Contd => "contd",
+            Self::Contd { .. } => "contd",
+            Self::Completed => "completed",
             Self::ContFailed => "cont-failed",
             Self::Restarted(_) => "restarted",
             Self::RegisterSays(_) => "register-says",
@@ -306,6 +327,7 @@ impl DestinationEffect {
             Self::Register { why, .. } => why.name(),
             Self::Cont => "cont",
             Self::Announce => "announce",
+            Self::SendIncomplete => "send-incomplete",
             Self::SendRunning => "send-running",
             Self::SendRefused => "send-refused",
             Self::SendCrashed => "send-crashed",

@@ -194,6 +194,10 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
             ],
             choices: starting_choices(terms),
         },
+        DestinationState::Completing { .. } => settled(format!(
+            "the guest is this host's since epoch {epoch} and runs; some of its memory is still at {there}: see that {there} \
+             can be reached, and that nobody ends what it holds"
+        )),
         DestinationState::Starting { .. } | DestinationState::Active { .. } => {
             settled(format!("the guest is this host's since epoch {epoch}"))
         }
@@ -330,7 +334,10 @@ fn committed_choices(terms: &Terms) -> Vec<Choice> {
     choices.push(Choice {
         decision: Decision::RunElsewhere,
         then: format!("the copy held here is thrown away; {there} has the guest"),
-        risk: format!("if {there} cannot run it, its memory is lost and it has to be started from its disks"),
+        risk: format!(
+            "if {there} cannot run it, or has not all of its memory yet, its memory is lost and it has to be started \
+             from its disks"
+        ),
     });
     choices
 }

@@ -113,6 +113,11 @@ pub enum SourceEvent {
         /// Of which epoch.
         epoch: Epoch,
     },
+    /// INCOMPLETE came: the destination runs the guest, and needs what is here of it (post-copy).
+    Incomplete {
+        /// Of which epoch.
+        epoch: Epoch,
+    },
     /// REFUSED came: the destination has not run the guest and never will.
     Refused {
         /// Of which epoch.
@@ -218,6 +223,10 @@ pub enum SourceReport {
     Bereft,
     /// The destination refused after COMMITTED; the guest is here.
     Returned,
+    /// The guest runs at the destination, and some of its memory is only here.
+    Incomplete,
+    /// The guest runs at the destination, and some of its memory was only here and is lost.
+    MemoryLost,
     /// The guest is at the destination.
     Done,
     /// Too late to cancel: COMMITTED stands. `whimbrel recover` tells what can be done.
@@ -279,6 +288,7 @@ impl SourceEvent {
             Self::Stop { .. } => "stop",
             Self::Ready { .. } => "ready",
             Self::Running { .. } => "running",
+            Self::Incomplete { .. } => "incomplete",
             Self::Refused { .. } => "refused",
             Self::Crashed { .. } => "crashed",
             Self::Asked { .. } => "asked",
@@ -302,6 +312,7 @@ impl SourceEvent {
         match self {
             Self::Ready { epoch, .. }
             | Self::Running { epoch }
+            | Self::Incomplete { epoch }
             | Self::Refused { epoch }
             | Self::Crashed { epoch }
             | Self::Asked { epoch } => Some(*epoch),

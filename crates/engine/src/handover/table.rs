@@ -217,6 +217,7 @@ fn destination_states() -> Vec<DestinationState> {
         In::Taking { incarnation: one(), run: false },
         In::Starting { incarnation: one(), again: false },
         In::Starting { incarnation: one(), again: true },
+        In::Completing { incarnation: one() },
         In::Active { incarnation: one() },
         In::Refusing,
         In::Refused,
@@ -269,7 +270,13 @@ fn source_events(terms: &Terms) -> Vec<SourceEvent> {
     events.extend([true, false].map(|run| On::Begin { run }));
     events.extend([true, false].map(|run| On::Stop { run }));
     events.extend([1, 2].map(|pid| On::Ready { epoch, incarnation: incarnation(pid) }));
-    events.extend([On::Running { epoch }, On::Refused { epoch }, On::Crashed { epoch }, On::Asked { epoch }]);
+    events.extend([
+        On::Running { epoch },
+        On::Incomplete { epoch },
+        On::Refused { epoch },
+        On::Crashed { epoch },
+        On::Asked { epoch },
+    ]);
     events.extend([On::Running { epoch: BASE }, On::Cancel, On::Failed, On::PeerSilent, On::PeerLost]);
     events.extend([On::QemuDied, On::Continued, On::ContinueFailed]);
     events.extend(FOUND.map(On::Restarted));
@@ -292,7 +299,8 @@ fn destination_events(terms: &Terms) -> Vec<DestinationEvent> {
     events.extend([says(Verdict::Aborted), says(Verdict::Undecided)]);
     events.extend([On::AbortReceived { epoch }, On::AbortReceived { epoch: BASE }, On::Asked { epoch }]);
     events.extend([On::Failed, On::Cancel, On::PeerSilent, On::PeerLost, On::ContactLostForGood]);
-    events.extend([On::QemuDied, On::Contd, On::ContFailed]);
+    events.extend([On::QemuDied, On::Contd { missing: false }, On::Contd { missing: true }, On::Completed]);
+    events.push(On::ContFailed);
     events.extend(FOUND.map(On::Restarted));
     events.extend(answers(terms).into_iter().map(On::RegisterSays));
     events.extend(DECISIONS.map(On::OperatorDecides));

@@ -77,7 +77,7 @@ fn a_guest_moves() {
         DestinationEvent::Prepare,
         DestinationEvent::Loaded { incarnation: incarnation(1), run: true },
         go,
-        DestinationEvent::Contd,
+        DestinationEvent::Contd { missing: false },
     ];
     let (state, effects) = walk_destination(&terms, events);
     assert_eq!(state.name(), "active");

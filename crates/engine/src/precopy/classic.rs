@@ -37,6 +37,9 @@ impl Policy for ByTarget {
         }
         match self.on_limit {
             OnLimit::Stop if is_last && observed.round > 0 => stop,
+            OnLimit::PostCopy if is_last && observed.round > 0 => {
+                Decision::PostCopy { expected_downtime_ns: 0 }
+            }
             OnLimit::Abort if is_last && observed.round > 0 => Decision::GiveUp {
                 reason: GiveUp {
                     limit: Limit::Rounds,

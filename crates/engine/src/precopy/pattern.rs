@@ -276,6 +276,9 @@ impl Policy for ByPattern {
         }
         match (self.on_limit, limit) {
             (OnLimit::Stop, limit) if is_over || limit.is_some() => stop,
+            (OnLimit::PostCopy, limit) if is_over || limit.is_some() => Decision::PostCopy {
+                expected_downtime_ns: self.fixed.downtime_ns(0).saturating_add(scans_ns),
+            },
             (OnLimit::Abort, Some(limit)) => Decision::GiveUp {
                 reason: GiveUp {
                     limit,

@@ -29,7 +29,8 @@ pub(super) fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -
 fn expected(decision: Decision) -> u64 {
     match decision {
         Decision::NextRound { expected_downtime_ns, .. }
-        | Decision::StopAndCopy { expected_downtime_ns, .. } => expected_downtime_ns,
+        | Decision::StopAndCopy { expected_downtime_ns, .. }
+        | Decision::PostCopy { expected_downtime_ns } => expected_downtime_ns,
         Decision::GiveUp { reason } => reason.expected_downtime_ns,
     }
 }
@@ -127,6 +128,7 @@ fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> 
                 return (n, expected_downtime_ns / 1_000_000);
             }
             Decision::GiveUp { reason } => panic!("{reason}"),
+            Decision::PostCopy { .. } => panic!("nobody asked for it"),
         }
     }
 }
@@ -375,6 +377,7 @@ proptest! {
                     return Ok(());
                 }
                 Decision::GiveUp { reason } => prop_assert!(false, "{reason}"),
+                Decision::PostCopy { .. } => prop_assert!(false, "nobody asked for it"),
             }
         }
         prop_assert!(false, "no end");

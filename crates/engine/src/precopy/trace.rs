@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Aim, ByPattern, ByRounds, ByTarget, Decision, Policy, RoundObservation};
+use super::{Aim, ByHybrid, ByPattern, ByRounds, ByTarget, Decision, Policy, RoundObservation};
 
 /// A policy of any kind, as a trace keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -11,6 +11,8 @@ use super::{Aim, ByPattern, ByRounds, ByTarget, Decision, Policy, RoundObservati
 pub enum AnyPolicy {
     /// Patterns.
     Pattern(ByPattern),
+    /// Pre-copy first, then post-copy.
+    Hybrid(ByHybrid),
     /// KVM's rule.
     Target(ByTarget),
     /// Xen's rule.
@@ -21,6 +23,7 @@ impl Policy for AnyPolicy {
     fn aim(&mut self, aim: Aim) {
         match self {
             Self::Pattern(policy) => policy.aim(aim),
+            Self::Hybrid(policy) => policy.aim(aim),
             Self::Target(policy) => policy.aim(aim),
             Self::Rounds(policy) => policy.aim(aim),
         }
@@ -29,6 +32,7 @@ impl Policy for AnyPolicy {
     fn slowed(&mut self) {
         match self {
             Self::Pattern(policy) => policy.slowed(),
+            Self::Hybrid(policy) => policy.slowed(),
             Self::Target(policy) => policy.slowed(),
             Self::Rounds(policy) => policy.slowed(),
         }
@@ -37,6 +41,7 @@ impl Policy for AnyPolicy {
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         match self {
             Self::Pattern(policy) => policy.decide(observed),
+            Self::Hybrid(policy) => policy.decide(observed),
             Self::Target(policy) => policy.decide(observed),
             Self::Rounds(policy) => policy.decide(observed),
         }
@@ -46,6 +51,12 @@ impl Policy for AnyPolicy {
 impl From<ByPattern> for AnyPolicy {
     fn from(policy: ByPattern) -> Self {
         Self::Pattern(policy)
+    }
+}
+
+impl From<ByHybrid> for AnyPolicy {
+    fn from(policy: ByHybrid) -> Self {
+        Self::Hybrid(policy)
     }
 }
 

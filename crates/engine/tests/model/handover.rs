@@ -32,6 +32,7 @@ pub(crate) enum Act {
     SourceContFails,
     DestinationCont(Die),
     DestinationContFails(Die),
+    Complete(Die),
     Crash(Side),
     CrashHost(Side, usize),
     HostGone(Side),
@@ -117,6 +118,9 @@ impl Model for Handover {
         }
         if world.destination_cont && left.cont_failures > 0 {
             killable(&Act::DestinationContFails);
+        }
+        if destination_up && world.can_complete() {
+            killable(&Act::Complete);
         }
         for (side, life) in [(Side::Source, source.life), (Side::Destination, destination.life)] {
             if life == Life::Down {
@@ -207,6 +211,7 @@ impl Model for Handover {
             Property::<Self>::always(TWO_HISTORIES, |_, world| !world.two_histories()),
             Property::<Self>::always(ALONE, |_, world| !world.ghost.decided_alone),
             Property::<Self>::always(DISCARDED, |_, world| !world.ghost.ran_discarded),
+            Property::<Self>::always(LOST_PAGES, |_, world| !world.lost_pages()),
             Property::<Self>::always(STILL_WAITS, |_, world| !world.ghost.still_waits),
             // After an operator's word the two sides may contradict one another: the connection is closed then.
             Property::<Self>::always(LEGAL, |_, world| world.ghost.word || world.ghost.illegal.is_none()),
@@ -238,6 +243,7 @@ pub(crate) const TWO_RUNNING: &str = "never two running";
 pub(crate) const TWO_HISTORIES: &str = "never two histories";
 pub(crate) const ALONE: &str = "nobody in doubt decides alone";
 pub(crate) const DISCARDED: &str = "a discarded copy is never run";
+pub(crate) const LOST_PAGES: &str = "what a guest that runs elsewhere still needs is not thrown away";
 pub(crate) const STILL_WAITS: &str = "an operator's word without the register ends the waiting for it";
 pub(crate) const LEGAL: &str = "no event is illegal";
 pub(crate) const ONE_RUNS: &str = "when links heal and agents restart, one is running";
@@ -301,6 +307,10 @@ impl Handover {
                 world.destination_cont = false;
                 world.ghost.destination.cont_failed = true;
                 world.feed_destination(rules, &DestinationEvent::ContFailed, die);
+                die
+            }
+            Act::Complete(die) => {
+                world.complete(rules, die);
                 die
             }
             Act::Crash(side) => {

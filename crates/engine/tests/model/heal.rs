@@ -61,6 +61,9 @@ fn time_passes(rules: &Rules, world: &mut World) {
         }
         _ => {}
     }
+    if world.can_complete() && world.destination.life == Life::Up {
+        world.complete(rules, None);
+    }
     if world.destination.life == Life::Gone {
         world.feed_source_if(rules, &SourceEvent::ContactLostForGood, None);
     }
@@ -93,7 +96,7 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
     match (healed.source.life, healed.destination.life) {
         (Life::Gone, Life::Gone) => true,
         (Life::Gone, _) => match &healed.destination.state {
-            DestinationState::Active { .. } => one,
+            DestinationState::Active { .. } | DestinationState::Completing { .. } => one,
             // Nothing is known of what the source decided.
             DestinationState::Ready { .. } => {
                 healed.register.is_none_or(|record| record.offer != Some(healed.destination.epoch))
@@ -112,9 +115,15 @@ pub(crate) fn one_runs(rules: &Rules, world: &World) -> bool {
         _ => {
             let operator = matches!(healed.source.state, SourceState::Committed { .. })
                 && healed.destination.state == DestinationState::Crashed { ran: false };
-            over(&healed) || operator
+            over(&healed) || operator || waits_for_ever(&healed)
         }
     }
+}
+
+/// The guest runs at the destination, and what it lacks was lost with the source.
+fn waits_for_ever(world: &World) -> bool {
+    let lost = world.ghost.source.lost && world.source_qemu == Qemu::Gone;
+    lost && matches!(world.destination.state, DestinationState::Completing { .. })
 }
 
 fn crashed_at_source(world: &World) -> bool {

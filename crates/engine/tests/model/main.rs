@@ -50,6 +50,7 @@ const NONE: Budget = Budget {
     decisions: 0,
     words: 0,
     registers_lost: 0,
+    post_copy: false,
     attempts: 1,
     in_flight: 3,
 };
@@ -146,6 +147,16 @@ fn operators_decide() {
     holds("operators decide", Budget { agent_crashes: 1, troubles: 1, decisions: 2, ..NONE }, true);
 }
 
+/// Pages come when the guest runs at the destination already: whatever fails, the source keeps what is needed of it.
+#[test]
+fn pages_come_after_the_guest() {
+    let post_copy = Budget { post_copy: true, ..NONE };
+    both("post-copy", Budget { agent_crashes: 1, duplicates: 1, troubles: 1, ..post_copy });
+    both("post-copy, QEMUs die", Budget { agent_crashes: 1, qemu_deaths: 1, cont_failures: 1, ..post_copy });
+    both("post-copy, hosts crash", Budget { host_crashes: 1, agent_crashes: 1, in_flight: 2, ..post_copy });
+    both("post-copy, twice", Budget { attempts: 2, troubles: 1, in_flight: 2, ..post_copy });
+}
+
 /// One of each kind of fault that agents and QEMUs have, in any order.
 #[test]
 fn all_at_once() {
@@ -209,6 +220,8 @@ fn the_model_takes_the_table() {
         Budget { host_crashes: 1, agent_crashes: 1, in_flight: 2, ..NONE },
         Budget { host_crashes: 1, qemu_deaths: 1, troubles: 1, in_flight: 2, ..NONE },
         Budget { host_crashes: 2, in_flight: 2, ..NONE },
+        Budget { agent_crashes: 1, qemu_deaths: 1, troubles: 1, in_flight: 2, post_copy: true, ..NONE },
+        Budget { host_crashes: 1, troubles: 1, in_flight: 2, post_copy: true, ..NONE },
     ];
     // What operators say goes by the register.
     let said = [
@@ -262,7 +275,7 @@ const TAKEN_IS: &str = "\
 const DOES_NOTHING: &str = "does nothing";
 
 /// Transitions that the model does not take, by a part of their names, and why not.
-const LEFT_OUT: [(&str, &str); 17] = [
+const LEFT_OUT: [(&str, &str); 21] = [
     ("operator-decides", "operators say only what is right, and only where there is or was a register"),
     ("paused]", "all guests run; what becomes of paused ones is in the engine's own tests"),
     ("foreign", "nobody else writes to the register"),
@@ -274,6 +287,10 @@ const LEFT_OUT: [(&str, &str); 17] = [
     ("aborting/running", "a contradiction: to be seen is an error"),
     ("returning/running", "a contradiction"),
     ("returned/running", "a contradiction"),
+    ("aborting/incomplete", "a contradiction"),
+    ("aborted/incomplete", "a contradiction"),
+    ("returning/incomplete", "a contradiction"),
+    ("returned/incomplete", "a contradiction"),
     ("other-incarnation", "an attempt has one incarnation"),
     ("destination-owns,bereft", "only after an operator's decision"),
     ("starting/register-says[source-owns]", "only after an operator's decision"),

@@ -64,6 +64,32 @@ pub(crate) fn source_continues_after_committed(
     }
 }
 
+/// The source takes INCOMPLETE for RUNNING.
+pub(crate) fn source_ends_at_incomplete(
+    terms: &Terms,
+    state: &SourceState,
+    event: &SourceEvent,
+) -> SourceStep {
+    match event {
+        SourceEvent::Incomplete { epoch } => source(terms, state, &SourceEvent::Running { epoch: *epoch }),
+        _ => source(terms, state, event),
+    }
+}
+
+/// The destination says RUNNING when `cont` has returned, whatever is to come.
+pub(crate) fn destination_says_running_too_early(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    match event {
+        DestinationEvent::Contd { .. } => {
+            destination(terms, state, &DestinationEvent::Contd { missing: false })
+        }
+        _ => destination(terms, state, event),
+    }
+}
+
 /// GO goes out before COMMITTED is in the journal.
 pub(crate) fn source_sends_go_first(terms: &Terms, state: &SourceState, event: &SourceEvent) -> SourceStep {
     let step = source(terms, state, event);

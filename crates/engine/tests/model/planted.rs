@@ -1,6 +1,6 @@
 //! Planted errors, each found by the property that is meant for it.
 
-use crate::handover::{ALONE, DISCARDED, ONE_RUNS, TWO_HISTORIES, TWO_RUNNING};
+use crate::handover::{ALONE, DISCARDED, LOST_PAGES, ONE_RUNS, TWO_HISTORIES, TWO_RUNNING};
 use crate::mutation::{self, HONEST, Rules};
 use crate::world::Budget;
 use crate::{NONE, TWO_ATTEMPTS_AND_A_CRASH, found};
@@ -9,6 +9,18 @@ use crate::{NONE, TWO_ATTEMPTS_AND_A_CRASH, found};
 fn finds_a_source_that_continues_after_committed() {
     let rules = Rules { source: mutation::source_continues_after_committed, ..HONEST };
     found(rules, Budget { troubles: 1, ..NONE }, false, &[TWO_RUNNING]);
+}
+
+#[test]
+fn finds_a_destination_that_says_running_before_the_last_page() {
+    let rules = Rules { destination: mutation::destination_says_running_too_early, ..HONEST };
+    found(rules, Budget { post_copy: true, ..NONE }, false, &[LOST_PAGES]);
+}
+
+#[test]
+fn finds_a_source_that_ends_when_the_destination_lacks_pages() {
+    let rules = Rules { source: mutation::source_ends_at_incomplete, ..HONEST };
+    found(rules, Budget { post_copy: true, ..NONE }, false, &[LOST_PAGES]);
 }
 
 #[test]

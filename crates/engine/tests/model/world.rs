@@ -35,6 +35,8 @@ pub(crate) struct Budget {
     pub(crate) words: u8,
     /// Registers that never answer again.
     pub(crate) registers_lost: u8,
+    /// Pages are to come when the guest runs at the destination already (post-copy).
+    pub(crate) post_copy: bool,
     /// Migrations begun.
     pub(crate) attempts: u8,
     /// Packets on their way at once; one that is sent beyond that is lost.
@@ -114,6 +116,7 @@ pub(crate) enum Packet {
     Undecided(u8),
     Abort(u8),
     Running(u8),
+    Incomplete(u8),
     Refused(u8),
     Crashed(u8),
     AskSource(u8),
@@ -148,6 +151,8 @@ pub(crate) struct SourceGhost {
     pub(crate) kept: bool,
     /// The register was asked to give the guest back.
     pub(crate) reclaimed: bool,
+    /// What was held here was thrown away.
+    pub(crate) quit: bool,
     /// QEMU died, or the host crashed.
     pub(crate) lost: bool,
 }
@@ -159,6 +164,8 @@ pub(crate) struct DestinationGhost {
     /// STARTING is written: only an agent that goes on knows whether `cont` was sent.
     pub(crate) cont_decided: bool,
     pub(crate) cont_failed: bool,
+    /// Pages of it are to come.
+    pub(crate) missing: bool,
     /// DISCARDED, REFUSING or REFUSED was written.
     pub(crate) gave_up: bool,
     /// QEMU died when `cont` might have been sent, or the host crashed.
@@ -217,6 +224,18 @@ impl World {
 
     pub(crate) fn same_attempt(&self) -> bool {
         self.source.epoch == self.destination.epoch
+    }
+
+    /// Pages that the destination's guest needs can still come.
+    pub(crate) fn can_complete(&self) -> bool {
+        let there = self.source.life == Life::Up && self.source_qemu != Qemu::Gone && self.same_attempt();
+        there && matches!(self.destination.state, DestinationState::Completing { .. })
+    }
+
+    /// The source has thrown away what a guest that runs at the destination needs.
+    pub(crate) fn lost_pages(&self) -> bool {
+        let lacks = self.ghost.destination.missing && self.destination_runs() && self.same_attempt();
+        lacks && self.ghost.source.quit && !self.ghost.word
     }
 
     /// Both sides' copies have run since they parted.

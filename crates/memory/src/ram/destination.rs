@@ -8,7 +8,7 @@ use tracee::{AddressRange, Pagemap, Process, RamFile, RamFileKind, RemoteMemory}
 
 use super::place::{Place, find};
 use super::preallocated::Preallocated;
-use super::{BlockWriter, RamError, RamRegion};
+use super::{BlockWriter, RamError, RamRegion, TakesAway};
 use crate::dirty::DirtyBitmap;
 use crate::lock;
 
@@ -28,12 +28,12 @@ pub fn open_destination(
     regions: &[RamRegion],
 ) -> Result<Vec<Box<dyn BlockWriter>>, RamError> {
     let memory = Arc::new(RemoteMemory::new(process)?);
-    let mut pagemap = Pagemap::open(process)?;
+    let pagemap = Arc::new(Mutex::new(Pagemap::open(process)?));
     let places = find(process, regions)?;
     let writers =
         regions.iter().zip(places).map(|(region, place)| -> Result<Box<dyn BlockWriter>, RamError> {
             let region = region.clone();
-            let touched = touched(&mut pagemap, &region)?;
+            let touched = touched(&mut lock(&pagemap), &region)?;
             let is_preallocated = touched.count() == touched.pages();
             let (file, discards, dirty) = match place {
                 Place::File(file, offset) if file.kind() != RamFileKind::Hugetlbfs => {
@@ -46,8 +46,8 @@ pub fn open_destination(
             };
             let zeroed = DirtyBitmap::new(region.bytes);
             let state = Mutex::new(State { dirty, zeroed });
-            let memory = Arc::clone(&memory);
-            let writer = ProcessWriter { region, memory, file, discards, state };
+            let (memory, pagemap) = (Arc::clone(&memory), Arc::clone(&pagemap));
+            let writer = ProcessWriter { region, memory, pagemap, file, discards, state };
             Ok(kept_if(is_preallocated, Box::new(writer)))
         });
     writers.collect()
@@ -96,6 +96,16 @@ impl BlockWriter for FileWriter {
         Ok(self.file.punch_hole(self.offset + range.start..self.offset + range.end)?)
     }
 
+    fn takes_away(&self) -> TakesAway {
+        if self.region.page_bytes > PAGE_BYTES { TakesAway::Never } else { TakesAway::FromOutside }
+    }
+
+    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
+        let mut found = Vec::new();
+        self.file.data_runs(self.offset + range.start..self.offset + range.end, &mut found)?;
+        Ok(found.into_iter().map(|run| run.start - self.offset..run.end - self.offset).collect())
+    }
+
     fn take_discardable(&self) -> Vec<Range<u64>> {
         Vec::new()
     }
@@ -104,6 +114,7 @@ impl BlockWriter for FileWriter {
 struct ProcessWriter {
     region: RamRegion,
     memory: Arc<RemoteMemory>,
+    pagemap: Arc<Mutex<Pagemap>>,
     /// The file of huge pages behind it, in which holes can be punched, and where in it the block begins.
     file: Option<(RamFile, u64)>,
     /// Whether QEMU can give pages back and gets zeros then.
@@ -192,6 +203,22 @@ impl BlockWriter for ProcessWriter {
             state.zeroed.set(run);
         }
         Ok(())
+    }
+
+    fn takes_away(&self) -> TakesAway {
+        if self.discards && self.region.page_bytes == PAGE_BYTES {
+            TakesAway::ByProcess
+        } else {
+            TakesAway::Never
+        }
+    }
+
+    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
+        let base = self.region.address;
+        let mut found = Vec::new();
+        let range = AddressRange::new(base + range.start, base + range.end);
+        lock(&self.pagemap).populated(range, &mut found).map_err(RamError::Present)?;
+        Ok(found.into_iter().map(|part| part.start - base..part.end - base).collect())
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {

@@ -118,6 +118,17 @@ pub trait BlockReader: Send + Sync {
     fn first_present(&self, range: Range<u64>) -> Result<u64, RamError>;
 }
 
+/// How pages can be taken away.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TakesAway {
+    /// Not at all, or only huge ones.
+    Never,
+    /// From outside: [`BlockWriter::drop_pages`] does it.
+    FromOutside,
+    /// Only by the process itself.
+    ByProcess,
+}
+
 /// Writes a block of guest RAM. Used from several threads at once, never for the same chunk.
 pub trait BlockWriter: Send + Sync {
     /// QEMU's name for the block.
@@ -156,6 +167,26 @@ pub trait BlockWriter: Send + Sync {
     /// Makes a range of bytes (pages) read as zeros, whatever was there before, and gives its memory back where that
     /// can be done (trap 5).
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError>;
+
+    /// How pages of it can be taken away, so that whoever touches one of them waits for it (post-copy).
+    fn takes_away(&self) -> TakesAway {
+        TakesAway::Never
+    }
+
+    /// Takes a range of bytes (pages) away, where that is done from outside.
+    fn take_away(&self, range: Range<u64>) -> Result<(), RamError> {
+        self.drop_pages(range)
+    }
+
+    /// Whether all of it is to have memory behind it in the end, empty or not.
+    fn keeps_all(&self) -> bool {
+        false
+    }
+
+    /// Parts of a range of bytes (pages) that have memory behind them: nobody waits for those.
+    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
+        Ok(vec![range])
+    }
 
     /// Ranges of bytes that [`BlockWriter::drop_pages`] could only fill with zeros and that are zero still, in whole
     /// pages of the host, and forgets them. Nothing where memory is given back at once, or cannot be.

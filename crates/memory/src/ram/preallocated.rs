@@ -1,14 +1,15 @@
 //! Memory that was there before anything came: the user asked QEMU to take all of it at once (`prealloc=on`).
 //!
 //! It shall still be there when the guest runs, so that no first touch has to wait for a page, and none can fail. What
-//! is empty at the source is filled with zeros here where it is not zero already, and nothing is given back.
+//! is empty at the source is filled with zeros here where it is not zero already, and nothing is given back; what is taken
+//! away for post-copy comes again, zeros too.
 
 use std::ops::Range;
 
 use proto::limits::PAGE_BYTES;
 
 use super::zero::is_zero;
-use super::{BlockWriter, RamError};
+use super::{BlockWriter, RamError, TakesAway};
 
 /// Looked at in one go, and what zeros are written from.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
@@ -58,6 +59,22 @@ impl BlockWriter for Preallocated {
             at += len as u64;
         }
         Ok(())
+    }
+
+    fn takes_away(&self) -> TakesAway {
+        self.0.takes_away()
+    }
+
+    fn take_away(&self, range: Range<u64>) -> Result<(), RamError> {
+        self.0.take_away(range)
+    }
+
+    fn keeps_all(&self) -> bool {
+        true
+    }
+
+    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
+        self.0.there(range)
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {

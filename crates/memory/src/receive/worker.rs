@@ -40,6 +40,8 @@ pub(super) struct StreamWorker {
     pub(super) sink: Box<dyn FrameSink>,
     /// The least round that may come.
     pub(super) round: u32,
+    /// The newest round of which anything has come on this stream.
+    pub(super) seen: u32,
     /// Sequence number of the last frame that was applied.
     pub(super) applied: u64,
     /// Sequence number of the last frame that was acknowledged.
@@ -302,8 +304,9 @@ impl StreamWorker {
         {
             gives_way.end();
         }
-        if round > self.round {
-            self.round = round;
+        self.round = round;
+        if round > self.seen {
+            self.seen = round;
             let mut rounds = lock(&self.guard.shared.rounds);
             if round > rounds.newest {
                 (rounds.newest, rounds.began) = (round, Instant::now());

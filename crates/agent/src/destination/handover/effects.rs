@@ -98,14 +98,14 @@ impl Machine for Driver {
                     );
                 }
             }
+            DestinationEffect::SendIncomplete => {
+                let (since_us, continue_us, resumed_us) = self.since_continued();
+                let generation = self.generation;
+                self.say(&Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us });
+            }
             DestinationEffect::SendRunning => {
                 let agent_cpu_us = self.cpu.map(CpuTime::used_us);
-                let us = |duration: Duration| duration.as_micros() as u64;
-                let (since_us, continue_us, resumed_us) =
-                    self.continued.as_ref().map_or((0, 0, None), |continued| {
-                        let since = us(continued.returned.elapsed());
-                        (since, us(continued.took), continued.resumed.map(us))
-                    });
+                let (since_us, continue_us, resumed_us) = self.since_continued();
                 self.say(&Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us });
             }
             DestinationEffect::SendRefused => {
@@ -124,6 +124,16 @@ impl Machine for Driver {
 }
 
 impl Driver {
+    /// How long ago `cont` had returned, how long that took, and the part of it after the guest was resumed, in
+    /// microseconds; zeros if another agent did it.
+    fn since_continued(&self) -> (u64, u64, Option<u64>) {
+        let us = |duration: Duration| duration.as_micros() as u64;
+        self.continued.as_ref().map_or((0, 0, None), |continued| {
+            let since = us(continued.returned.elapsed());
+            (since, us(continued.took), continued.resumed.map(us))
+        })
+    }
+
     fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), EffectError> {
         let id = &self.terms.migration;
         let journal = &self.context.journal;
@@ -174,7 +184,7 @@ impl Driver {
         let event = match vm.qmp().and_then(qemu::control::cont) {
             Ok(resumed) => {
                 self.continued = Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
-                DestinationEvent::Contd
+                DestinationEvent::Contd { missing: vm.traces.awaited.is_some() }
             }
             // QEMU itself said no before any vCPU ran: `cont` takes the disks first.
             Err(error) if error.is_refusal() && vm.found() == Found::Paused => {
@@ -202,6 +212,9 @@ impl Driver {
     }
 
     pub(crate) fn discard(&mut self) {
+        if let Some(awaiting) = &mut self.awaiting {
+            awaiting.hang_up();
+        }
         if let Some(receiving) = self.receiving.take() {
             receiving.end();
         }

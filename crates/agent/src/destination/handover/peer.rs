@@ -14,6 +14,7 @@ use tracing::warn;
 use super::effects::EffectError;
 use crate::destination::Driver;
 use crate::destination::inbox::Notice;
+use crate::destination::loading::Coming;
 use crate::machine::Machine;
 use crate::peers;
 
@@ -54,12 +55,17 @@ impl Driver {
             Message::Verdict { epoch, verdict } => DestinationEvent::SourceSays { epoch, verdict },
             Message::Ping => return self.say(&Message::Pong),
             Message::Pong => return,
-            Message::Resume if arriving => return self.resume(),
+            Message::Resume if arriving || self.awaits_on(link) => return self.resume(),
             Message::Seek { names } if arriving => return self.seek(names),
             Message::Verify { block, first_chunk, hashes } if arriving => {
                 return self.verify(block, first_chunk, &hashes);
             }
-            Message::DeviceState { bytes, digest } if arriving => return self.expect_state(bytes, digest),
+            Message::Awaited { bytes, digest, .. } if arriving => {
+                return self.expect(Coming::Awaited, bytes, digest);
+            }
+            Message::DeviceState { bytes, digest } if arriving => {
+                return self.expect(Coming::Devices, bytes, digest);
+            }
             Message::Held { epoch, run } if arriving && epoch == self.terms.epoch() => {
                 return self.held(run);
             }
@@ -69,6 +75,11 @@ impl Driver {
             Err(EffectError::Illegal(illegal)) => self.broken_protocol(link, &illegal.to_string()),
             done => self.done(&event, done),
         }
+    }
+
+    /// Whether pages are to come on the streams that belong to this connection, whatever else is decided.
+    fn awaits_on(&self, link: u64) -> bool {
+        self.control == Some(link) && self.awaiting.is_some()
     }
 
     /// Something came where it has no place. From a connection that has been replaced it comes late, and means nothing.

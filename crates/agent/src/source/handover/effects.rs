@@ -98,6 +98,7 @@ impl Machine for Driver {
                 self.follow_ups.push_back(event);
             }
             SourceEffect::QuitQemu => {
+                self.later = None;
                 match self.vm.take() {
                     Some(vm) => vm.quit(),
                     // An agent before this one may have died between ending QEMU and tidying up after it.
@@ -108,6 +109,7 @@ impl Machine for Driver {
             }
             SourceEffect::UndoAll => {
                 self.slowing = None;
+                self.later = None;
                 let disks = self.cargo.take().and_then(memory::Cargo::into_disks);
                 self.inbox.interrupts(None);
                 // Held for a handover that did not come about; a guest that is to run was let go by its `cont`.

@@ -39,8 +39,17 @@ impl Driver {
                         *known = known.or(agent_cpu_us);
                     });
                     self.running(continue_us, since_us, resumed_us);
+                    self.all_served();
                 }
                 SourceEvent::Running { epoch }
+            }
+            Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us } => {
+                if epoch == own {
+                    // An agent that was started anew does not know how many sets of connections there were.
+                    self.generation = self.generation.max(generation);
+                    self.running(continue_us, since_us, resumed_us);
+                }
+                SourceEvent::Incomplete { epoch }
             }
             Message::Refused { epoch, reason } => {
                 if epoch == own {
@@ -100,6 +109,13 @@ impl Driver {
         self.controls.report(|report| report.downtime = Some(downtime));
         self.telemetry.update(|progress| progress.downtime_us = Some(downtime.total_us));
         self.note("running", "");
+        if self.later.is_some() {
+            // It goes on for a while: an agent that is started anew is to know what was before it.
+            let report = self.controls.report(|report| report.clone());
+            if let Err(error) = self.context.journal.put_report(&report) {
+                warn!(error = crate::chain(&error), "the report is not in the journal yet");
+            }
+        }
     }
 
     /// Says something to the destination, over the control stream or, when that is gone, over a connection of its own.

@@ -9,8 +9,8 @@ use engine::handover::source::SourceEvent;
 use engine::precopy::{Decision, Policy, RoundObservation, Trace, Traced};
 use tracing::info;
 
-use super::Failure;
 use super::course::{Course, Share};
+use super::{Ending, Failure};
 use crate::progress::Phase;
 use crate::report::Round;
 use crate::source::memory::Cargo;
@@ -60,8 +60,8 @@ pub(super) struct SentOrCut {
 enum Next {
     /// A round, of so many pages at most.
     Round { most_pages: Option<u64> },
-    /// The stop.
-    Stop { expected_downtime: Duration },
+    /// The stop, and what follows it.
+    Stop { expected_downtime: Duration, ending: Ending },
 }
 
 impl Driver {
@@ -94,7 +94,7 @@ impl Driver {
         sender: Sender,
         owed: Owed,
         cargo: &mut Cargo,
-    ) -> Result<(Sender, Owed), Failure> {
+    ) -> Result<(Sender, Owed, Ending), Failure> {
         self.phase(Phase::PreCopy);
         let mut course = self.new_course(0);
         let (mut sender, mut owed) = (sender, owed);
@@ -123,11 +123,11 @@ impl Driver {
                         (sender, owed) = (sent.sender, sent.owed);
                         continue;
                     }
-                    (Next::Stop { expected_downtime }, _) => {
+                    (Next::Stop { expected_downtime, ending }, _) => {
                         self.take_notices()?;
                         if self.control.is_some() {
                             self.clock.expected_downtime = expected_downtime;
-                            return Ok((sender, looked.readable.give_up()));
+                            return Ok((sender, looked.readable.give_up(), ending));
                         }
                         // The guest does not stand still for a link that is cut.
                         course.most_pages = None;
@@ -205,7 +205,12 @@ impl Driver {
                 Ok(Next::Round { most_pages })
             }
             Decision::StopAndCopy { expected_downtime_ns, .. } => {
-                Ok(Next::Stop { expected_downtime: Duration::from_nanos(expected_downtime_ns) })
+                let expected_downtime = Duration::from_nanos(expected_downtime_ns);
+                Ok(Next::Stop { expected_downtime, ending: Ending::LastRound })
+            }
+            Decision::PostCopy { expected_downtime_ns } => {
+                let expected_downtime = Duration::from_nanos(expected_downtime_ns);
+                Ok(Next::Stop { expected_downtime, ending: Ending::PostCopy })
             }
             Decision::GiveUp { reason } => {
                 self.context.fixed_costs().forget();
@@ -328,6 +333,9 @@ impl Driver {
             }
             Decision::StopAndCopy { expected_downtime_ns, pattern } => {
                 ("stop", Some(expected_downtime_ns / 1000), *pattern)
+            }
+            Decision::PostCopy { expected_downtime_ns } => {
+                ("post-copy", Some(expected_downtime_ns / 1000), None)
             }
             Decision::GiveUp { .. } => ("abort", None, None),
         };

@@ -143,7 +143,7 @@ impl Driver {
 
     /// Until when the stopped guest waits for the destination's next answer: longer than all should take, but not for
     /// ever. An agent that hangs is no reason to stand still, however well its host is.
-    fn standstill_ends(&self) -> Instant {
+    pub(super) fn standstill_ends(&self) -> Instant {
         let patience = Duration::from_millis(self.context.config.timeouts.standstill_ms);
         Instant::now() + 4 * self.clock.expected_downtime + patience
     }
@@ -169,7 +169,7 @@ impl Driver {
     }
 
     /// The guest stands still: waiting for the link would make it wait too, so the migration ends.
-    fn lost_while_stopped(&mut self, cause: &::memory::SendError) -> Failure {
+    pub(super) fn lost_while_stopped(&mut self, cause: &::memory::SendError) -> Failure {
         self.inbox.interrupts(None);
         match self.take_notices_or(cause) {
             Err(failure) => failure,
@@ -238,7 +238,7 @@ impl Driver {
 
     /// The sender is not needed any more; to end its threads takes time, which the destination needs for loading
     /// anyway.
-    pub(super) fn load(&mut self, state: &[u8], sender: Sender) -> Result<Ready, Failure> {
+    pub(super) fn load(&mut self, state: &[u8], sender: Option<Sender>) -> Result<Ready, Failure> {
         self.phase(Phase::DeviceState);
         let began = Instant::now();
         let digest = blake3::hash(state).to_hex().to_string();

@@ -25,6 +25,7 @@ pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
         In::Taking { .. } | In::Refusing | In::Bereft if terms.register.is_none() => None,
         In::Taking { incarnation, run } => taking(terms, incarnation, *run, event),
         In::Starting { incarnation, again } => starting(terms, incarnation, *again, event),
+        In::Completing { incarnation } => completing(incarnation, event),
         In::Active { incarnation } => active(incarnation, event),
         In::Refusing => refusing(terms, event),
         In::Refused | In::Discarded => gone(state, event),
@@ -185,7 +186,8 @@ fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Ta
 fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -> Taken {
     let state = |again| In::Starting { incarnation: incarnation.clone(), again };
     match event {
-        On::Contd => moved(activate(incarnation)),
+        On::Contd { missing: true } => moved(run_incomplete(incarnation).when("missing")),
+        On::Contd { missing: false } => moved(activate(incarnation)),
         On::Restarted(Found::Running) => moved(activate(incarnation).when("running")),
         // `cont` may have been sent or not. Sending it again is safe while the guest is this host's: an operator may
         // have given it to the source since.
@@ -233,6 +235,28 @@ fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -
         On::Failed | On::PeerSilent | On::PeerLost | On::ContactLostForGood => stay(state(again)),
         // An honest source does not abort what it has committed, but an operator can.
         _ => None,
+    }
+}
+
+/// The guest runs here for good; that it may not say so yet is for the source's sake, which has to keep what it has.
+fn completing(incarnation: &Incarnation, event: &On) -> Taken {
+    let here = || Move::to(In::Completing { incarnation: incarnation.clone() });
+    match event {
+        On::Completed => {
+            let state = In::Active { incarnation: incarnation.clone() };
+            moved(enter(state).then([Do::SendRunning, Do::Report(Say::Active)]))
+        }
+        On::Go { .. } | On::Asked { .. } => moved(here().then([Do::SendIncomplete])),
+        On::Restarted(Found::Running | Found::Paused) => {
+            moved(here().when("qemu-lives").then([Do::SendIncomplete]))
+        }
+        On::QemuDied => moved(crash(true)),
+        On::Restarted(Found::Gone | Found::Rebooted) => moved(crash(true).when("qemu-gone")),
+        On::ContactLostForGood => moved(here().then([Do::Report(Say::SourceNeeded)])),
+        On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
+        On::SourceSays { verdict: Verdict::Aborted, .. } | On::AbortReceived { .. } => None,
+        On::Prepare | On::Loaded { .. } => None,
+        _ => ignored(Ignored::TooLate),
     }
 }
 
@@ -373,6 +397,15 @@ fn activate(incarnation: &Incarnation) -> Moved {
         Do::Announce,
         Do::SendRunning,
         Do::Report(Say::Active),
+    ])
+}
+
+/// As [`activate`], but for the source's part, which is not over.
+fn run_incomplete(incarnation: &Incarnation) -> Moved {
+    enter(In::Completing { incarnation: incarnation.clone() }).then([
+        Do::Announce,
+        Do::SendIncomplete,
+        Do::Report(Say::Incomplete),
     ])
 }
 

@@ -95,6 +95,8 @@ fn bereft(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, event: &O
         },
         // With no incarnation known, COMMITTED had been written, and was lost with the host's memory.
         On::Running { .. } => moved(finish(incarnation, run)),
+        // It runs, and will have to stand still where it needs what was lost here.
+        On::Incomplete { .. } => moved(here().then([Do::Report(Say::MemoryLost)])),
         // Nobody has a copy.
         On::Refused { .. } | On::Crashed { .. } => moved(abort(Say::VmCrashed)),
         On::RegisterSays(answer) => match read(terms, answer) {
@@ -136,6 +138,8 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
     let offer_again = || offer(terms, incarnation, run);
     match event {
         On::Running { .. } => moved(finish(Some(incarnation), run)),
+        // What is here is what the destination needs: this side waits for RUNNING as before.
+        On::Incomplete { .. } => moved(here().then([Do::Report(Say::Incomplete)])),
         On::Refused { .. } => moved(take_back(terms, Some(incarnation), run, false)),
         On::Crashed { .. } => moved(here().then([Do::Report(Say::DestinationCrashed)])),
         On::Asked { .. } => {
@@ -218,6 +222,7 @@ fn reclaiming(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force
         },
         // The destination had won, and runs it.
         On::Running { .. } => moved(finish(incarnation, run)),
+        On::Incomplete { .. } => moved(give_up_reclaim(incarnation, run)),
         On::Repeat | On::Refused { .. } => moved(Move::to(state(force)).then(take())),
         On::Restarted(Found::Running | Found::Paused) => {
             moved(Move::to(state(force)).when("qemu-lives").then([Do::PauseQemu]).then(take()))
@@ -265,7 +270,7 @@ fn continuing(state: &In, event: &On) -> Taken {
             ignored(Ignored::TooLate)
         }
         On::ContactLostForGood | On::RegisterSays(_) | On::OperatorDecides(_) => ignored(Ignored::TooLate),
-        On::Running { .. } => moved(here().then([Do::Report(Say::Contradiction)])),
+        On::Running { .. } | On::Incomplete { .. } => moved(here().then([Do::Report(Say::Contradiction)])),
         _ => None,
     }
 }
@@ -278,7 +283,7 @@ fn back(state: &In, event: &On) -> Taken {
         On::Restarted(_) if *state == In::Returned => moved(here().then([Do::ResumeQemu, Do::UndoAll])),
         On::Restarted(_) => moved(here().then([Do::UndoAll, Do::SendAbort])),
         // It cannot run there: say it aloud. (An old RUNNING of a host that has crashed since says so too.)
-        On::Running { .. } => moved(here().then([Do::Report(Say::Contradiction)])),
+        On::Running { .. } | On::Incomplete { .. } => moved(here().then([Do::Report(Say::Contradiction)])),
         On::Begin { .. } | On::Stop { .. } => None,
         _ => ignored(Ignored::TooLate),
     }

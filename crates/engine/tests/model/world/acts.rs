@@ -96,6 +96,7 @@ impl World {
             SourceEffect::QuitQemu => {
                 self.source_qemu = Qemu::Gone;
                 self.held = false;
+                self.ghost.source.quit = true;
             }
             SourceEffect::SendGo { .. } => {
                 self.ghost.source.go_sent = true;
@@ -176,6 +177,7 @@ impl World {
                 self.destination_cont = true;
             }
             DestinationEffect::SendRunning => self.send(Packet::Running(epoch)),
+            DestinationEffect::SendIncomplete => self.send(Packet::Incomplete(epoch)),
             DestinationEffect::SendRefused => self.send(Packet::Refused(epoch)),
             DestinationEffect::SendCrashed => self.send(Packet::Crashed(epoch)),
             DestinationEffect::Discard => {
@@ -279,7 +281,9 @@ impl World {
                     self.destination.journal.last().cloned().unwrap_or(DestinationState::Idle);
                 // Its connection is closed: the command was read or never will be.
                 self.destination_cont = false;
-                let found = found(self.destination_qemu, self.destination.rebooted, false);
+                // One that lacks pages may not answer.
+                let silent = self.ghost.destination.missing;
+                let found = found(self.destination_qemu, self.destination.rebooted, silent);
                 if self.destination.state != DestinationState::Idle {
                     self.feed_destination(rules, &DestinationEvent::Restarted(found), die_after);
                 }
@@ -336,6 +340,7 @@ impl World {
             }
             Packet::Data(e) => {
                 if e == self.destination.epoch && self.destination.state == DestinationState::Prepared {
+                    self.ghost.destination.missing = self.budget.post_copy;
                     to_destination(self, DestinationEvent::Loaded { incarnation: incarnation(e), run: true });
                 }
             }
@@ -343,6 +348,7 @@ impl World {
                 to_source(self, SourceEvent::Ready { epoch: epoch(e), incarnation: incarnation(e) });
             }
             Packet::Running(e) => to_source(self, SourceEvent::Running { epoch: epoch(e) }),
+            Packet::Incomplete(e) => to_source(self, SourceEvent::Incomplete { epoch: epoch(e) }),
             Packet::Refused(e) => to_source(self, SourceEvent::Refused { epoch: epoch(e) }),
             Packet::Crashed(e) => to_source(self, SourceEvent::Crashed { epoch: epoch(e) }),
             Packet::AskSource(e) => to_source(self, SourceEvent::Asked { epoch: epoch(e) }),
@@ -435,7 +441,14 @@ impl World {
         self.destination_cont = false;
         self.destination_qemu = Qemu::Running;
         self.ghost.destination.ran = true;
-        self.feed_destination(rules, &DestinationEvent::Contd, die_after);
+        let missing = self.ghost.destination.missing;
+        self.feed_destination(rules, &DestinationEvent::Contd { missing }, die_after);
+    }
+
+    /// The last page has come.
+    pub(crate) fn complete(&mut self, rules: &Rules, die_after: Option<usize>) {
+        self.ghost.destination.missing = false;
+        self.feed_destination(rules, &DestinationEvent::Completed, die_after);
     }
 
     pub(crate) fn decide(&mut self, rules: &Rules, side: Side, decision: Decision) {

@@ -1,0 +1,214 @@
+//! Post-copy: the guest runs at the destination, and some of its memory is still at the source. The guest checks every page
+//! that it has filled or rewritten; what it was moved with is compared when it goes on to another host.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use std::thread;
+use std::time::Duration;
+
+use common::draw::{Draw, seed};
+use common::{Cluster, GuestSpec, Load, Setup, has_event, until};
+use engine::precopy::{Decision, Trace};
+use lab::Direction;
+use serde_json::Value;
+
+const RATE: u64 = 20 << 20;
+
+/// It rewrites so much, faster than the link carries it.
+const HOT_MIB: u64 = 64;
+
+/// A guest on a link of 20 MiB/s.
+fn stage() -> (Cluster, lab::Guest) {
+    let link = lab::Link::Limited { rate_bytes_per_s: RATE };
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let load = Load { fill_mib: HOT_MIB + 16, wss_mib: HOT_MIB, rate_mib_per_s: 200, ..Load::default() };
+    let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
+    (cluster, guest)
+}
+
+const HYBRID: [&str; 8] = ["migrate", "vm1", "--to", "b", "--policy", "hybrid", "--compress", "none"];
+
+/// The VM has moved, and pages came after it.
+#[track_caller]
+fn came_after_the_guest(report: &Value) {
+    assert_eq!(report["outcome"], "moved", "{report:#}");
+    let left = report["post_copy"]["left_pages"].as_u64().unwrap();
+    assert!(left > 1000, "{report:#}");
+    let traces: Vec<Trace> = serde_json::from_value(report["traces"].clone()).unwrap();
+    let decisions: Vec<_> = traces.iter().flat_map(Trace::decisions).collect();
+    assert_eq!(traces.iter().flat_map(Trace::replay).collect::<Vec<_>>(), decisions, "{report:#}");
+    assert!(matches!(decisions.last(), Some(Decision::PostCopy { .. })), "{report:#}");
+}
+
+/// The guest is whole, and nothing of what was done to its QEMU is left: it can be moved as any other, and compared.
+#[track_caller]
+fn is_whole_and_goes_on(cluster: &Cluster) {
+    cluster.guest_is_whole("b", "vm1");
+    let pid = cluster.b.vm("vm1").unwrap()["pid"].as_u64().unwrap();
+    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let left = descriptors.flatten().filter(|descriptor| {
+        std::fs::read_link(descriptor.path())
+            .is_ok_and(|target| target.to_string_lossy().contains("userfaultfd"))
+    });
+    assert_eq!(left.count(), 0, "a userfaultfd is left in QEMU");
+    assert!(cluster.a.vm("vm1").is_none());
+    cluster.serial("b", "vm1").set("rate=1").unwrap();
+    cluster.migrate("vm1", "b", "a", &[]);
+    cluster.guest_is_whole("a", "vm1");
+}
+
+#[test]
+fn a_guest_that_is_too_fast_runs_before_its_pages_are_there() {
+    let (cluster, mut guest) = stage();
+    let report = cluster.a.cli(&HYBRID).last_json();
+    came_after_the_guest(&report);
+    assert!(report["post_copy"]["wanted_pages"].as_u64().unwrap() > 0, "{report:#}");
+    assert!(report["downtime"]["total_us"].as_u64().unwrap() > 0, "{report:#}");
+    assert!(!guest.is_running(), "the source's QEMU is left");
+    let text = cluster.a.text(&["report", "vm1"]).ok();
+    assert!(text.stdout.contains("came when the VM ran at the destination already"), "{text:?}");
+    is_whole_and_goes_on(&cluster);
+}
+
+#[test]
+fn memory_of_either_kind_comes_after_the_guest() {
+    for kind in ["anonymous", "memfd"] {
+        let (cluster, _guest) = stage();
+        let report = cluster.a.cli(&[&HYBRID[..], &["--ram", kind]].concat()).last_json();
+        came_after_the_guest(&report);
+        assert_eq!(report["destination"]["ram_kind"], kind, "{report:#}");
+        is_whole_and_goes_on(&cluster);
+    }
+}
+
+/// Rounds lead no further, and what is left comes after the guest: pages that were sent before as well, which the
+/// destination has to take away.
+#[test]
+fn what_rounds_do_not_bring_comes_after_the_guest() {
+    let (cluster, _guest) = stage();
+    let words = ["migrate", "vm1", "--to", "b", "--on-limit", "post-copy", "--compress", "none"];
+    let report = cluster.a.cli(&words).last_json();
+    came_after_the_guest(&report);
+    let passes = report["rounds"].as_array().unwrap().iter().map(|round| round["pass"].as_u64().unwrap());
+    assert!(passes.max() >= Some(2), "{report:#}");
+    is_whole_and_goes_on(&cluster);
+}
+
+/// A guest that its user has paused does not write: it has no need of both hosts.
+#[test]
+fn a_paused_guest_has_all_before() {
+    let (cluster, guest) = stage();
+    guest.monitor().unwrap().command("stop", &serde_json::json!({})).unwrap();
+    let report = cluster.a.cli(&HYBRID).last_json();
+    assert_eq!(report["outcome"], "moved", "{report:#}");
+    assert!(report["post_copy"].is_null(), "{report:#}");
+    assert_eq!(report["run_state_after"], "paused");
+}
+
+#[test]
+fn what_cannot_be_done_is_said_before_anything_is() {
+    let (cluster, guest) = stage();
+    let said = cluster.a.cli(&[&HYBRID[..], &["--verify"]].concat());
+    assert_eq!(said.code, 2, "{said:?}");
+    assert!(said.stdout.contains("cannot be compared"), "{said:?}");
+    assert!(guest.serial().check().unwrap().ok);
+}
+
+/// Somebody is killed, or the link cut, while pages are to come.
+#[derive(Clone, Copy, Debug)]
+enum Injury {
+    Cut,
+    KillSource,
+    KillDestination,
+    KillBoth,
+}
+
+const INJURIES: [Injury; 4] = [Injury::Cut, Injury::KillSource, Injury::KillDestination, Injury::KillBoth];
+
+impl Injury {
+    /// For so long.
+    fn inflict(self, cluster: &mut Cluster, length: Duration) {
+        let (source, destination) = match self {
+            Self::Cut => (false, false),
+            Self::KillSource => (true, false),
+            Self::KillDestination => (false, true),
+            Self::KillBoth => (true, true),
+        };
+        for (name, is_hurt) in [("a", source), ("b", destination)] {
+            if is_hurt {
+                cluster.agent_mut(name).kill();
+            }
+        }
+        if matches!(self, Self::Cut) {
+            cluster.lab.cut_both().unwrap();
+        }
+        // How long a fault lasts; nothing waits for an event here.
+        thread::sleep(length);
+        if matches!(self, Self::Cut) {
+            cluster.lab.heal().unwrap();
+        }
+        for (name, is_hurt) in [("a", source), ("b", destination)] {
+            if is_hurt {
+                cluster.agent_mut(name).start();
+            }
+        }
+    }
+}
+
+/// Moves the guest with an injury when so many bytes of the rest have come.
+fn moves_through(cluster: &mut Cluster, injury: Injury, rest_bytes: u64, length: Duration) {
+    let migration = cluster.a.begin(&HYBRID);
+    cluster
+        .wait_for_progress(|progress| progress["phase"] == "post-copy" && progress["downtime_us"].is_u64());
+    let before = cluster.lab.sent_bytes(Direction::AToB).unwrap();
+    let is_time = || {
+        let list = cluster.a.cli(&["migrations"]).ok().json();
+        let sent = cluster.lab.sent_bytes(Direction::AToB).unwrap() - before;
+        sent >= rest_bytes || list[0]["standing"] != "underway"
+    };
+    until("some of the rest has come", is_time);
+    injury.inflict(cluster, length);
+    drop(migration.wait_with_output().unwrap());
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    println!("{injury:?} for {length:?} after {rest_bytes} bytes: {} reconnections", report["reconnections"]);
+    came_after_the_guest(&report);
+}
+
+#[test]
+fn a_cut_while_pages_come_is_mended() {
+    let (mut cluster, _guest) = stage();
+    moves_through(&mut cluster, Injury::Cut, 1 << 20, Duration::from_secs(2));
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(has_event(&report, "reconnected"), "{report:#}");
+    is_whole_and_goes_on(&cluster);
+}
+
+#[test]
+fn agents_that_die_while_pages_come_are_no_harm() {
+    for injury in [Injury::KillSource, Injury::KillDestination, Injury::KillBoth] {
+        let (mut cluster, _guest) = stage();
+        moves_through(&mut cluster, injury, 1 << 20, Duration::from_secs(1));
+        is_whole_and_goes_on(&cluster);
+    }
+}
+
+/// Any of that at any time: three moves, and many more in the long run.
+#[test]
+fn whatever_happens_while_pages_come_the_guest_is_whole() {
+    let seed = seed(41);
+    println!("drawn with WHIMBREL_SEED={seed}");
+    let mut draw = Draw(seed);
+    let moves = if std::env::var_os("WHIMBREL_SOAK").is_some() { 50 } else { 3 };
+    for _ in 0..moves {
+        let (mut cluster, _guest) = stage();
+        let injury = INJURIES[draw.below(INJURIES.len())];
+        let rest_bytes = draw.below((HOT_MIB << 20) as usize) as u64;
+        let length = Duration::from_millis(draw.below(3000) as u64);
+        moves_through(&mut cluster, injury, rest_bytes, length);
+        is_whole_and_goes_on(&cluster);
+    }
+}

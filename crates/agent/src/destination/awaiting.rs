@@ -1,0 +1,403 @@
+//! Post-copy: pages of the guest that come while it runs here.
+//!
+//! ```text
+//! awaited pages named ─► waits registered ─► what is there of them taken away ─► blocks switched ─► device state loaded
+//! ```
+//!
+//! From then on whoever touches such a page waits, QEMU as it loads the devices included, and a thread here asks for it on
+//! the page stream. Another one places what comes there; the rest comes over the data streams. Neither needs the driver,
+//! which may itself be waiting for QEMU.
+//!
+//! A second descriptor is in QEMU, and what is still to come in a file ([`Ledger`]): when this agent dies everybody waits
+//! on, and the next agent takes over ([`Awaiting::take_over`]).
+
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+
+use ::memory::ram::{RamError, RamRegion};
+use ::memory::{Awaited, BlockWriter, DirtyBitmap, Ledger, Switch, TakesAway, decode_set, encode_set};
+use link::{Connection, Handle, Incoming, LinkError, Reader, Writer};
+use proto::awaited::{BadAwaited, decode_page};
+use proto::limits::{BLOB_BYTES, PAGE_BYTES, WANTED_PAGES};
+use proto::message::{Finding, Message, Severity, WantedPage};
+use serde::{Deserialize, Serialize};
+use tracee::{AddressRange, Injector, LeftUserfaultfd, MissingError, MissingPages, Process};
+use tracing::{info, warn};
+
+use super::arriving::Arriving;
+use super::inbox::{Mailbox, Notice};
+use crate::context::Context;
+use crate::ram::{self, KeptRegion};
+
+/// What the kernel does with the memory of memfds.
+const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
+
+/// Why pages cannot come while the guest runs.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AwaitError {
+    /// QEMU cannot be made to wait.
+    #[error(
+        "QEMU cannot be made to wait for pages; it needs CAP_SYS_PTRACE, or vm.unprivileged_userfaultfd = 1"
+    )]
+    Inject(#[from] tracee::InjectError),
+    /// The kernel does not let it wait.
+    #[error("the kernel does not let QEMU wait for pages")]
+    Missing(#[from] MissingError),
+    /// Memory of which no page can be taken away.
+    #[error("of RAM block {0} no page can be taken away: it is of huge pages, or a private file")]
+    Block(String),
+    /// The kernel fills huge pages with zeros where one page was written.
+    #[error("the kernel gives shared memory huge pages ({SHARED_HUGE_PAGES} says {0})")]
+    HugePages(String),
+    /// A page that was to be taken away is there.
+    #[error("RAM block {block} still has the page at {offset:#x}, which is to come")]
+    StillThere {
+        /// Its name.
+        block: String,
+        /// Where in it.
+        offset: u64,
+    },
+    /// The guest's memory.
+    #[error(transparent)]
+    Ram(#[from] RamError),
+    /// The list of pages.
+    #[error("the source's list of pages to come cannot be used")]
+    Set(#[from] ::memory::BadSet),
+    /// The file that remembers them, or a thread.
+    #[error("cannot keep track of the pages that are to come")]
+    Keep(#[from] std::io::Error),
+    /// QEMU's process.
+    #[error(transparent)]
+    Process(#[from] tracee::ProcessError),
+}
+
+/// What the journal keeps of pages that are to come.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct AwaitedTrace {
+    /// Number of the descriptor inside QEMU.
+    descriptor: i32,
+    /// The file that remembers them.
+    ledger: PathBuf,
+    /// The guest's memory.
+    regions: Vec<KeptRegion>,
+}
+
+impl AwaitedTrace {
+    /// Removes the file.
+    pub(super) fn remove(&self) {
+        drop(std::fs::remove_file(&self.ledger));
+    }
+}
+
+/// Pages that are to come.
+pub(super) struct Awaiting {
+    pages: Arc<Awaited<MissingPages>>,
+    trace: AwaitedTrace,
+    stream: Arc<PageStream>,
+    /// The thread that hears who waits; it sees this end close.
+    hearing: Option<(UnixStream, JoinHandle<()>)>,
+    mailbox: Mailbox,
+}
+
+/// Whether this QEMU's memory could come while the guest runs; an error says why not. Leaves nothing behind.
+pub(super) fn try_out(
+    injector: &Injector,
+    vm: &Arriving,
+    writers: &[Box<dyn BlockWriter>],
+) -> Result<(), AwaitError> {
+    let is_fixed = |writer: &dyn BlockWriter| writer.is_ram() && writer.takes_away() == TakesAway::Never;
+    if let Some(writer) = writers.iter().find(|writer| is_fixed(&***writer)) {
+        return Err(AwaitError::Block(writer.name().to_owned()));
+    }
+    if writers.iter().any(|writer| writer.takes_away() == TakesAway::FromOutside) {
+        let says = std::fs::read_to_string(SHARED_HUGE_PAGES).unwrap_or_default();
+        let chosen = says.split(['[', ']']).nth(1).unwrap_or("never");
+        if ["always", "within_size", "force"].contains(&chosen) {
+            return Err(AwaitError::HugePages(chosen.to_owned()));
+        }
+    }
+    let LeftUserfaultfd { here, there } = injector.leave_userfaultfd(&vm.process)?;
+    let ranges: Vec<_> = ram::regions(&vm.blocks).iter().map(RamRegion::range).collect();
+    let tried = MissingPages::begin(here, &ranges).and_then(MissingPages::end);
+    injector.close_left(&vm.process, there)?;
+    Ok(tried?)
+}
+
+/// Why not, for people.
+pub(super) fn finding(error: &AwaitError) -> Finding {
+    Finding {
+        severity: Severity::Warning,
+        code: "no-post-copy".to_owned(),
+        what: crate::chain(error),
+        advice: "without post-copy the guest has to write more slowly than the link carries".to_owned(),
+    }
+}
+
+impl Awaiting {
+    /// From here on whoever touches one of these pages waits for it, and what comes is placed.
+    pub(super) fn begin(
+        context: &Context,
+        vm: &Arriving,
+        (writers, switch): (&[Box<dyn BlockWriter>], &Switch),
+        set: &[u8],
+        mailbox: &Mailbox,
+        keep: impl FnOnce(&AwaitedTrace) -> Result<(), std::io::Error>,
+    ) -> Result<Self, AwaitError> {
+        let regions = ram::regions(&vm.blocks);
+        let awaited = decode_set(set, regions.iter().map(|region| region.bytes))?;
+        let LeftUserfaultfd { here, there } = context.injector.leave_userfaultfd(&vm.process)?;
+        let keeps_all = writers.iter().map(|writer| writer.keeps_all());
+        let kept = regions.iter().zip(keeps_all).map(|(region, keeps)| KeptRegion::of(region, keeps));
+        let trace = AwaitedTrace {
+            descriptor: there,
+            ledger: vm.traces.directory.join("awaited"),
+            regions: kept.collect(),
+        };
+        let ledger = Ledger::create(&trace.ledger, &awaited)?;
+        keep(&trace)?;
+        let placer = MissingPages::begin(here, &ranges(&regions, &awaited))?;
+        take_away(&context.injector, &vm.process, (&regions, writers), &awaited)?;
+        let this = Self::over(placer, trace, regions, awaited, ledger, mailbox, false)?;
+        switch.switch(this.pages.writers());
+        Ok(this)
+    }
+
+    /// Goes on where another agent died: everybody who waits is heard again. None where all is there: that agent may have
+    /// ended the waiting already.
+    pub(super) fn take_over(
+        process: &Process,
+        trace: &AwaitedTrace,
+        mailbox: &Mailbox,
+    ) -> Result<Option<Self>, AwaitError> {
+        let regions: Vec<_> = trace.regions.iter().map(KeptRegion::region).collect();
+        let (ledger, awaited) = Ledger::open(&trace.ledger, regions.iter().map(|region| region.bytes))?;
+        if awaited.iter().all(DirtyBitmap::is_empty) {
+            return Ok(None);
+        }
+        let placer = MissingPages::take_over(process, trace.descriptor, &ranges(&regions, &awaited))?;
+        Self::over(placer, trace.clone(), regions, awaited, ledger, mailbox, true).map(Some)
+    }
+
+    /// Ends what an agent that found all pages there may have left in QEMU.
+    pub(super) fn tidy_up(injector: &Injector, process: &Process, trace: &AwaitedTrace) {
+        let descriptor = format!("/proc/{}/fd/{}", process.pid(), trace.descriptor);
+        let is_ours = std::fs::read_link(descriptor)
+            .is_ok_and(|target| target.to_string_lossy().contains("userfaultfd"));
+        if is_ours && let Err(error) = injector.close_left(process, trace.descriptor) {
+            warn!(error = crate::chain(&error), "a descriptor stays in QEMU");
+        }
+    }
+
+    fn over(
+        placer: MissingPages,
+        trace: AwaitedTrace,
+        regions: Vec<RamRegion>,
+        awaited: Vec<DirtyBitmap>,
+        ledger: Ledger,
+        mailbox: &Mailbox,
+        is_taken_over: bool,
+    ) -> Result<Self, AwaitError> {
+        let notices = mailbox.clone();
+        // Whoever is told may be waiting for the thread that tells; he looks by himself, too.
+        let completed = move || notices.try_put(Notice::Completed);
+        let keeps_all: Vec<_> = trace.regions.iter().map(|region| region.keeps_all).collect();
+        let pages = Awaited::new(placer, regions, awaited, completed).kept_in(ledger).keeping(keeps_all);
+        let pages = Arc::new(if is_taken_over { pages.taken_over() } else { pages });
+        let stream = Arc::new(PageStream::default());
+        let (end, ended) = UnixStream::pair()?;
+        let (waits, asks) = (Arc::clone(&pages), Arc::clone(&stream));
+        let thread = thread::Builder::new().name("waits".to_owned()).spawn(move || {
+            if let Err(error) = hear(&waits, &asks, &ended) {
+                warn!(error = crate::chain(&error), "nobody hears who waits for pages any more");
+            }
+        })?;
+        info!(pages = pages.pages(), "pages come while the guest runs");
+        Ok(Self { pages, trace, stream, hearing: Some((end, thread)), mailbox: mailbox.clone() })
+    }
+
+    /// How many pages are to come.
+    pub(super) fn left_pages(&self) -> u64 {
+        self.pages.pages()
+    }
+
+    /// Blocks into which pages are received.
+    pub(super) fn writers(&self) -> Vec<Box<dyn BlockWriter>> {
+        self.pages.writers()
+    }
+
+    /// The source's page stream is there: it is told what is still to come, and sends nothing before. `round` is the last
+    /// that was seen.
+    pub(super) fn attach(&self, connection: Connection, round: u32) -> Result<(), LinkError> {
+        let handle = connection.handle();
+        let (reader, mut writer) = connection.split();
+        let set = encode_set(&self.pages.set());
+        let digest = blake3::hash(&set).to_hex().to_string();
+        writer.send(&Message::Awaited { bytes: set.len() as u64, digest, round })?;
+        set.chunks(BLOB_BYTES).try_for_each(|piece| writer.send_blob(piece))?;
+        let (writers, ended, mailbox) = (self.pages.writers(), handle.clone(), self.mailbox.clone());
+        let place = move || {
+            if let Err(error) = place_all(reader, &writers) {
+                let error = crate::chain(&error);
+                warn!(error, "the page stream ended");
+                ended.shutdown();
+                mailbox.try_put(Notice::PageStreamLost { error });
+            }
+        };
+        let placing =
+            thread::Builder::new().name("place".to_owned()).spawn(place).map_err(LinkError::Lost)?;
+        self.stream.replace(Some(Connected { writer, handle, placing }));
+        self.stream.ask(&self.pages.asked());
+        Ok(())
+    }
+
+    /// Every page is there: nobody waits any more, and nothing of it is left in QEMU.
+    pub(super) fn end(mut self, injector: &Injector, process: &Process) {
+        self.hang_up();
+        let Some(pages) = Arc::into_inner(self.pages) else {
+            return warn!("somebody still places pages; please report this");
+        };
+        // The process may be gone by now, and then there is nothing to end.
+        if let Err(error) = pages.into_placer().end() {
+            warn!(error = crate::chain(&error), "QEMU's memory is still watched");
+        }
+        if let Err(error) = injector.close_left(process, self.trace.descriptor) {
+            warn!(error = crate::chain(&error), "a descriptor stays in QEMU");
+        }
+        // The ledger stays: an agent that is started before ACTIVE is in the journal reads there that all has come.
+    }
+
+    /// Ends threads and the page stream. Who waits waits on.
+    pub(super) fn hang_up(&mut self) {
+        self.stream.replace(None);
+        if let Some((end, thread)) = self.hearing.take() {
+            drop(end);
+            drop(thread.join());
+        }
+    }
+}
+
+/// The blocks in which somebody may have to wait.
+fn ranges(regions: &[RamRegion], awaited: &[DirtyBitmap]) -> Vec<AddressRange> {
+    let some = regions.iter().zip(awaited).filter(|(_, awaited)| !awaited.is_empty());
+    some.map(|(region, _)| region.range()).collect()
+}
+
+/// Sees that none of these pages is there.
+fn take_away(
+    injector: &Injector,
+    process: &Process,
+    (regions, writers): (&[RamRegion], &[Box<dyn BlockWriter>]),
+    awaited: &[DirtyBitmap],
+) -> Result<(), AwaitError> {
+    let there = |writer: &dyn BlockWriter, pages: &DirtyBitmap| {
+        let mut found = Vec::new();
+        for run in pages.runs() {
+            found.extend(writer.there(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?);
+        }
+        Ok::<_, RamError>(found)
+    };
+    let blocks = || regions.iter().zip(writers).zip(awaited);
+    let mut discarded = Vec::new();
+    for ((region, writer), pages) in blocks() {
+        for bytes in there(&**writer, pages)? {
+            if writer.takes_away() == TakesAway::ByProcess {
+                let at = |offset| region.address + offset;
+                discarded.push(AddressRange::new(at(bytes.start), at(bytes.end)));
+            } else {
+                writer.take_away(bytes)?;
+            }
+        }
+    }
+    if !discarded.is_empty() {
+        injector.discard(process, &discarded)?;
+    }
+    for ((region, writer), pages) in blocks() {
+        if let Some(bytes) = there(&**writer, pages)?.first() {
+            return Err(AwaitError::StillThere { block: region.name.clone(), offset: bytes.start });
+        }
+    }
+    Ok(())
+}
+
+/// Asks for what somebody waits for, until the other end is closed.
+fn hear(pages: &Awaited<MissingPages>, stream: &PageStream, ended: &UnixStream) -> Result<(), MissingError> {
+    let mut found = Vec::new();
+    while pages.placer().wait(ended, &mut found)? {
+        let mut wanted = Vec::new();
+        for address in found.drain(..) {
+            wanted.extend(pages.touched(address)?);
+        }
+        stream.ask(&wanted);
+    }
+    Ok(())
+}
+
+/// Why a page stream ended.
+#[derive(Debug, thiserror::Error)]
+enum PageError {
+    #[error("the page stream failed")]
+    Stream(#[from] LinkError),
+    #[error("what came on the page stream is no page")]
+    Bad(#[from] BadAwaited),
+    #[error("a page of block {block} that is not there: {page}")]
+    Outside { block: u16, page: u64 },
+    #[error("a message where pages have to come")]
+    Message,
+    #[error("a page cannot be placed")]
+    Ram(#[from] RamError),
+}
+
+/// Places what comes until the stream ends.
+fn place_all(mut reader: Reader, writers: &[Box<dyn BlockWriter>]) -> Result<(), PageError> {
+    loop {
+        let Incoming::Blob(blob) = reader.recv(None)? else { return Err(PageError::Message) };
+        let (block, page, bytes) = decode_page(&blob)?;
+        let outside = PageError::Outside { block, page };
+        let Some(writer) = writers.get(usize::from(block)) else { return Err(outside) };
+        if page >= writer.bytes() / PAGE_BYTES {
+            return Err(outside);
+        }
+        let offset = page * PAGE_BYTES;
+        if bytes.is_empty() {
+            writer.drop_pages(offset..offset + PAGE_BYTES)?;
+        } else {
+            writer.write(offset, bytes)?;
+        }
+    }
+}
+
+/// On which single pages are asked for, where there is a connection.
+#[derive(Default)]
+struct PageStream(Mutex<Option<Connected>>);
+
+struct Connected {
+    writer: Writer,
+    handle: Handle,
+    /// Places what comes.
+    placing: JoinHandle<()>,
+}
+
+impl PageStream {
+    /// Asks; what is not heard is asked for again on the next connection.
+    fn ask(&self, wanted: &[WantedPage]) {
+        let mut stream = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        for pages in wanted.chunks(WANTED_PAGES) {
+            let Some(connected) = &mut *stream else { return };
+            if connected.writer.send(&Message::Want { pages: pages.to_vec() }).is_err() {
+                connected.handle.shutdown();
+                return;
+            }
+        }
+    }
+
+    /// Ends the one that there is, and waits until nothing more is placed from it.
+    fn replace(&self, new: Option<Connected>) {
+        let old = std::mem::replace(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner), new);
+        if let Some(Connected { handle, placing, .. }) = old {
+            handle.shutdown();
+            drop(placing.join());
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! Post-copy after COMMITTED: connections that were cut are made anew for as long as the destination needs pages, by the
+//! agent that began it or by the next one.
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ::memory::Sender;
+use engine::handover::Found;
+use engine::handover::source::SourceState;
+use proto::message::{Message, Proposal};
+use tracing::{info, warn};
+
+use crate::ram;
+use crate::report::PostCopy;
+use crate::source::inbox::Notice;
+use crate::source::phases::Failure;
+use crate::source::serving::Later;
+use crate::source::{Details, Driver, SourceVm};
+
+impl Driver {
+    /// What the destination was told by an agent before this one.
+    pub(crate) fn proposed(&mut self, proposal: Option<Proposal>) {
+        self.proposal = proposal;
+    }
+
+    /// As [`found`](Self::found); pages that the destination's guest needs can be read again.
+    pub(crate) fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> Found {
+        if let Some(regions) = details.and_then(|details| details.later.as_ref()) {
+            let regions: Vec<_> = regions.iter().map(ram::KeptRegion::region).collect();
+            match ::memory::open_source(&vm.process, &regions) {
+                Ok(readers) => {
+                    let left = self.telemetry.later_pages();
+                    self.later = Some(Later::new(readers.into(), left));
+                }
+                Err(error) => {
+                    let error = crate::chain(&error);
+                    warn!(error, "the memory that the destination may need cannot be read");
+                }
+            }
+        }
+        self.found(vm)
+    }
+
+    /// Nothing more goes over these connections.
+    pub(super) fn serving_ended(&mut self, error: String) {
+        if let Some(later) = &mut self.later {
+            later.serving = None;
+            self.note("link-lost", error);
+        }
+    }
+
+    /// Makes connections anew where the destination may need pages and there are none.
+    pub(super) fn serve_again(&mut self) {
+        let is_cut = self.later.as_ref().is_some_and(|later| later.serving.is_none());
+        if !is_cut || !matches!(self.state, SourceState::Committed { .. }) {
+            return;
+        }
+        self.generation = self.generation.next();
+        match self.resume_serving() {
+            Ok(()) => {
+                self.note("reconnected", format!("generation {}", self.generation));
+                self.controls.report(|report| report.reconnections += 1);
+                self.telemetry.update(|progress| progress.reconnections += 1);
+                info!(migration = %self.terms.migration, generation = %self.generation, "pages go on");
+            }
+            Err(failure) => {
+                warn!(migration = %self.terms.migration, reason = failure.reason, "no connections for pages yet");
+                self.control = None;
+                self.page_stream = None;
+            }
+        }
+    }
+
+    fn resume_serving(&mut self) -> Result<(), Failure> {
+        let control =
+            self.connect_control().map_err(|error| Failure::peer("cannot reach the destination", &error))?;
+        let link = control.link;
+        self.control = Some(control);
+        self.say(&Message::Resume)?;
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        let deadline = Instant::now() + patience;
+        loop {
+            match self.inbox.wait(deadline) {
+                Some(Notice::Message { link: Some(from), message: Message::Resumed }) if from == link => {
+                    break;
+                }
+                // Whatever else it says, or has said, means what it always does.
+                Some(notice) => self.notice(notice),
+                None => {
+                    let event = engine::handover::source::SourceEvent::PeerSilent;
+                    return Err(Failure::new(event, "the destination does not answer"));
+                }
+            }
+            if self.control.is_none() || self.later.is_none() {
+                return Err(self.control_is_lost());
+            }
+        }
+        let streams =
+            self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
+        let (Some(later), Some(page_stream)) = (&mut self.later, self.page_stream.take()) else {
+            return Err(self.control_is_lost());
+        };
+        let sender = Sender::start(later.readers.clone(), streams)
+            .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
+        self.telemetry.follow(Some(sender.handle()));
+        later
+            .serve(self.generation, sender, page_stream, self.inbox.mailbox())
+            .map_err(|error| Failure::local("no thread to send pages in", &error))
+    }
+
+    /// All pages are there: what they were.
+    pub(super) fn all_served(&mut self) {
+        let Some(later) = &self.later else { return };
+        let of = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        let (wanted_pages, pushed_pages) = (of(&later.counted.wanted), of(&later.counted.pushed));
+        let duration_us = later.began.elapsed().as_micros() as u64;
+        self.controls.report(|report| {
+            let left_pages = report.post_copy.map_or(0, |before| before.left_pages);
+            report.post_copy = Some(PostCopy { left_pages, wanted_pages, pushed_pages, duration_us });
+        });
+    }
+}

@@ -1,0 +1,115 @@
+//! The stop where what is left goes when the guest runs at the destination (post-copy).
+
+use std::time::Instant;
+
+use ::memory::{DirtyBitmap, Owed, Readable, Sender, Sent, encode_set};
+use engine::handover::source::SourceEvent;
+use proto::message::Message;
+
+use super::{Failure, gone};
+use crate::journal::Durability;
+use crate::ram::{self, KeptRegion};
+use crate::report::PostCopy;
+use crate::source::memory::Cargo;
+use crate::source::serving::Later;
+use crate::source::{Details, Driver, VmError};
+
+impl Driver {
+    /// Saves the device state, sends what is left of the disks, and names the pages of memory that are left: they go from
+    /// here on, those first for which somebody waits. Saving may write guest memory, so the pages are looked for after it.
+    pub(super) fn name_pages(
+        &mut self,
+        sender: Sender,
+        owed: Owed,
+        cargo: &mut Cargo,
+    ) -> Result<Vec<u8>, Failure> {
+        let began = Instant::now();
+        cargo.end_leaving_out();
+        cargo.end_references();
+        cargo.end_deltas();
+        let mut owed = owed;
+        let vm = self.vm.as_mut().ok_or_else(gone)?;
+        if cargo.has_disks() {
+            // As before a last round.
+            let monitor = vm.monitor().map_err(|error| Failure::local("QEMU cannot be asked", &error))?;
+            cargo
+                .look_at_disks(monitor, &mut owed)
+                .map_err(|error| Failure::local("cannot find out what was written", &error))?;
+        }
+        let saving = Instant::now();
+        let state = vm.save_devices().map_err(|error| match error {
+            VmError::RunState(_) => Failure::local("the guest is not moved", &error),
+            _ => Failure::local("cannot save the device state", &error),
+        })?;
+        self.clock.measured.save_us = saving.elapsed().as_micros() as u64;
+        let cleared = owed
+            .clear_marks(&mut cargo.ram_log())
+            .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
+        self.clock.measured.last_scans_us += cleared.scan().duration_us;
+        let (sender, left) = self.send_disks_alone(sender, cleared.stopped_before(), cargo)?;
+        self.take_last_notices()?;
+        if left.pages() > 0 {
+            self.name_and_serve(sender, &left, cargo)?;
+        }
+        self.clock.measured.last_pages_us = began.elapsed().as_micros() as u64;
+        Ok(state)
+    }
+
+    /// What is left of the disks goes now; what is left of memory is returned.
+    fn send_disks_alone(
+        &mut self,
+        sender: Sender,
+        readable: Readable,
+        cargo: &Cargo,
+    ) -> Result<(Sender, Owed), Failure> {
+        let memory: Vec<_> = cargo.ram_bytes().iter().map(|bytes| DirtyBitmap::full(*bytes)).collect();
+        let (disks, left) = readable.without(&memory);
+        if disks.pages() == 0 {
+            return Ok((sender, left));
+        }
+        let Sent { sender, owed: mut unsent, .. } = sender
+            .send_round_by(disks, self.standstill_ends())
+            .map_err(|interrupted| self.lost_while_stopped(&interrupted.cause))?;
+        if unsent.pages() > 0 {
+            let reason = format!("{} pages of disks are owed after the last round", unsent.pages());
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        unsent.take_back(&left);
+        Ok((sender, unsent))
+    }
+
+    /// Names these pages to the destination, and begins to send them.
+    fn name_and_serve(&mut self, sender: Sender, left: &Owed, cargo: &Cargo) -> Result<(), Failure> {
+        let blocks = &left.blocks()[..cargo.ram_blocks()];
+        let set = encode_set(blocks);
+        let vm = self.vm.as_ref().ok_or_else(gone)?;
+        let regions = ram::regions(&vm.blocks).iter().map(|region| KeptRegion::of(region, false)).collect();
+        // An agent that is started anew must be able to go on.
+        let details = Details { later: Some(regions), ..Details::of(&self.context, Some(vm), true) };
+        self.context
+            .journal
+            .set_details(&self.terms.migration, &details, Durability::Process)
+            .map_err(|error| Failure::local("cannot note that pages are left", &error))?;
+        self.say_by(Some(self.standstill_ends()));
+        let digest = blake3::hash(&set).to_hex().to_string();
+        self.say(&Message::Awaited { bytes: set.len() as u64, digest, round: left.round() })?;
+        for piece in set.chunks(proto::limits::BLOB_BYTES) {
+            self.send("cannot name the pages that are left", |writer| writer.send_blob(piece))?;
+        }
+        self.inbox.interrupts(None);
+        let Some(page_stream) = self.page_stream.take() else {
+            return Err(Failure::new(SourceEvent::PeerLost, "there is no page stream"));
+        };
+        let pages = blocks.iter().map(DirtyBitmap::count).sum();
+        self.controls.report(|report| {
+            report.post_copy = Some(PostCopy { left_pages: pages, ..PostCopy::default() });
+        });
+        self.note("post-copy", format!("{pages} pages go when the guest runs there"));
+        let mut later = Later::new(cargo.readers(), self.telemetry.later_pages());
+        later
+            .serve(self.generation, sender, page_stream, self.inbox.mailbox())
+            .map_err(|error| Failure::local("no thread to send pages in", &error))?;
+        self.later = Some(later);
+        Ok(())
+    }
+}

@@ -1,0 +1,76 @@
+//! Pre-copy first, then post-copy: the downtime does not depend on how fast the guest writes.
+
+use serde::{Deserialize, Serialize};
+
+use super::forecast::{FixedCost, Forecast};
+use super::{Aim, Decision, Policy, RoundObservation};
+
+/// Sends all of memory once, or several times, while the guest runs here; what is left then is sent while it runs at the
+/// destination. In the first pass what the guest writes to is left for last, so that little goes twice.
+///
+/// Where what is left goes in no more time than the stop takes in any case, the guest is stopped for it: it then needs the
+/// two hosts no longer than it has to.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ByHybrid {
+    passes: u32,
+    fixed: FixedCost,
+    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    #[serde(skip)]
+    forecast: Forecast,
+}
+
+impl ByHybrid {
+    /// Post-copy after so many times all that is dirty; after 0 nothing is sent before the stop.
+    pub fn new(passes: u32, fixed: FixedCost) -> Self {
+        Self { passes, fixed, forecast: Forecast::default() }
+    }
+}
+
+impl Policy for ByHybrid {
+    /// What the guest stands still for is what it has to.
+    fn aim(&mut self, _: Aim) {}
+
+    /// How fast the guest writes does not matter.
+    fn slowed(&mut self) {}
+
+    fn decide(&mut self, observed: &RoundObservation) -> Decision {
+        self.forecast.learn(observed);
+        let pages_ns = self.forecast.pages_ns(observed);
+        let fixed_ns = self.fixed.downtime_ns(0).saturating_add(observed.scan_ns.saturating_mul(2));
+        let stop_ns = self.fixed.downtime_ns(pages_ns).saturating_add(observed.scan_ns.saturating_mul(2));
+        if observed.round < self.passes {
+            Decision::NextRound { expected_downtime_ns: fixed_ns, most_pages: None }
+        } else if pages_ns <= fixed_ns {
+            Decision::StopAndCopy { expected_downtime_ns: stop_ns, pattern: None }
+        } else {
+            Decision::PostCopy { expected_downtime_ns: fixed_ns }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A page takes a microsecond; the guess of what a stop takes is 15 ms.
+    fn observed(round: u32, dirty_pages: u64) -> RoundObservation {
+        let (pages_sent, duration_ns) = (1_000_000, 1_000_000_000);
+        RoundObservation { round, dirty_pages, pages_sent, duration_ns, ..RoundObservation::default() }
+    }
+
+    #[test]
+    fn what_is_left_after_the_passes_goes_after_the_guest_unless_it_is_little() {
+        for passes in [0, 1, 3] {
+            for (dirty_pages, is_little) in [(100, true), (14_999, true), (15_001, false), (1 << 30, false)] {
+                let mut policy = ByHybrid::new(passes, FixedCost::default());
+                for round in 0..passes {
+                    let next = policy.decide(&observed(round, dirty_pages));
+                    assert!(matches!(next, Decision::NextRound { .. }), "{next:?}");
+                }
+                let last = policy.decide(&observed(passes, dirty_pages));
+                assert_eq!(matches!(last, Decision::StopAndCopy { .. }), is_little, "{last:?}");
+                assert_eq!(matches!(last, Decision::PostCopy { .. }), !is_little, "{last:?}");
+            }
+        }
+    }
+}

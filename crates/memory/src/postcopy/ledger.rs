@@ -1,0 +1,121 @@
+//! The file that remembers which pages are to come.
+//!
+//! An agent may die while the guest runs; which pages are there the memory itself cannot tell, for a page that came and that
+//! the guest gave back since looks like one that has not come. So the file has a bit for each page, chunk by chunk and block
+//! by block, which is cleared when the page is there. It need not outlive the host: nor does the guest.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use proto::limits::CHUNK_PAGES;
+
+use crate::dirty::{ChunkPages, DirtyBitmap};
+
+/// Bytes of a chunk.
+const CHUNK_BYTES: usize = CHUNK_PAGES as usize / 8;
+
+/// Which pages are to come, in a file.
+#[derive(Debug)]
+pub struct Ledger {
+    file: File,
+    /// Where each block begins, in bytes.
+    places: Vec<u64>,
+}
+
+impl Ledger {
+    /// Writes a new one, whole.
+    ///
+    /// # Errors
+    /// If the file cannot be made, or there is no room for it.
+    pub fn create(path: &Path, awaited: &[DirtyBitmap]) -> io::Result<Self> {
+        let file = File::options().read(true).write(true).create(true).truncate(true).open(path)?;
+        let bytes: Vec<u8> = awaited
+            .iter()
+            .flat_map(|block| (0..block.chunks()).flat_map(|chunk| encode(&block.chunk(chunk))))
+            .collect();
+        // All of it, zeros too: room that is there now will be there later.
+        file.write_all_at(&bytes, 0)?;
+        Ok(Self { file, places: places(awaited) })
+    }
+
+    /// Reads what another agent has left, for blocks of such lengths in bytes.
+    ///
+    /// # Errors
+    /// If it cannot be read, or is of other blocks.
+    pub fn open(path: &Path, lengths: impl IntoIterator<Item = u64>) -> io::Result<(Self, Vec<DirtyBitmap>)> {
+        let file = File::options().read(true).write(true).open(path)?;
+        let mut awaited: Vec<_> = lengths.into_iter().map(DirtyBitmap::new).collect();
+        let chunks: u64 = awaited.iter().map(DirtyBitmap::chunks).sum();
+        if file.metadata()?.len() != chunks * CHUNK_BYTES as u64 {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "it is of another guest"));
+        }
+        let places = places(&awaited);
+        for (block, place) in awaited.iter_mut().zip(&places) {
+            let mut bytes = vec![0; block.chunks() as usize * CHUNK_BYTES];
+            file.read_exact_at(&mut bytes, *place)?;
+            for (chunk, bytes) in (0..).zip(bytes.as_chunks::<CHUNK_BYTES>().0) {
+                block.insert_into_chunk(chunk, &decode(bytes));
+            }
+        }
+        Ok((Self { file, places }, awaited))
+    }
+
+    /// Some pages of a block have changed: what is to come of their chunks is now this.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    pub fn keep(&self, block: usize, awaited: &DirtyBitmap, pages: Range<u64>) -> io::Result<()> {
+        let chunks = pages.start / CHUNK_PAGES..pages.end.div_ceil(CHUNK_PAGES);
+        let Some(place) = self.places.get(block) else { return Ok(()) };
+        let bytes: Vec<u8> = chunks.clone().flat_map(|chunk| encode(&awaited.chunk(chunk))).collect();
+        self.file.write_all_at(&bytes, place + chunks.start * CHUNK_BYTES as u64)
+    }
+}
+
+fn places(blocks: &[DirtyBitmap]) -> Vec<u64> {
+    let mut next = 0;
+    let place = |block: &DirtyBitmap| {
+        let place = next;
+        next += block.chunks() * CHUNK_BYTES as u64;
+        place
+    };
+    blocks.iter().map(place).collect()
+}
+
+fn encode(pages: &ChunkPages) -> Vec<u8> {
+    pages.words().iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+fn decode(bytes: &[u8; CHUNK_BYTES]) -> ChunkPages {
+    let mut words = [0; CHUNK_BYTES / 8];
+    for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
+        *word = u64::from_le_bytes(*bytes);
+    }
+    ChunkPages::from_words(words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_next_agent_reads_what_the_last_one_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("awaited");
+        let lengths = [3 << 20, 0, 8 << 20];
+        let mut awaited: Vec<_> = lengths.map(DirtyBitmap::new).into();
+        awaited[0].set(5..700);
+        awaited[2].set(1..2048);
+        let ledger = Ledger::create(&path, &awaited).unwrap();
+        for (block, pages) in [(0, 512..513), (2, 0..1030), (2, 2047..2048)] {
+            awaited[block].clear(pages.clone());
+            ledger.keep(block, &awaited[block], pages).unwrap();
+        }
+        drop(ledger);
+        assert_eq!(Ledger::open(&path, lengths).unwrap().1, awaited);
+        assert!(Ledger::open(&path, [3 << 20, 8 << 20, 1]).is_err(), "of other blocks");
+    }
+}

@@ -1,0 +1,71 @@
+//! Sets of pages, as they are said to the other side.
+
+use proto::awaited::{AwaitedChunk, BadAwaited};
+use proto::limits::PAGE_BYTES;
+
+use crate::dirty::{ChunkPages, DirtyBitmap};
+
+/// Why bytes are no set of pages of these blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BadSet {
+    /// They are no entries.
+    #[error(transparent)]
+    Entries(#[from] BadAwaited),
+    /// A block, a chunk or a page that is not there.
+    #[error("chunk {chunk} of block {block} is not all there")]
+    Outside {
+        /// Index of the block.
+        block: u16,
+        /// The chunk.
+        chunk: u64,
+    },
+}
+
+/// All chunks that have any of these pages.
+pub fn encode_set(blocks: &[DirtyBitmap]) -> Vec<u8> {
+    let of_block = |(block, pages): (u16, &DirtyBitmap)| -> Vec<u8> {
+        let entry = |chunk| AwaitedChunk { block, chunk, pages: *pages.chunk(chunk).words() }.encode();
+        pages.dirty_chunks().flat_map(entry).collect()
+    };
+    (0_u16..).zip(blocks).flat_map(of_block).collect()
+}
+
+/// The pages of blocks of such lengths, in bytes.
+///
+/// # Errors
+/// If the bytes speak of others.
+pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Result<Vec<DirtyBitmap>, BadSet> {
+    let mut blocks: Vec<_> = lengths.into_iter().map(DirtyBitmap::new).collect();
+    for AwaitedChunk { block, chunk, pages } in AwaitedChunk::decode_all(bytes)? {
+        let outside = BadSet::Outside { block, chunk };
+        let set = blocks.get_mut(usize::from(block)).filter(|set| chunk < set.chunks()).ok_or(outside)?;
+        let (pages, all) =
+            (ChunkPages::from_words(pages), DirtyBitmap::full(set.pages() * PAGE_BYTES).chunk(chunk));
+        if !pages.is_within(&all) {
+            return Err(outside);
+        }
+        set.insert_into_chunk(chunk, &pages);
+    }
+    Ok(blocks)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_comes_through_and_nothing_beyond_the_blocks() {
+        let mut blocks = vec![DirtyBitmap::new(0), DirtyBitmap::new(3 << 20), DirtyBitmap::new(8 << 20)];
+        blocks[1].set(511..768);
+        blocks[2].set(5..6);
+        blocks[2].set(1024..1536);
+        let bytes = encode_set(&blocks);
+        let decoded = |lengths: &[u64]| decode_set(&bytes, lengths.iter().copied());
+        assert_eq!(decoded(&[0, 3 << 20, 8 << 20]).unwrap(), blocks);
+        let outside = |block, chunk| Err(BadSet::Outside { block, chunk });
+        assert_eq!(decoded(&[0, (3 << 20) - 4096, 8 << 20]), outside(1, 1));
+        assert_eq!(decoded(&[0, 3 << 20, 4 << 20]), outside(2, 2));
+        assert_eq!(decoded(&[0, 3 << 20]), outside(2, 0));
+        assert!(matches!(decode_set(&bytes[1..], [1 << 30]), Err(BadSet::Entries(_))));
+    }
+}

@@ -1,0 +1,89 @@
+//! Blocks that are written to while nobody runs in them, and in which pages are placed from then on.
+//!
+//! The streams go on, and with them the blocks that they write to: what changes is behind those.
+
+use std::ops::Range;
+use std::sync::{Arc, OnceLock};
+
+use crate::ram::{BlockWriter, RamError, TakesAway};
+
+/// Switches blocks. Nothing must be on its way to them at that moment.
+#[derive(Clone, Default)]
+pub struct Switch(Arc<OnceLock<Vec<Box<dyn BlockWriter>>>>);
+
+struct Switched {
+    first: Box<dyn BlockWriter>,
+    then: Switch,
+    block: usize,
+}
+
+impl Switch {
+    /// The blocks, until they are switched.
+    pub fn before(&self, first: Vec<Box<dyn BlockWriter>>) -> Vec<Box<dyn BlockWriter>> {
+        let switched = |(block, first)| Box::new(Switched { first, then: self.clone(), block }) as Box<_>;
+        first.into_iter().enumerate().map(switched).collect()
+    }
+
+    /// From here on what comes goes to these blocks. A second time changes nothing.
+    pub fn switch(&self, to: Vec<Box<dyn BlockWriter>>) {
+        drop(self.0.set(to));
+    }
+
+    /// Whether that has been done.
+    pub fn is_switched(&self) -> bool {
+        self.0.get().is_some()
+    }
+}
+
+impl Switched {
+    fn now(&self) -> &dyn BlockWriter {
+        let then = self.then.0.get().and_then(|blocks| blocks.get(self.block));
+        &**then.unwrap_or(&self.first)
+    }
+}
+
+impl BlockWriter for Switched {
+    fn name(&self) -> &str {
+        self.first.name()
+    }
+
+    fn bytes(&self) -> u64 {
+        self.first.bytes()
+    }
+
+    fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
+        self.now().read(offset, into)
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
+        self.now().write(offset, data)
+    }
+
+    fn write_runs(&self, runs: &[Range<u64>], data: &[u8]) -> Result<(), RamError> {
+        self.now().write_runs(runs, data)
+    }
+
+    fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
+        self.now().drop_pages(range)
+    }
+
+    fn takes_away(&self) -> TakesAway {
+        self.first.takes_away()
+    }
+
+    fn take_away(&self, range: Range<u64>) -> Result<(), RamError> {
+        self.first.take_away(range)
+    }
+
+    fn keeps_all(&self) -> bool {
+        self.first.keeps_all()
+    }
+
+    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
+        self.first.there(range)
+    }
+
+    fn take_discardable(&self) -> Vec<Range<u64>> {
+        self.now().take_discardable()
+    }
+}

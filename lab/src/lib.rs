@@ -5,6 +5,7 @@
 //! - [`Emulator`]: a link with delay, jitter and loss, in user space.
 //! - [`Guest`] from a [`GuestSpec`]: QEMU in two versions, all kinds of memory and devices, with the tiny guest (boots in seconds, knows what every
 //!   page of its memory must contain) or the [`bare`]-metal one (runs under any KVM).
+//! - [`Nas`]: what a guest may compute meanwhile.
 //! - [`Serial`]: what a guest prints, and what one types to it.
 //! - [`Pki`]: certificates for agents; [`Agents`]: their configurations and daemons.
 //! - [`Client`]: watches a service from outside; [`demo`]: all of it together.
@@ -44,6 +45,7 @@ mod http;
 pub mod lab;
 mod migrating;
 mod monitor;
+mod nas;
 mod pki;
 mod run;
 mod serial;
@@ -60,6 +62,7 @@ pub use guest::Guest;
 pub use host::Host;
 pub use lab::{Direction, Lab, LabConfig, Link, vm_address};
 pub use monitor::Monitor;
+pub use nas::{Nas, NasEnd, Peer};
 pub use pki::{Identity, Pki};
 pub use run::{Daemon, kill_pid, run};
 pub use serial::{Check, Serial, Tick};

@@ -8,6 +8,7 @@ use crate::bare;
 use crate::environment::{Environment, QemuVersion};
 use crate::error::{Context, Result};
 use crate::lab::VM_GATEWAY;
+use crate::nas::Nas;
 
 /// A guest to be started. Start from [`GuestSpec::tiny`] or [`GuestSpec::bare`] and change what matters.
 #[derive(Debug, Clone, PartialEq)]
@@ -165,6 +166,8 @@ pub struct Load {
     pub litter_mib: u64,
     /// How much of the beginning of its first disk it has read into its page cache before it began, MiB.
     pub cache_mib: u64,
+    /// What it computes beside that. Its memory is not counted in [`GuestSpec::tiny`].
+    pub nas: Option<Nas>,
     /// More for its kernel's command line.
     pub kernel: String,
 }
@@ -197,6 +200,7 @@ impl Default for Load {
             noise_percent: 100,
             litter_mib: 0,
             cache_mib: 0,
+            nas: None,
             kernel: String::new(),
         }
     }
@@ -385,6 +389,7 @@ impl GuestSpec {
                 words.push(format!("guest.{word}={mib}"));
             }
         }
+        words.extend(load.nas.iter().map(|nas| format!("guest.nas={}", nas.words())));
         words.push(load.kernel.clone());
         words.join(" ")
     }

@@ -21,6 +21,7 @@
 //! learns where the VM is now. Every namespace's name begins with a prefix, so several laboratories can be up at once,
 //! and [`Lab::down`] finds all of one by its prefix alone, also after a crash.
 
+mod packets;
 mod wiring;
 
 use std::fs;
@@ -34,6 +35,7 @@ use crate::emulator::{Emulator, Settings};
 use crate::error::{Context, Error, Result};
 use crate::host::{Host, namespaces, remove_namespace};
 use crate::run::run;
+pub use packets::Packets;
 use wiring::{drop_arriving, silence_ipv6};
 
 /// The bridge in each host to which VMs' taps are attached.

@@ -60,7 +60,7 @@ pub use error::{Error, Result};
 pub use follow::{DEADLINE, Follow};
 pub use guest::Guest;
 pub use host::Host;
-pub use lab::{Direction, Lab, LabConfig, Link, vm_address};
+pub use lab::{Direction, Lab, LabConfig, Link, Packets, vm_address};
 pub use monitor::Monitor;
 pub use nas::{Nas, NasEnd, Peer};
 pub use pki::{Identity, Pki};

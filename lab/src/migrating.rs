@@ -37,6 +37,20 @@ pub(crate) fn migrate(
     more: &[&str],
     patience: Duration,
 ) -> Result<Told> {
+    migrate_meanwhile(agents, from, to, vm, more, patience, |_| Ok(()))
+}
+
+/// The same; something else is done meanwhile. The receiver that it is given is disconnected when the guest has been
+/// moved, or has not. This returns when both are over.
+pub(crate) fn migrate_meanwhile(
+    agents: &Agents,
+    from: &Host,
+    to: &Host,
+    vm: &str,
+    more: &[&str],
+    patience: Duration,
+    meanwhile: impl FnOnce(&mpsc::Receiver<()>) -> Result<()> + Send,
+) -> Result<Told> {
     let mut command = agents.command(from, &["migrate", vm, "--to", to.name(), "--json"]);
     command.args(more);
     // It ends with an error where the guest was not moved, and tells why in the same document.
@@ -48,11 +62,14 @@ pub(crate) fn migrate(
                 let _ = run(&mut agents.command(from, &["cancel", vm]));
             }
         });
+        let (over, underway) = mpsc::channel::<()>();
+        let meanwhile = scope.spawn(move || meanwhile(&underway));
         let said = command.stderr(Stdio::null()).output();
-        drop(ended);
-        said
-    });
-    let said = said.context(|| "cannot run Whimbrel")?;
+        drop((ended, over));
+        // A panic of it goes on here.
+        meanwhile.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        said.context(|| "cannot run Whimbrel")
+    })?;
     serde_json::from_slice(&said.stdout)
         .map(Told)
         .map_err(|error| Error::Config(format!("Whimbrel's report cannot be read: {error}")))

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::follow::Follow;
+use crate::follow::{DEADLINE, Follow};
 use crate::serial::Serial;
 
 /// How long a program may take until it ends, or until it has begun its work: emulated, on a busy machine.
@@ -93,7 +93,7 @@ impl Follow {
     /// over; that the program itself has ended is an error.
     pub fn wait_for_nas_run(&mut self) -> Result<bool> {
         let known = |line: &str| verdict(line).is_some() || NasEnd::parse(line).is_some();
-        let line = self.wait_for("a run of a kernel", PATIENCE, known)?;
+        let line = self.wait_for("a run of a kernel", DEADLINE, known)?;
         verdict(&line)
             .ok_or_else(|| Error::Config(format!("the guest's kernel does not run any more: {line}")))
     }

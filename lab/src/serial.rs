@@ -90,6 +90,11 @@ impl Serial {
         Self { socket: socket.to_owned(), log: log.to_owned(), pid }
     }
 
+    /// The socket for its input.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
     /// The log.
     pub fn log(&self) -> &Path {
         &self.log

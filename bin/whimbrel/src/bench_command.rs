@@ -1,7 +1,7 @@
 //! `whimbrel lab bench`: Whimbrel beside QEMU's own migration.
 
-use lab::QemuVersion;
-use lab::bench::{Bench, Case, CaseResult, Contender, Program, Quantity, Results, Run, SCHEMA, suites};
+use lab::bench::{Bench, Cap, Case, CaseResult, Contender, Program, Quantity, Results, Run, SCHEMA, suites};
+use lab::{Packets, QemuVersion};
 
 use crate::Code;
 use crate::cli::{BenchCommand, CaseOptions};
@@ -14,8 +14,6 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
         output.show(&names(), |names| names.join("\n") + "\n");
         return Ok(Code::Done);
     }
-    let program = std::env::current_exe()
-        .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
     let none = Results { schema: SCHEMA.to_owned(), cases: Vec::new() };
     let results = command.kept.results.as_deref();
     let mut results = results_file::read(results, command.redraw, none, |results: &Results| &results.schema)?;
@@ -26,23 +24,43 @@ pub(crate) fn run(command: &BenchCommand, output: &Output) -> Result<Code, Failu
     if command.redraw {
         results_file::keep(&command.kept, &results, "results", lab::bench::tables, lab::bench::plots)?;
     }
-    let total = cases.len();
-    for (number, (case, contenders)) in cases.into_iter().enumerate() {
-        eprintln!("[{}/{total}] {}: {} contenders", number + 1, case.name, contenders.len());
-        let name = case.name.clone();
-        let bench = Bench::prepare(&command.prefix, case, &program)?;
-        let measured = bench.run(&contenders, command.turns, |run| eprintln!("  {}", line(run)))?;
-        results.cases.retain(|known| known.case.name != name);
-        results.cases.push(measured);
-        // After each case: a bench takes long, and may be ended.
-        results_file::keep(&command.kept, &results, "results", lab::bench::tables, lab::bench::plots)?;
-    }
+    measure(cases, &command.prefix, command.turns, &mut results, |results| {
+        results_file::keep(&command.kept, results, "results", lab::bench::tables, lab::bench::plots)
+    })?;
     output.show(&results, text);
     Ok(Code::Done)
 }
 
+/// Measures case after case; each result takes the place of what was known of its case.
+pub(crate) fn measure(
+    cases: Vec<(Case, Vec<Contender>)>,
+    prefix: &str,
+    turns: u32,
+    results: &mut Results,
+    keep: impl Fn(&Results) -> Result<(), Failure>,
+) -> Result<(), Failure> {
+    let program = std::env::current_exe()
+        .map_err(|source| Failure::System { what: "cannot find out where this program lies", source })?;
+    let total = cases.len();
+    for (number, (case, contenders)) in cases.into_iter().enumerate() {
+        eprintln!("[{}/{total}] {}: {} contenders", number + 1, case.name, contenders.len());
+        let name = case.name.clone();
+        let bench = Bench::prepare(prefix, case, &program)?;
+        let measured = bench.run(&contenders, turns, |run| eprintln!("  {}", line(run)))?;
+        results.cases.retain(|known| known.case.name != name);
+        results.cases.push(measured);
+        // After each case: a bench takes long, and may be ended.
+        keep(results)?;
+    }
+    Ok(())
+}
+
 /// A case is kept whole: with fewer contenders it would take the place of one that has more.
-fn keeps_what_is_known(results: &Results, case: &Case, contenders: &[Contender]) -> Result<(), Failure> {
+pub(crate) fn keeps_what_is_known(
+    results: &Results,
+    case: &Case,
+    contenders: &[Contender],
+) -> Result<(), Failure> {
     let known = results.cases.iter().find(|known| known.case.name == case.name);
     let lost = known.and_then(|known| known.contenders().into_iter().find(|one| !contenders.contains(one)));
     lost.map_or(Ok(()), |lost| {
@@ -54,13 +72,15 @@ fn keeps_what_is_known(results: &Results, case: &Case, contenders: &[Contender])
     })
 }
 
+/// A case with who takes part, as it is listed.
+pub(crate) fn listed((case, contenders): &(Case, Vec<Contender>)) -> String {
+    let contenders = contenders.iter().map(Contender::to_string).collect::<Vec<_>>().join(" ");
+    format!("  {:28} {contenders}", case.name)
+}
+
 fn names() -> Vec<String> {
-    let line = |(case, contenders): &(Case, Vec<Contender>)| {
-        let contenders = contenders.iter().map(Contender::to_string).collect::<Vec<_>>().join(" ");
-        format!("  {:28} {contenders}", case.name)
-    };
     let suite = |suite: lab::bench::Suite| {
-        let cases = suite.cases.iter().map(line).collect::<Vec<_>>();
+        let cases = suite.cases.iter().map(listed).collect::<Vec<_>>();
         [vec![format!("{}: {}", suite.name, suite.about)], cases].concat()
     };
     suites().into_iter().flat_map(suite).collect()
@@ -116,6 +136,8 @@ fn case(options: &CaseOptions) -> Case {
         preallocated: options.preallocated,
         cache_mib: options.cache,
         link_bytes_per_s: (options.link.0 > 0).then_some(options.link.0),
+        packets: Packets::default(),
+        cap: Cap::default(),
         tls: options.tls,
         patience_s: options.patience,
     }
@@ -143,10 +165,15 @@ fn line(run: &Run) -> String {
         let brownout = d.brownout_ms.map_or("for good".to_owned(), |ms| format!("{ms:.0}"));
         format!("; stall {:.1}, lost {:.0}, brownout {brownout}", d.longest_stall_ms, d.lost_ms)
     });
-    format!("{turn:8} {:14} {measured}{disturbed}", run.contender)
+    let ran = run.program.map_or_else(String::new, |ran| {
+        let verified = if ran.verified { "verified" } else { "not verified" };
+        let place = if ran.at_source { "source" } else { "destination" };
+        format!("; ran {:.2} s, {verified} at the {place}", ran.ms / 1e3)
+    });
+    format!("{turn:8} {:18} {measured}{disturbed}{ran}", run.contender)
 }
 
-fn text(results: &Results) -> String {
+pub(crate) fn text(results: &Results) -> String {
     let mut text = Text::default();
     for result in &results.cases {
         text.line(format_args!("{}:", result.case.name));
@@ -170,9 +197,10 @@ fn summary(result: &CaseResult, contender: Contender) -> String {
         value("stall", Quantity::Stall),
         value("lost", Quantity::Lost),
         value("brownout", Quantity::Brownout),
+        value("run time", Quantity::RunTime),
     ];
     let values = values.into_iter().flatten().collect::<Vec<_>>().join(", ");
-    format!("{contender:14} {ended}/{all} {values} ms")
+    format!("{contender:18} {ended}/{all} {values} ms")
 }
 
 #[cfg(test)]
@@ -185,7 +213,7 @@ mod tests {
     fn a_part_does_not_take_the_place_of_a_whole() {
         let (case, both) =
             (Case::idle("idle", QemuVersion::Newer), [Contender::Nobody, Contender::Whimbrel(None)]);
-        let run = |contender| Run { contender, turn: 1, measured: None, disturbance: None };
+        let run = |contender| Run { contender, turn: 1, measured: None, disturbance: None, program: None };
         let known =
             CaseResult { case: case.clone(), made: Provenance::default(), runs: both.map(run).into() };
         let results = Results { schema: SCHEMA.to_owned(), cases: vec![known] };

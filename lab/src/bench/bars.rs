@@ -1,6 +1,8 @@
 //! What was to be reached, and whether it was: the bars that the project has set for itself.
 
-use super::case::{Case, Contender, Mode, Policy, Program, Soft, Way};
+use super::case::{Case, Program};
+use super::contender::{Contender, Mode, Policy, Soft, Way};
+use super::nas;
 use super::result::{CaseResult, Measured, Quantity, Results, Spread};
 
 /// A bar.
@@ -67,6 +69,7 @@ pub fn bars(results: &Results) -> Vec<Bar> {
         bars.push(case(name).and_then(both(bar)));
     }
     bars.extend(case("converge-1g").into_iter().flat_map(pattern));
+    bars.extend(nas::bars(results).into_iter().map(Some));
     bars.push(agents_memory(&results.cases));
     bars.into_iter().flatten().collect()
 }

@@ -1,12 +1,11 @@
-//! What is measured: a guest, what it does, the link, and who moves it.
-
-use std::fmt;
-use std::str::FromStr;
+//! What is measured: a guest, what it does, and the link over which it is moved.
 
 use serde::{Deserialize, Serialize};
 
 use crate::environment::QemuVersion;
 use crate::error::Error;
+use crate::lab::Packets;
+use crate::nas::Nas;
 use crate::spec::LoadMode;
 
 /// More than any guest reads, MiB/s.
@@ -40,6 +39,12 @@ pub struct Case {
     pub cache_mib: u64,
     /// Bytes per second that the link lets through. None: as fast as this machine can.
     pub link_bytes_per_s: Option<u64>,
+    /// How what is sent over it is cut into packets.
+    #[serde(default, skip_serializing_if = "Packets::are_usual")]
+    pub packets: Packets,
+    /// How fast whoever moves it may send.
+    #[serde(default, skip_serializing_if = "Cap::is_none")]
+    pub cap: Cap,
     /// Encrypted and authenticated, on both sides of the comparison.
     pub tls: bool,
     /// A migration that has not ended by then is given up, seconds.
@@ -68,232 +73,43 @@ pub enum Program {
     },
     /// Debian with nginx and SQLite, that has booted and waits.
     Debian,
+    /// A kernel of the NAS Parallel Benchmarks, saved after its first iteration. Where it is run a number of times,
+    /// each measurement lasts until the last of them has ended.
+    Nas(Nas),
+}
+
+/// How fast whoever moves a guest may send.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Cap {
+    /// As fast as the link lets him.
+    #[default]
+    Unlimited,
+    /// As KVM's default was (Isci et al., Fig. 1): slowly at first, more with each pass over memory ([`Cap::in_pass`]).
+    SlowStart,
+}
+
+impl Cap {
+    /// What KVM's default was in the beginning, bytes per second.
+    const FIRST_BYTES_PER_S: u64 = 32 << 20;
+
+    /// Whether it is none.
+    #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+    pub(super) fn is_none(&self) -> bool {
+        *self == Self::Unlimited
+    }
+
+    /// The rate in a pass over memory, counted from 1 on, in bytes per second: twice that of the one before. None where
+    /// it is not limited. (The paper tells that the rate grows with the progress, in steps, and not by how much.)
+    pub(super) fn in_pass(self, pass: u64) -> Option<u64> {
+        let doublings = pass.saturating_sub(1).min(20);
+        (self == Self::SlowStart).then_some(Self::FIRST_BYTES_PER_S << doublings)
+    }
 }
 
 /// Of content that looks random.
 const fn all() -> u64 {
     100
-}
-
-/// Who moves a guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
-pub enum Contender {
-    /// Nobody: what the guest's program does by itself.
-    Nobody,
-    /// Whimbrel, with so many data streams; None: as many as it chooses.
-    Whimbrel(Option<u16>),
-    /// Whimbrel, told how to compress; where not at all, it sends pages in full, too.
-    Packing(Way),
-    /// Whimbrel, told to send pages in full that it sent before.
-    Whole,
-    /// Whimbrel, told what of the guest's memory need not be sent.
-    Soft(Soft),
-    /// Whimbrel, told when to stop the guest; it does so however long the guest stands still then.
-    Policy(Policy),
-    /// QEMU's own migration.
-    Qemu(Mode),
-}
-
-/// What need not be sent.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Soft {
-    /// Everything is sent.
-    None,
-    /// What is used for nothing.
-    Free,
-    /// And page cache.
-    All,
-}
-
-impl Soft {
-    const WORDS: [(Self, &'static str); 3] = [(Self::None, "none"), (Self::Free, "free"), (Self::All, "all")];
-
-    fn word(self) -> &'static str {
-        Self::WORDS.iter().find(|(soft, _)| *soft == self).map_or("", |(_, word)| word)
-    }
-}
-
-/// When the guest is stopped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Policy {
-    /// When a pattern shows that rounds help no more.
-    Pattern,
-    /// As soon as the downtime would be short enough: KVM's rule.
-    Target,
-    /// After some rounds: Xen's rule.
-    Rounds,
-}
-
-impl Policy {
-    const WORDS: [(Self, &'static str); 3] =
-        [(Self::Pattern, "pattern"), (Self::Target, "target"), (Self::Rounds, "rounds")];
-
-    fn word(self) -> &'static str {
-        Self::WORDS.iter().find(|(policy, _)| *policy == self).map_or("", |(_, word)| word)
-    }
-}
-
-/// What Whimbrel is told of compression.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Way {
-    /// Not at all.
-    None,
-    /// LZ4.
-    Lz4,
-    /// Zstandard at a level.
-    Zstd(u8),
-}
-
-impl fmt::Display for Way {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::None => f.write_str("none"),
-            Self::Lz4 => f.write_str("lz4"),
-            Self::Zstd(level) => write!(f, "zstd:{level}"),
-        }
-    }
-}
-
-impl FromStr for Way {
-    type Err = ();
-
-    fn from_str(name: &str) -> Result<Self, ()> {
-        match name {
-            "none" => Ok(Self::None),
-            "lz4" => Ok(Self::Lz4),
-            _ => {
-                let level = name.strip_prefix("zstd:").and_then(|level| level.parse().ok());
-                level.filter(|level| (1..=19).contains(level)).map(Self::Zstd).ok_or(())
-            }
-        }
-    }
-}
-
-/// A way to set up QEMU's own migration, as its documentation advises. In all of them the bandwidth is not limited; for
-/// the downtime see [`Case::downtime_limit_ms`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Mode {
-    /// One connection, nothing more.
-    Default,
-    /// Capability `multifd` with so many channels.
-    Multifd(u8),
-    /// The same with compression by zstd.
-    MultifdZstd(u8),
-    /// Capability `xbzrle` with a cache for the whole guest.
-    Xbzrle,
-    /// Capabilities `postcopy-ram` and `postcopy-preempt`, switched over after the first pass.
-    PostCopy,
-    /// Capability `auto-converge`.
-    AutoConverge,
-}
-
-impl Contender {
-    /// All ways of QEMU, then Whimbrel.
-    pub fn all() -> Vec<Self> {
-        let modes = [
-            Mode::Default,
-            Mode::Multifd(2),
-            Mode::Multifd(4),
-            Mode::MultifdZstd(2),
-            Mode::Xbzrle,
-            Mode::PostCopy,
-            Mode::AutoConverge,
-        ];
-        modes.map(Self::Qemu).into_iter().chain([Self::Whimbrel(None)]).collect()
-    }
-
-    /// Whether it is Whimbrel, whatever it was told.
-    pub fn is_whimbrel(self) -> bool {
-        !matches!(self, Self::Nobody | Self::Qemu(_))
-    }
-
-    /// What Whimbrel is told on its command line.
-    pub(super) fn options(self) -> Vec<String> {
-        match self {
-            Self::Whimbrel(Some(streams)) => vec![format!("--streams={streams}")],
-            Self::Packing(Way::None) => vec!["--compress=none".to_owned(), "--deltas=never".to_owned()],
-            Self::Packing(way) => vec![format!("--compress={way}")],
-            Self::Whole => vec!["--deltas=never".to_owned()],
-            Self::Soft(soft) => vec![format!("--soft-pages={}", soft.word())],
-            Self::Policy(policy) => {
-                vec![format!("--policy={}", policy.word()), "--on-limit=stop".to_owned()]
-            }
-            Self::Whimbrel(None) | Self::Nobody | Self::Qemu(_) => Vec::new(),
-        }
-    }
-
-    /// Whether it is one of QEMU's own ways.
-    pub fn is_qemu(self) -> bool {
-        matches!(self, Self::Qemu(_))
-    }
-}
-
-impl fmt::Display for Contender {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Nobody => f.write_str("nobody"),
-            Self::Whimbrel(None) => f.write_str("whimbrel"),
-            Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
-            Self::Packing(way) => write!(f, "whimbrel-{way}"),
-            Self::Whole => f.write_str("whimbrel-whole"),
-            Self::Soft(soft) => write!(f, "whimbrel-soft-{}", soft.word()),
-            Self::Policy(policy) => write!(f, "whimbrel-{}", policy.word()),
-            Self::Qemu(Mode::Default) => f.write_str("qemu"),
-            Self::Qemu(Mode::Multifd(channels)) => write!(f, "multifd-{channels}"),
-            Self::Qemu(Mode::MultifdZstd(2)) => f.write_str("multifd-zstd"),
-            Self::Qemu(Mode::MultifdZstd(channels)) => write!(f, "multifd-zstd-{channels}"),
-            Self::Qemu(Mode::Xbzrle) => f.write_str("xbzrle"),
-            Self::Qemu(Mode::PostCopy) => f.write_str("post-copy"),
-            Self::Qemu(Mode::AutoConverge) => f.write_str("auto-converge"),
-        }
-    }
-}
-
-impl FromStr for Contender {
-    type Err = String;
-
-    fn from_str(name: &str) -> Result<Self, String> {
-        let fixed =
-            [Self::Nobody, Self::Whole].into_iter().chain(Self::all()).find(|one| one.to_string() == name);
-        let counted = || {
-            let (kind, count) = name.rsplit_once('-')?;
-            let channels = || count.parse().ok().filter(|count| *count > 0);
-            match kind {
-                "whimbrel" => count.parse().ok().filter(|count| *count > 0).map(|n| Self::Whimbrel(Some(n))),
-                "multifd" => channels().map(|n| Self::Qemu(Mode::Multifd(n))),
-                "multifd-zstd" => channels().map(|n| Self::Qemu(Mode::MultifdZstd(n))),
-                _ => None,
-            }
-        };
-        let packing = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Packing);
-        let soft = || {
-            let word = name.strip_prefix("whimbrel-soft-")?;
-            Soft::WORDS.iter().find(|(_, known)| *known == word).map(|(soft, _)| Self::Soft(*soft))
-        };
-        let policy = || {
-            let word = name.strip_prefix("whimbrel-")?;
-            Policy::WORDS.iter().find(|(_, known)| *known == word).map(|(policy, _)| Self::Policy(*policy))
-        };
-        fixed.or_else(counted).or_else(packing).or_else(soft).or_else(policy).ok_or_else(|| {
-            let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
-            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL, -whole, -soft-none, -soft-free, -soft-all, -pattern, -target and -rounds")
-        })
-    }
-}
-
-impl TryFrom<String> for Contender {
-    type Error = String;
-
-    fn try_from(name: String) -> Result<Self, String> {
-        name.parse()
-    }
-}
-
-impl From<Contender> for String {
-    fn from(contender: Contender) -> Self {
-        contender.to_string()
-    }
 }
 
 impl Case {
@@ -318,6 +134,8 @@ impl Case {
             preallocated: false,
             cache_mib: 0,
             link_bytes_per_s: None,
+            packets: Packets::default(),
+            cap: Cap::default(),
             tls: false,
             patience_s: 90,
         }
@@ -352,7 +170,7 @@ impl Case {
     }
 
     /// Whether it can be.
-    pub(super) fn check(&self) -> Result<(), Error> {
+    pub(crate) fn check(&self) -> Result<(), Error> {
         let Program::Load { fill_mib, wss_mib, .. } = self.program else { return Ok(()) };
         // A part of it grows with the memory: what describes its pages, and what is kept free.
         let system_mib = SYSTEM_MIB + self.memory_mib / 20;
@@ -392,6 +210,11 @@ impl Case {
         let memory = self.memory_mib;
         let mut words = vec![match &self.program {
             Program::Debian => format!("Debian in {memory} MiB"),
+            Program::Nas(Nas { kernel, class, threads, runs, .. }) => {
+                let runs = runs.map_or("over and over".to_owned(), |runs| format!("{runs} times"));
+                let threads = if *threads == 1 { String::new() } else { format!(" by {threads} threads") };
+                format!("NAS {kernel}, class {class}, {runs}{threads}, in {memory} MiB")
+            }
             Program::Load { fill_mib, noise_percent: 100, .. } => {
                 format!("{memory} MiB, {fill_mib} of them random")
             }
@@ -433,7 +256,16 @@ impl Case {
             None => "no limit".to_owned(),
             Some(rate) => format!("{} Mb/s", rate * 8 / 1_000_000),
         });
+        words.extend(self.packets.describe());
+        if self.cap == Cap::SlowStart {
+            words.push("slow start".to_owned());
+        }
         words.join(", ")
+    }
+
+    /// Whether the guest's program comes to an end, which is waited for.
+    pub(super) fn has_end(&self) -> bool {
+        matches!(self.program, Program::Nas(Nas { runs: Some(_), .. }))
     }
 
     /// Whether the guest's program says what it does.
@@ -455,29 +287,11 @@ mod tests {
         let beyond = case.sized(256, 64).writing(65, 10, LoadMode::Few).check().unwrap_err();
         assert!(beyond.to_string().contains("65 MiB cannot be rewritten where 64"), "{beyond}");
     }
-
     #[test]
-    fn contenders_are_named_and_found_by_their_names() {
-        let more = [
-            Contender::Nobody,
-            Contender::Whimbrel(Some(3)),
-            Contender::Packing(Way::None),
-            Contender::Packing(Way::Lz4),
-            Contender::Packing(Way::Zstd(7)),
-            Contender::Soft(Soft::None),
-            Contender::Soft(Soft::All),
-            Contender::Policy(Policy::Pattern),
-            Contender::Policy(Policy::Rounds),
-            Contender::Qemu(Mode::Multifd(8)),
-            Contender::Qemu(Mode::MultifdZstd(4)),
-        ];
-        for contender in Contender::all().into_iter().chain(more) {
-            assert_eq!(contender.to_string().parse(), Ok(contender));
-        }
-        for wrong in
-            ["", "whimbrel-zstd", "whimbrel-zstd:20", "whimbrel-0", "whimbrel-x", "multifd-", "xbz-3"]
-        {
-            assert!(wrong.parse::<Contender>().unwrap_err().contains("there are nobody"), "{wrong}");
-        }
+    fn a_slow_start_grows_with_each_pass() {
+        let mib = |pass| Cap::SlowStart.in_pass(pass).map(|rate| rate >> 20);
+        assert_eq!([mib(1), mib(2), mib(4)], [Some(32), Some(64), Some(256)]);
+        assert!(mib(u64::MAX) > mib(10));
+        assert_eq!(Cap::Unlimited.in_pass(1), None);
     }
 }

@@ -3,9 +3,13 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::case::{Case, Contender};
-use super::mover::{End, Moved, Stage, by_qemu, by_whimbrel, credentials, runs};
+use super::case::Case;
+use super::contender::Contender;
+use super::course::Course;
+use super::mover::{End, Moved, Stage};
+use super::ours::{by_whimbrel, runs};
 use super::program::{Disturbance, Moments, UNDISTURBED, judge};
+use super::qemu::{by_qemu, credentials};
 use super::result::{CaseResult, Measured, Provenance, Run, Spread};
 use super::subject::{Subject, VM, boot, clear};
 use super::usage::{Meter, peak_bytes, processes_of, reset_peak, sent_so_far};
@@ -39,6 +43,7 @@ impl Bench {
         let environment = Environment::discover();
         let lab = Lab::up(&LabConfig::new(prefix))?;
         lab.set_rate(case.link_bytes_per_s)?;
+        lab.set_packets(&case.packets)?;
         let mut agents = Agents::new(&lab, &environment, whimbrel).with_qemu(case.qemu);
         if !case.tls {
             agents = agents.plain();
@@ -87,6 +92,7 @@ impl Bench {
     /// Moves the guest, or leaves it alone for as long as `window`.
     fn measure(&self, contender: Contender, turn: u32, window: Duration) -> Result<Run> {
         let guest = self.subject.start(&self.lab.a, &self.environment)?;
+        let course = self.case.has_end().then(|| Course::begin(guest.serial()));
         // Adopting it is done once, whenever that is, and no part of moving it.
         if contender.is_whimbrel() {
             adopt(&self.agents, &self.lab.a, &guest)?;
@@ -98,12 +104,13 @@ impl Bench {
         self.subject.warm_memory(&self.lab.b, &self.environment)?;
 
         let requested = clock.now()?;
-        let (measured, disturbance) = if contender == Contender::Nobody {
+        let finish = |at: Option<&Serial>| course.map(|course| course.finish(at)).transpose();
+        let (measured, disturbance, program) = if contender == Contender::Nobody {
             let seen = Self::disturbance(&clock, Moments::new(settled, requested, requested + window))?;
-            (None, seen)
+            (None, seen, finish(None)?)
         } else {
             match self.move_guest(contender, &guest)? {
-                None => (None, None),
+                None => (None, None, finish(None)?),
                 Some((measured, moved)) => {
                     let clock = Clock { serial: &moved.serial, tells: self.case.has_load() };
                     let resumed = clock.at(moved.resumed)?.max(requested);
@@ -111,14 +118,17 @@ impl Bench {
                     if turn == 0 && self.case.has_load() && !moved.serial.check()?.ok {
                         return Err(Error::Config(format!("{contender}: memory is wrong after the move")));
                     }
-                    (Some(measured), judged)
+                    (Some(measured), judged, finish(Some(&moved.serial))?)
                 }
             }
         };
+        if turn == 0 && program.is_some_and(|program| !program.verified) {
+            return Err(Error::Config(format!("{contender}: what the guest computed is wrong")));
+        }
         drop(guest);
         forget(&self.agents, [&self.lab.a, &self.lab.b], VM);
         clear([&self.lab.a, &self.lab.b], VM)?;
-        Ok(Run { contender, turn, measured, disturbance })
+        Ok(Run { contender, turn, measured, disturbance, program })
     }
 
     /// None if it was given up.

@@ -10,21 +10,31 @@
 //! Contenders take turns, so that a noisy machine is noisy for all of them, and what is compared are medians and ratios
 //! within a turn. Processor time is that of all processes on both sides, the guest's own work included; the start of
 //! the destination's QEMU is counted for all. In the warm-up the guest verifies all its memory after each move.
+//!
+//! A guest whose program comes to an end (a kernel of the NAS Parallel Benchmarks, [`crate::Nas`]) is watched until then,
+//! wherever it is, and *nobody* is the same run that is not moved. Such a program verifies itself.
 
 mod bars;
 mod case;
+mod contender;
+mod course;
 mod measure;
-pub(crate) mod mover;
+mod mover;
+mod nas;
+mod ours;
 pub(crate) mod page;
 pub(crate) mod plot;
 mod program;
+pub(crate) mod qemu;
 pub(crate) mod result;
 pub(crate) mod subject;
-mod suite;
+pub(crate) mod suite;
 pub(crate) mod usage;
 
 pub use bars::{Bar, bars};
-pub use case::{Case, Contender, Mode, Policy, Program};
+pub use case::{Cap, Case, Program};
+pub use contender::{Contender, Mode, Policy};
+pub use course::Ran;
 pub use measure::Bench;
 pub use mover::DowntimeParts;
 pub use page::{put, tables};

@@ -5,13 +5,16 @@ use std::fs;
 use std::path::Path;
 
 use super::bars::{Bar, bars};
-use super::case::{Case, Contender, Mode};
+use super::case::Case;
+use super::contender::{Contender, Mode};
+use super::nas;
 use super::result::{CaseResult, Quantity, Results, Run, Spread};
 use super::suite::{Suite, suites};
 use crate::error::{Context, Error, Result};
 
 /// A column of the tables: its heading, what it shows, and how many of it are one.
-const COLUMNS: [(&str, Quantity, f64); 10] = [
+const COLUMNS: [(&str, Quantity, f64); 11] = [
+    ("run time, s", Quantity::RunTime, 1e3),
     ("total, ms", Quantity::Total, 1.0),
     ("downtime, ms", Quantity::Downtime, 1.0),
     ("with `stop` and `cont`, ms", Quantity::Standstill, 1.0),
@@ -34,9 +37,11 @@ pub fn tables(results: &Results) -> String {
         suite.cases.iter().any(|(case, _)| case.name == result.case.name)
     };
     for suite in &suites {
-        section(suite.about, results, |result| is_of(result, suite), &mut text);
+        let before = if suite.name == "nas" { nas::table(results) } else { String::new() };
+        section(suite.about, &before, results, |result| is_of(result, suite), &mut text);
     }
-    section("Other cases", results, |result| !suites.iter().any(|suite| is_of(result, suite)), &mut text);
+    let is_other = |result: &CaseResult| !suites.iter().any(|suite| is_of(result, suite));
+    section("Other cases", "", results, is_other, &mut text);
     let is_missing = |case: &&Case| !results.cases.iter().any(|result| result.case.name == case.name);
     let cases = suites.iter().flat_map(|suite| suite.cases.iter().map(|(case, _)| case));
     let missing: Vec<_> = cases.filter(is_missing).map(|case| case.name.as_str()).collect();
@@ -88,10 +93,17 @@ fn disturbed_more(results: &Results) -> String {
     )
 }
 
-fn section(heading: &str, results: &Results, is_of: impl Fn(&CaseResult) -> bool, text: &mut String) {
+/// The cases of a suite, with what stands before them.
+fn section(
+    heading: &str,
+    before: &str,
+    results: &Results,
+    is_of: impl Fn(&CaseResult) -> bool,
+    text: &mut String,
+) {
     let mut cases = results.cases.iter().filter(|result| is_of(result)).peekable();
     if cases.peek().is_some() {
-        let _ = write!(text, "\n### {heading}\n");
+        let _ = write!(text, "\n### {heading}\n{before}");
         cases.for_each(|result| case_table(result, text));
     }
 }
@@ -144,7 +156,7 @@ fn cell(result: &CaseResult, contender: Contender, quantity: Quantity, one: f64)
     let beyond = result
         .beyond(contender, Contender::Nobody, quantity)
         .filter(|_| contender != Contender::Nobody && quantity != Quantity::Brownout)
-        .map_or(String::new(), |beyond| format!(", {:+.1}", beyond.median));
+        .map_or(String::new(), |beyond| format!(", {:+.1}", beyond.median / one));
     format!(" {}{}{beyond} |", if is_most { "≤ " } else { "" }, spread_of(spread, one))
 }
 
@@ -227,7 +239,7 @@ mod tests {
         const THEIRS: Contender = Contender::Qemu(Mode::Default);
         let run = |contender, turn, lost_ms| {
             let disturbance = Disturbance { lost_ms, ..Disturbance::default() };
-            Run { contender, turn, measured: None, disturbance: Some(disturbance) }
+            Run { contender, turn, measured: None, disturbance: Some(disturbance), program: None }
         };
         let told = |ours: [f64; 5]| {
             let turns = (1..).zip(ours);

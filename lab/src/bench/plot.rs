@@ -5,8 +5,10 @@ use std::path::Path;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use super::case::{Case, Contender, Program};
+use super::case::{Case, Program};
+use super::contender::{Contender, Mode, Policy};
 use super::mover::DowntimeParts;
+use super::nas;
 use super::result::{CaseResult, Quantity, Results, Spread};
 use crate::error::{Context, Error, Result};
 
@@ -56,7 +58,7 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     }
     let rate = |case: &Case| match case.program {
         Program::Load { rate_mib_per_s, .. } => rate_mib_per_s as f64,
-        Program::Debian => 0.0,
+        Program::Debian | Program::Nas(_) => 0.0,
     };
     let writing = lines_by(results, "write-128-", rate, Quantity::Downtime);
     if !writing.is_empty() {
@@ -66,6 +68,11 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
             y: "downtime, ms",
         };
         draw("writing", &|canvas| lines(canvas, &axes, &writing))?;
+    }
+    let slowdowns: Vec<_> = nas::kernels(results).into_iter().flat_map(slowdowns).collect();
+    if !slowdowns.is_empty() {
+        let title = "NAS kernels that are moved: slowdown, % (less is better)";
+        draw("nas", &|canvas| bars(canvas, title, &slowdowns))?;
     }
     Ok(drawn)
 }
@@ -141,6 +148,24 @@ fn downtime(result: &CaseResult) -> Vec<Bar> {
             Some(Bar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
         })
         .collect()
+}
+
+/// How much longer a kernel took with those who move it in one way each.
+fn slowdowns(result: &CaseResult) -> Vec<Bar> {
+    let shown = [
+        Contender::Policy(Policy::Pattern),
+        Contender::Qemu(Mode::Default),
+        Contender::Qemu(Mode::AutoConverge),
+        Contender::Qemu(Mode::PostCopy),
+    ];
+    let bar = |one: Contender| {
+        let spread = nas::slowdown(result, one, |_| true)?;
+        // Faster than alone is chance.
+        let spread = Spread { least: spread.least.max(0.0), ..spread };
+        let parts = vec![("slowdown", spread.median.max(0.0))];
+        Some(Bar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
+    };
+    shown.into_iter().filter_map(bar).collect()
 }
 
 /// Horizontal bars, with a thin line from the least to the most, cut off where it is very long.

@@ -7,7 +7,9 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-use super::case::{Case, Contender};
+use super::case::Case;
+use super::contender::Contender;
+use super::course::Ran;
 use super::mover::DowntimeParts;
 use super::page::machine;
 use super::program::{Disturbance, UNDISTURBED};
@@ -93,6 +95,9 @@ pub struct Run {
     pub measured: Option<Measured>,
     /// What happened to the guest's program, where it tells.
     pub disturbance: Option<Disturbance>,
+    /// How long the guest's program took, where it came to an end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub program: Option<Ran>,
 }
 
 /// What was measured of one migration.
@@ -202,6 +207,8 @@ pub enum Quantity {
     Lost,
     /// Brownout, ms; of a program that never came back to its speed, all the time for which it was watched.
     Brownout,
+    /// How long the guest's program took, ms, where it comes to an end.
+    RunTime,
 }
 
 impl Quantity {
@@ -223,6 +230,7 @@ impl Quantity {
                 .map(|bytes| bytes as f64),
             Self::Stall => disturbance.map(|d| d.longest_stall_ms),
             Self::Lost => disturbance.map(|d| d.lost_ms),
+            Self::RunTime => run.program.map(|program| program.ms),
             Self::Brownout => disturbance.map(|d| d.brownout_ms.unwrap_or(UNDISTURBED.as_secs_f64() * 1e3)),
         }
     }
@@ -340,12 +348,12 @@ pub(crate) fn pairs<R: Turn>(
 
 #[cfg(test)]
 mod tests {
-    use super::super::case::Mode;
+    use super::super::contender::Mode;
     use super::*;
 
     fn run(contender: Contender, turn: u32, total_ms: Option<f64>) -> Run {
         let measured = total_ms.map(|total_ms| Measured { total_ms, ..Measured::default() });
-        Run { contender, turn, measured, disturbance: None }
+        Run { contender, turn, measured, disturbance: None, program: None }
     }
 
     #[test]

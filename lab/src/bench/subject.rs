@@ -129,9 +129,10 @@ pub(crate) fn waiting(mut spec: GuestSpec) -> GuestSpec {
 
 /// Boots the guest of a case, and saves it when its program runs.
 pub(super) fn boot(lab: &Lab, environment: &Environment, case: &Case) -> Result<Subject> {
-    Subject::save(lab, environment, spec(lab, environment, case)?, |guest| match case.program {
-        Program::Load { fill_mib, .. } => guest.wait_for_load(fill_mib).map(drop),
+    Subject::save(lab, environment, spec(lab, environment, case)?, |guest| match &case.program {
+        Program::Load { fill_mib, .. } => guest.wait_for_load(*fill_mib).map(drop),
         Program::Debian => guest.serial().follow()?.wait_for_text("SERVING").map(drop),
+        Program::Nas(_) => guest.serial().wait_for_nas(),
     })
 }
 
@@ -175,6 +176,11 @@ fn copy(from: &Path, to: &Path) -> Result<()> {
 fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> {
     let mut spec = match &case.program {
         Program::Debian => debian_guest(lab, environment, VM, 1)?,
+        Program::Nas(nas) => {
+            let idle = Load { fill_mib: 0, wss_mib: 0, verify_mib_per_s: 0, ..Load::default() };
+            let spec = GuestSpec::tiny(VM, Load { nas: Some(nas.clone()), ..idle });
+            GuestSpec { vcpus: nas.threads, ..spec }
+        }
         Program::Load { fill_mib, wss_mib, rate_mib_per_s, verify_mib_per_s, few, noise_percent } => {
             let mode = if *few { LoadMode::Few } else { LoadMode::Random };
             let load = Load {

@@ -1,7 +1,9 @@
 //! What `make bench` measures.
 
-use super::case::{Case, Contender, Mode, Policy, Program, Soft, Way};
+use super::case::{Case, Program};
+use super::contender::{Contender, Mode, Policy, Soft, Way};
 use crate::environment::QemuVersion;
+use crate::nas::Nas;
 use crate::spec::LoadMode;
 
 /// Cases that belong together.
@@ -16,7 +18,7 @@ pub struct Suite {
 }
 
 /// MB/s of a link of so many Mb/s, in bytes per second.
-const fn megabits(per_s: u64) -> u64 {
+pub(crate) const fn megabits(per_s: u64) -> u64 {
     per_s * 1_000_000 / 8
 }
 
@@ -29,6 +31,18 @@ const ZSTD_4: Contender = Contender::Qemu(Mode::MultifdZstd(4));
 const XBZRLE: Contender = Contender::Qemu(Mode::Xbzrle);
 const POST_COPY: Contender = Contender::Qemu(Mode::PostCopy);
 const AUTO: Contender = Contender::Qemu(Mode::AutoConverge);
+
+/// A guest that runs a kernel of class W so often, or over and over, on a link of 1 Gb/s.
+pub(crate) fn nas_case(kernel: &str, runs: Option<u32>) -> Case {
+    let kernel = kernel.to_uppercase();
+    let name = format!("nas-{}", kernel.to_lowercase());
+    Case {
+        program: Program::Nas(Nas { runs, ..Nas::forever(&kernel, "W") }),
+        memory_mib: 256,
+        link_bytes_per_s: Some(megabits(1_000)),
+        ..Case::idle(&name, QemuVersion::Newer)
+    }
+}
 
 /// All suites, in the order in which they are measured.
 pub fn suites() -> Vec<Suite> {
@@ -141,6 +155,16 @@ pub fn suites() -> Vec<Suite> {
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 60, ..case };
     let convergence = vec![(case, [&[Contender::Nobody], &policies[..], &rivals].concat())];
 
+    // Ibrahim et al., table I.
+    let policies_of_kernels = [Policy::Pattern, Policy::Endless, Policy::Frozen].map(Contender::Policy);
+    let modes_of_kernels = [DEFAULT, Contender::Qemu(Mode::Endless), MULTIFD_2, XBZRLE, AUTO, POST_COPY];
+    let kernels = [("cg", 10), ("ep", 1), ("ft", 3), ("is", 5), ("mg", 5)].map(|(kernel, runs)| {
+        (
+            nas_case(kernel, Some(runs)),
+            [&[Contender::Nobody], &policies_of_kernels[..], &modes_of_kernels].concat(),
+        )
+    });
+
     let mut sizes = Vec::new();
     for (memory, fill) in [(256, 128), (512, 320), (1024, 800), (2048, 1750), (4096, 3700), (8192, 7600)] {
         // Taken when QEMU starts: a virtual machine that runs this may have to get memory from its host, at a cost that
@@ -178,6 +202,7 @@ pub fn suites() -> Vec<Suite> {
             about: "Guests that write faster than the link carries",
             cases: convergence,
         },
+        Suite { name: "nas", about: "Kernels of the NAS Parallel Benchmarks", cases: kernels.into() },
         Suite { name: "sizes", about: "How cost grows", cases: sizes },
     ]
 }

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime};
 use serde_json::{Value, json};
 
 use super::mover::{Arrived, End, Moved, Stage};
-use crate::bench::mover::is_late;
+use crate::bench::qemu::is_late;
 use crate::bench::subject::{UNLIMITED, failed, wait_for_status};
 use crate::error::{Error, Result};
 use crate::monitor::{Event, Monitor};

@@ -1,0 +1,325 @@
+//! Who moves a guest, and how.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// Who moves a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Contender {
+    /// Nobody: what the guest's program does by itself.
+    Nobody,
+    /// Whimbrel, with so many data streams; None: as many as it chooses.
+    Whimbrel(Option<u16>),
+    /// Whimbrel, told how to compress; where not at all, it sends pages in full, too.
+    Packing(Way),
+    /// Whimbrel, told to send pages in full that it sent before.
+    Whole,
+    /// Whimbrel, told what of the guest's memory need not be sent.
+    Soft(Soft),
+    /// Whimbrel, told when to stop the guest; it does so however long the guest stands still then.
+    Policy(Policy),
+    /// QEMU's own migration.
+    Qemu(Mode),
+}
+
+/// What need not be sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Soft {
+    /// Everything is sent.
+    None,
+    /// What is used for nothing.
+    Free,
+    /// And page cache.
+    All,
+}
+
+impl Soft {
+    const WORDS: [(Self, &'static str); 3] = [(Self::None, "none"), (Self::Free, "free"), (Self::All, "all")];
+
+    fn word(self) -> &'static str {
+        Self::WORDS.iter().find(|(soft, _)| *soft == self).map_or("", |(_, word)| word)
+    }
+}
+
+/// When the guest is stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Policy {
+    /// When a pattern shows that rounds help no more.
+    Pattern,
+    /// As soon as the downtime would be short enough: KVM's rule.
+    Target,
+    /// After some rounds: Xen's rule.
+    Rounds,
+    /// Not before the guest's program has ended.
+    Endless,
+    /// Before anything is sent.
+    Frozen,
+    /// After so many passes over memory, whatever is left then.
+    After(u32),
+}
+
+impl Policy {
+    const WORDS: [(Self, &'static str); 5] = [
+        (Self::Pattern, "pattern"),
+        (Self::Target, "target"),
+        (Self::Rounds, "rounds"),
+        (Self::Endless, "endless"),
+        (Self::Frozen, "frozen"),
+    ];
+
+    /// What Whimbrel is told on its command line.
+    fn options(self) -> Vec<String> {
+        let by_count = |rounds: u32, on_limit: &str| {
+            let rounds = format!("--max-rounds={rounds}");
+            // Of no length is short enough, so it goes on until it has made so many.
+            vec!["--policy=target".to_owned(), "--max-downtime=0".to_owned(), rounds, on_limit.to_owned()]
+        };
+        match self {
+            Self::Endless => by_count(u32::MAX, "--on-limit=abort"),
+            Self::After(passes) => by_count(passes, "--on-limit=stop"),
+            Self::Frozen => vec!["--on-limit=stop".to_owned()],
+            Self::Pattern | Self::Target | Self::Rounds => {
+                vec![format!("--policy={self}"), "--on-limit=stop".to_owned()]
+            }
+        }
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::After(passes) => write!(f, "after-{passes}"),
+            fixed => f.write_str(
+                Self::WORDS.iter().find(|(policy, _)| policy == fixed).map_or("", |(_, word)| word),
+            ),
+        }
+    }
+}
+
+impl FromStr for Policy {
+    type Err = ();
+
+    fn from_str(name: &str) -> Result<Self, ()> {
+        let fixed = Self::WORDS.iter().find(|(_, word)| *word == name).map(|(policy, _)| *policy);
+        fixed.or_else(|| passes(name).map(Self::After)).ok_or(())
+    }
+}
+
+/// `after-N`.
+fn passes(name: &str) -> Option<u32> {
+    name.strip_prefix("after-")?.parse().ok().filter(|passes| *passes > 0)
+}
+
+/// What Whimbrel is told of compression.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Way {
+    /// Not at all.
+    None,
+    /// LZ4.
+    Lz4,
+    /// Zstandard at a level.
+    Zstd(u8),
+}
+
+impl fmt::Display for Way {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::None => f.write_str("none"),
+            Self::Lz4 => f.write_str("lz4"),
+            Self::Zstd(level) => write!(f, "zstd:{level}"),
+        }
+    }
+}
+
+impl FromStr for Way {
+    type Err = ();
+
+    fn from_str(name: &str) -> Result<Self, ()> {
+        match name {
+            "none" => Ok(Self::None),
+            "lz4" => Ok(Self::Lz4),
+            _ => {
+                let level = name.strip_prefix("zstd:").and_then(|level| level.parse().ok());
+                level.filter(|level| (1..=19).contains(level)).map(Self::Zstd).ok_or(())
+            }
+        }
+    }
+}
+
+/// A way to set up QEMU's own migration, as its documentation advises. In all of them the bandwidth is not limited; for
+/// the downtime see [`super::Case::downtime_limit_ms`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Mode {
+    /// One connection, nothing more.
+    Default,
+    /// Capability `multifd` with so many channels.
+    Multifd(u8),
+    /// The same with compression by zstd.
+    MultifdZstd(u8),
+    /// Capability `xbzrle` with a cache for the whole guest.
+    Xbzrle,
+    /// Capabilities `postcopy-ram` and `postcopy-preempt`, switched over after the first pass.
+    PostCopy,
+    /// Capability `auto-converge`.
+    AutoConverge,
+    /// One connection; not stopped before the guest's program has ended.
+    Endless,
+    /// One connection; stopped after so many passes over memory, whatever is left then.
+    After(u32),
+}
+
+impl Contender {
+    /// All ways of QEMU, then Whimbrel.
+    pub fn all() -> Vec<Self> {
+        let modes = [
+            Mode::Default,
+            Mode::Multifd(2),
+            Mode::Multifd(4),
+            Mode::MultifdZstd(2),
+            Mode::Xbzrle,
+            Mode::PostCopy,
+            Mode::AutoConverge,
+        ];
+        modes.map(Self::Qemu).into_iter().chain([Self::Whimbrel(None)]).collect()
+    }
+
+    /// Whether it is Whimbrel, whatever it was told.
+    pub fn is_whimbrel(self) -> bool {
+        !matches!(self, Self::Nobody | Self::Qemu(_))
+    }
+
+    /// What Whimbrel is told on its command line.
+    pub(super) fn options(self) -> Vec<String> {
+        match self {
+            Self::Whimbrel(Some(streams)) => vec![format!("--streams={streams}")],
+            Self::Packing(Way::None) => vec!["--compress=none".to_owned(), "--deltas=never".to_owned()],
+            Self::Packing(way) => vec![format!("--compress={way}")],
+            Self::Whole => vec!["--deltas=never".to_owned()],
+            Self::Soft(soft) => vec![format!("--soft-pages={}", soft.word())],
+            Self::Policy(policy) => policy.options(),
+            Self::Whimbrel(None) | Self::Nobody | Self::Qemu(_) => Vec::new(),
+        }
+    }
+
+    /// Whether it is one of QEMU's own ways.
+    pub fn is_qemu(self) -> bool {
+        matches!(self, Self::Qemu(_))
+    }
+}
+
+impl fmt::Display for Contender {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Nobody => f.write_str("nobody"),
+            Self::Whimbrel(None) => f.write_str("whimbrel"),
+            Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
+            Self::Packing(way) => write!(f, "whimbrel-{way}"),
+            Self::Whole => f.write_str("whimbrel-whole"),
+            Self::Soft(soft) => write!(f, "whimbrel-soft-{}", soft.word()),
+            Self::Policy(policy) => write!(f, "whimbrel-{policy}"),
+            Self::Qemu(Mode::Default) => f.write_str("qemu"),
+            Self::Qemu(Mode::Multifd(channels)) => write!(f, "multifd-{channels}"),
+            Self::Qemu(Mode::MultifdZstd(2)) => f.write_str("multifd-zstd"),
+            Self::Qemu(Mode::MultifdZstd(channels)) => write!(f, "multifd-zstd-{channels}"),
+            Self::Qemu(Mode::Xbzrle) => f.write_str("xbzrle"),
+            Self::Qemu(Mode::PostCopy) => f.write_str("post-copy"),
+            Self::Qemu(Mode::AutoConverge) => f.write_str("auto-converge"),
+            Self::Qemu(Mode::Endless) => f.write_str("qemu-endless"),
+            Self::Qemu(Mode::After(passes)) => write!(f, "qemu-after-{passes}"),
+        }
+    }
+}
+
+impl FromStr for Contender {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        let fixed = [Self::Nobody, Self::Whole, Self::Qemu(Mode::Endless)]
+            .into_iter()
+            .chain(Self::all())
+            .find(|one| one.to_string() == name);
+        let counted = || {
+            let (kind, count) = name.rsplit_once('-')?;
+            let channels = || count.parse().ok().filter(|count| *count > 0);
+            match kind {
+                "whimbrel" => count.parse().ok().filter(|count| *count > 0).map(|n| Self::Whimbrel(Some(n))),
+                "multifd" => channels().map(|n| Self::Qemu(Mode::Multifd(n))),
+                "multifd-zstd" => channels().map(|n| Self::Qemu(Mode::MultifdZstd(n))),
+                _ => None,
+            }
+        };
+        let packing = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Packing);
+        let soft = || {
+            let word = name.strip_prefix("whimbrel-soft-")?;
+            Soft::WORDS.iter().find(|(_, known)| *known == word).map(|(soft, _)| Self::Soft(*soft))
+        };
+        let policy = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Policy);
+        let counted_passes =
+            || passes(name.strip_prefix("qemu-")?).map(|passes| Self::Qemu(Mode::After(passes)));
+        let found =
+            fixed.or_else(counted).or_else(packing).or_else(soft).or_else(policy).or_else(counted_passes);
+        found.ok_or_else(|| {
+            let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
+            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL, -whole, -soft-none, -soft-free, -soft-all, -pattern, -target, -rounds, -endless, -frozen, and -after-N for N passes, and qemu-endless and qemu-after-N")
+        })
+    }
+}
+
+impl TryFrom<String> for Contender {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Self, String> {
+        name.parse()
+    }
+}
+
+impl From<Contender> for String {
+    fn from(contender: Contender) -> Self {
+        contender.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn contenders_are_named_and_found_by_their_names() {
+        let more = [
+            Contender::Nobody,
+            Contender::Whimbrel(Some(3)),
+            Contender::Packing(Way::None),
+            Contender::Packing(Way::Lz4),
+            Contender::Packing(Way::Zstd(7)),
+            Contender::Soft(Soft::None),
+            Contender::Soft(Soft::All),
+            Contender::Policy(Policy::Pattern),
+            Contender::Policy(Policy::Rounds),
+            Contender::Policy(Policy::Endless),
+            Contender::Policy(Policy::After(3)),
+            Contender::Qemu(Mode::Endless),
+            Contender::Qemu(Mode::After(12)),
+            Contender::Qemu(Mode::Multifd(8)),
+            Contender::Qemu(Mode::MultifdZstd(4)),
+        ];
+        for contender in Contender::all().into_iter().chain(more) {
+            assert_eq!(contender.to_string().parse(), Ok(contender));
+        }
+        for wrong in [
+            "",
+            "whimbrel-zstd",
+            "whimbrel-zstd:20",
+            "whimbrel-0",
+            "whimbrel-x",
+            "multifd-",
+            "xbz-3",
+            "whimbrel-after-0",
+            "qemu-after-",
+        ] {
+            assert!(wrong.parse::<Contender>().unwrap_err().contains("there are nobody"), "{wrong}");
+        }
+    }
+}

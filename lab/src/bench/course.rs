@@ -1,0 +1,54 @@
+//! How long the guest's program takes, where it comes to an end: from the moment at which the guest goes on from what was
+//! saved, by the host's clock, so that the time in which the guest stood still is in it.
+
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::serial::Serial;
+
+/// How a guest's program fared.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Ran {
+    /// From the guest's start to the end of its program, ms.
+    pub ms: f64,
+    /// Whether all it computed is right, by its own verification.
+    pub verified: bool,
+    /// Whether it ended at the source: before the guest had moved, or because it was not.
+    pub at_source: bool,
+}
+
+/// The course of a program, followed from the start of its guest.
+pub(super) struct Course {
+    began: Instant,
+    at_source: JoinHandle<Result<Option<(Instant, i32)>>>,
+}
+
+impl Course {
+    /// Follows the program of a guest that has just been started.
+    pub(super) fn begin(source: &Serial) -> Self {
+        let (began, serial) = (Instant::now(), source.clone());
+        Self { began, at_source: thread::spawn(move || end(&serial)) }
+    }
+
+    /// Waits until the program has ended, where the guest is or where it was. None for one that has not moved: there its
+    /// program goes on at the source.
+    pub(super) fn finish(self, destination: Option<&Serial>) -> Result<Ran> {
+        let at_source = self.at_source.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+        let ended = match (at_source, destination) {
+            (None, Some(serial)) => end(serial)?,
+            (ended, _) => ended,
+        };
+        let (at, status) = ended
+            .ok_or_else(|| Error::Config("the guest was gone before its program had ended".to_owned()))?;
+        let ms = (at - self.began).as_secs_f64() * 1e3;
+        Ok(Ran { ms, verified: status == 0, at_source: at_source.is_some() })
+    }
+}
+
+/// When a program ended, and how; None where its QEMU ended before.
+fn end(serial: &Serial) -> Result<Option<(Instant, i32)>> {
+    Ok(serial.wait_for_nas_end()?.map(|end| (Instant::now(), end.status)))
+}

@@ -1,0 +1,192 @@
+//! What moving does to kernels of the NAS Parallel Benchmarks, as Table I of Ibrahim et al. has it.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+
+use super::bars::Bar;
+use super::case::Program;
+use super::contender::{Contender, Mode, Policy};
+use super::result::{CaseResult, Quantity, Results, Run, Spread, pairs};
+
+const PATTERN: Contender = Contender::Policy(Policy::Pattern);
+const ENDLESS: Contender = Contender::Policy(Policy::Endless);
+const FROZEN: Contender = Contender::Policy(Policy::Frozen);
+
+/// The results of kernels that come to an end.
+pub(super) fn kernels(results: &Results) -> Vec<&CaseResult> {
+    let is_kernel =
+        |result: &&CaseResult| matches!(result.case.program, Program::Nas(_)) && result.case.has_end();
+    results.cases.iter().filter(is_kernel).collect()
+}
+
+/// By how much longer the kernel took than in the same turn where nobody moved it, in percent, in the runs that count.
+pub(super) fn slowdown(result: &CaseResult, of: Contender, counts: impl Fn(&Run) -> bool) -> Option<Spread> {
+    let ms = |run: &Run| (run.contender != of || counts(run)).then(|| Quantity::RunTime.of(run)).flatten();
+    let pairs = pairs(&result.runs, of, Contender::Nobody, ms);
+    Spread::of(pairs.into_iter().map(|(own, alone)| (own / alone - 1.0) * 100.0))
+}
+
+/// Whether the guest's program ended before the guest had moved, or without that it did.
+fn outlasted(run: &Run) -> bool {
+    run.program.is_some_and(|program| program.at_source)
+}
+
+fn always(_: &Run) -> bool {
+    true
+}
+
+/// Table I, with a column for each kernel, and the same of QEMU's ways; nothing where no kernel was measured.
+pub(super) fn table(results: &Results) -> String {
+    let kernels = kernels(results);
+    if kernels.is_empty() {
+        return String::new();
+    }
+    let names: Vec<_> = kernels.iter().map(|result| result.case.name.as_str()).collect();
+    let mut text = format!("\n| | {} |\n|---|{}\n", names.join(" | "), "---|".repeat(names.len()));
+    let mut row = |heading: &str, cell: &dyn Fn(&CaseResult) -> Option<String>| {
+        let cells: Vec<_> = kernels.iter().map(|result| cell(result)).collect();
+        if cells.iter().any(Option::is_some) {
+            let cells = cells.into_iter().map(Option::unwrap_or_default).collect::<Vec<_>>().join(" | ");
+            // A string takes all.
+            let _ = writeln!(text, "| {heading} | {cells} |");
+        }
+    };
+    row("slowdown", &|result| slowdown(result, PATTERN, always).map(percent));
+    row("no convergence: slowdown", &|result| slowdown(result, ENDLESS, outlasted).map(percent));
+    row("downtime, ms", &|result| downtime(result, PATTERN, always));
+    row("downtime, most: the guest stopped before anything is sent, ms", &|result| {
+        downtime(result, FROZEN, always)
+    });
+    row("downtime, least: the kernel has ended, ms", &|result| downtime(result, ENDLESS, outlasted));
+    row("pattern", &patterns);
+    row("moved, and verified at the destination", &|result| Some(verified(result, PATTERN)));
+    let mut theirs: Vec<_> =
+        kernels.iter().flat_map(|result| result.contenders()).filter(|one| one.is_qemu()).collect();
+    theirs.sort_unstable();
+    theirs.dedup();
+    for mode in theirs {
+        let is_endless = mode == Contender::Qemu(Mode::Endless);
+        let counts = |run: &Run| !is_endless || outlasted(run);
+        row(&format!("*{mode}*: slowdown"), &|result| slowdown(result, mode, counts).map(percent));
+        row(&format!("*{mode}*: downtime, ms"), &|result| downtime(result, mode, counts));
+        row(&format!("*{mode}*: moved, and verified"), &|result| {
+            (!is_endless && result.contenders().contains(&mode)).then(|| verified(result, mode))
+        });
+    }
+    text
+}
+
+/// What was to be reached: each kernel is moved, and computes right.
+pub(super) fn bars(results: &Results) -> Vec<Bar> {
+    let bar = |result: &&CaseResult| {
+        let name = &result.case.name;
+        Bar {
+            what: format!("{name}: moved by policy `pattern`, and verified at the destination"),
+            wanted: "always".to_owned(),
+            found: verified(result, PATTERN),
+            held: result.runs_of(PATTERN).all(is_verified),
+        }
+    };
+    kernels(results).iter().filter(|result| result.contenders().contains(&PATTERN)).map(bar).collect()
+}
+
+fn is_verified(run: &Run) -> bool {
+    run.measured.is_some() && run.program.is_some_and(|program| program.verified && !program.at_source)
+}
+
+fn verified(result: &CaseResult, of: Contender) -> String {
+    let all = result.runs_of(of).count();
+    format!("{}/{all}", result.runs_of(of).filter(|run| is_verified(run)).count())
+}
+
+fn percent(spread: Spread) -> String {
+    format!("**{:.1}%** ({:.1}–{:.1})", spread.median, spread.least, spread.most)
+}
+
+fn downtime(result: &CaseResult, of: Contender, counts: impl Fn(&Run) -> bool) -> Option<String> {
+    let runs = result.runs_of(of).filter(|run| counts(run));
+    let spread = Spread::of(runs.filter_map(|run| Quantity::Downtime.of(run)))?;
+    Some(super::page::spread_of(spread, 1.0))
+}
+
+/// The patterns that were seen, by the paper's letters, and how often each; a dash where the guest was stopped because
+/// the downtime was short enough.
+fn patterns(result: &CaseResult) -> Option<String> {
+    let mut seen = BTreeMap::new();
+    for stop in result.runs_of(PATTERN).filter_map(|run| run.measured.as_ref()?.stop.as_ref()) {
+        let letter = match stop.pattern.as_deref() {
+            Some("stable") => "a",
+            Some("drained") => "b",
+            Some("resent") => "c",
+            _ => "–",
+        };
+        *seen.entry(letter).or_insert(0) += 1;
+    }
+    let words: Vec<_> = seen.into_iter().map(|(letter, times)| format!("{letter} ({times})")).collect();
+    (!words.is_empty()).then(|| words.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::course::Ran;
+    use super::super::result::{Measured, Provenance, SCHEMA, Stop};
+    use super::super::suite::nas_case;
+    use super::*;
+
+    fn run(contender: Contender, ms: f64, at_source: bool, measured: Option<Measured>) -> Run {
+        let program = Some(Ran { ms, verified: true, at_source });
+        Run { contender, turn: 1, measured, disturbance: None, program }
+    }
+
+    #[test]
+    fn the_table_has_the_columns_of_the_paper() {
+        let moved = |downtime_ms, pattern: Option<&str>| {
+            let stop = Some(Stop { pattern: pattern.map(str::to_owned), ..Stop::default() });
+            Some(Measured { downtime_ms, stop, ..Measured::default() })
+        };
+        let default = Contender::Qemu(Mode::Default);
+        let runs = vec![
+            run(Contender::Nobody, 1000.0, true, None),
+            run(PATTERN, 1100.0, false, moved(20.0, Some("resent"))),
+            run(ENDLESS, 1500.0, true, moved(8.0, None)),
+            run(FROZEN, 2000.0, false, moved(900.0, None)),
+            run(default, 1300.0, true, None),
+        ];
+        let case = CaseResult { case: nas_case("cg", Some(1)), made: Provenance::default(), runs };
+        let results = Results { schema: SCHEMA.to_owned(), cases: vec![case] };
+        let text = table(&results);
+        for line in [
+            "| | nas-cg |",
+            "| slowdown | **10.0%** (10.0–10.0) |",
+            "| no convergence: slowdown | **50.0%** (50.0–50.0) |",
+            "| downtime, ms | **20.0** (20.0–20.0) |",
+            "| downtime, most: the guest stopped before anything is sent, ms | **900** (900–900) |",
+            "| downtime, least: the kernel has ended, ms | **8.0** (8.0–8.0) |",
+            "| pattern | c (1) |",
+            "| moved, and verified at the destination | 1/1 |",
+            "| *qemu*: slowdown | **30.0%** (30.0–30.0) |",
+            "| *qemu*: moved, and verified | 0/1 |",
+        ] {
+            assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
+        }
+        assert!(!text.contains("*qemu*: downtime"), "{text}");
+        assert!(bars(&results)[0].held);
+        let mut wrong = results.clone();
+        wrong.cases[0].runs[1].program = Some(Ran { verified: false, ..Ran::default() });
+        assert!(!bars(&wrong)[0].held);
+        assert_eq!(table(&Results { cases: Vec::new(), ..results }), "");
+    }
+
+    /// One that ended by itself before the kernel did says nothing of what it is to have no convergence.
+    #[test]
+    fn an_endless_one_counts_where_it_was_endless() {
+        let runs = vec![
+            run(Contender::Nobody, 1000.0, true, None),
+            run(ENDLESS, 1100.0, false, Some(Measured { downtime_ms: 8.0, ..Measured::default() })),
+        ];
+        let case = CaseResult { case: nas_case("ep", Some(1)), made: Provenance::default(), runs };
+        assert_eq!(slowdown(&case, ENDLESS, outlasted), None);
+        assert!(slowdown(&case, ENDLESS, always).is_some());
+        assert_eq!(downtime(&case, ENDLESS, outlasted), None);
+    }
+}

@@ -1,0 +1,165 @@
+//! Moving the guest by Whimbrel, as a user would.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, SystemTime};
+
+use serde_json::{Value, json};
+
+use super::contender::{Contender, Policy};
+use super::mover::{Destination, DowntimeParts, End, Moved, Stage};
+use super::result::Stop;
+use super::subject::VM;
+use super::usage::processes_of;
+use crate::error::{Context, Error, Result};
+use crate::migrating::{Told, is_qemu, migrate_meanwhile, number};
+use crate::monitor::Monitor;
+use crate::nas::PATIENCE;
+use crate::run::run;
+use crate::serial::Serial;
+
+/// How often it is looked whether a pass has begun, where the rate grows with each.
+const LOOK: Duration = Duration::from_millis(250);
+
+/// Moves the guest by Whimbrel.
+pub(super) fn by_whimbrel(stage: &Stage<'_>, contender: Contender) -> Result<End> {
+    if contender != Contender::Policy(Policy::Frozen) {
+        return moved(stage, contender);
+    }
+    // It is stopped before, and goes on only when somebody says so.
+    let mut from = stage.source.monitor()?;
+    from.command("stop", &json!({}))?;
+    let stopped = from.wait_for_event(|event| event.name == "STOP")?;
+    let End::Moved(moved) = moved(stage, contender)? else { return Ok(End::GivenUp) };
+    let mut to = Monitor::connect(&moved.serial.socket().with_file_name("lab.sock"))?;
+    to.command("cont", &json!({}))?;
+    let resumed = to.wait_for_event(|event| event.name == "RESUME")?;
+    let downtime = Duration::from_micros(resumed.at_unix_us.saturating_sub(stopped.at_unix_us));
+    Ok(End::Moved(Box::new(Moved {
+        downtime,
+        events: Some(downtime),
+        parts: None,
+        resumed: SystemTime::UNIX_EPOCH + Duration::from_micros(resumed.at_unix_us),
+        ..*moved
+    })))
+}
+
+fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
+    let Stage { lab, meter, .. } = *stage;
+    let told = told(stage, contender)?;
+    let arrived = processes_of(&lab.b, is_qemu)?;
+    let used = arrived.first().map(|pid| meter.read(*pid)).transpose()?;
+    if !told.has_moved()? {
+        return Ok(End::GivenUp);
+    }
+    let report = told.report();
+    let is_frozen = contender == Contender::Policy(Policy::Frozen);
+    let part = |name: &str| Ok::<_, Error>(told.downtime(name)?.as_secs_f64() * 1e3);
+    let rounds = report["rounds"].as_array().map_or(&[][..], Vec::as_slice);
+    let first = rounds.iter().filter(|round| round["pass"] == 1);
+    let sum = |what: &str| first.clone().map(|round| number(round, what)).sum::<Result<u64>>();
+    let share = sum("sent_bytes")? as f64 / number(report, "sent_bytes")? as f64;
+    let (Some(pid), Some(used)) = (arrived.first().copied(), used) else {
+        return Err(Error::Config(format!("the guest that Whimbrel moved has no QEMU: {report}")));
+    };
+    // Nobody asks a guest's QEMU about it while the guest is watched, so its agent is not asked either.
+    let socket = serial_socket(pid)?;
+    Ok(End::Moved(Box::new(Moved {
+        total: told.total()?,
+        start: told.since_request("accepted")?,
+        downtime: told.downtime("total_us")?,
+        // Of a guest that was stopped already there is none.
+        events: (!is_frozen).then(|| told.downtime("events_us")).transpose()?,
+        parts: Some(DowntimeParts {
+            stop_ms: part("stop_us")?,
+            last_pages_ms: part("last_pages_us")?,
+            device_state_ms: part("device_state_us")?,
+            load_ms: part("load_us")?,
+            handover_ms: part("handover_us")?,
+            continue_ms: part("continue_us")?,
+        }),
+        last_scans: Some(told.downtime("last_scans_us")?),
+        used,
+        resumed: told.at("running")?,
+        first_round: Some((share, Duration::from_micros(sum("duration_us")?))),
+        rounds: passes(rounds),
+        stop: stop(report),
+        has_switched: None,
+        serial: Serial::new(&socket, &socket.with_extension("log"), Some(pid)),
+        _destination: Destination::Process(pid),
+    })))
+}
+
+/// Has the guest moved; what the contender and the cap want done meanwhile is done.
+fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
+    let Stage { lab, agents, case, source, .. } = *stage;
+    let mut options = contender.options();
+    options.extend(case.cap.in_pass(1).map(|rate| format!("--bandwidth={rate}")));
+    let more: Vec<&str> = options.iter().map(String::as_str).collect();
+    let limit = |option: String| run(&mut agents.command(&lab.a, &["limit", VM, &option])).map(drop);
+    let is_endless = contender == Contender::Policy(Policy::Endless);
+    let meanwhile = |underway: &Receiver<()>| {
+        if is_endless && source.serial().wait_for_nas_end()?.is_some() {
+            // It may have arrived at this very moment; else this migration is given up.
+            let _ = limit(format!("--max-downtime={}", case.downtime_limit_ms()));
+        }
+        let mut pass = 1;
+        while case.cap.in_pass(pass).is_some()
+            && underway.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout)
+        {
+            let now = pass_of(stage)?.unwrap_or(pass);
+            if let (true, Some(rate)) = (now > pass, case.cap.in_pass(now)) {
+                // It may have ended at this very moment.
+                let _ = limit(format!("--bandwidth={rate}"));
+                pass = now;
+            }
+        }
+        Ok(())
+    };
+    let patience = Duration::from_secs(case.patience_s) + if is_endless { PATIENCE } else { Duration::ZERO };
+    migrate_meanwhile(agents, &lab.a, &lab.b, VM, &more, patience, meanwhile)
+}
+
+/// Which pass over memory goes on, from 1 on; None where none has begun or the migration has ended.
+fn pass_of(stage: &Stage<'_>) -> Result<Option<u64>> {
+    let said = run(&mut stage.agents.command(&stage.lab.a, &["migrations", "--json"]))?;
+    let list: Value =
+        serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
+    let underway = list.as_array().into_iter().flatten().find(|one| one["progress"].is_object());
+    Ok(underway.and_then(|one| one["progress"]["pass"].as_u64()).filter(|pass| *pass > 0))
+}
+
+/// Ways through memory, those with the guest stopped included.
+fn passes(rounds: &[Value]) -> u64 {
+    let live = rounds.iter().filter_map(|round| round["pass"].as_u64()).max().unwrap_or(0);
+    live + rounds.iter().filter(|round| round["stopped"] == true).count() as u64
+}
+
+/// What the policy was shown, from the trace in the report.
+fn stop(report: &Value) -> Option<Stop> {
+    let trace = report["traces"].as_array()?.last()?;
+    let is_look = |entry: &&Value| entry["what"] == "round" && entry["observed"]["round"] != 0;
+    let looks: Vec<_> = trace["entries"].as_array()?.iter().filter(is_look).collect();
+    let last = looks.last()?;
+    Some(Stop {
+        // The first look is the one right after all of memory went.
+        intervals: looks.len() as u64 - 1,
+        left_pages: last["observed"]["dirty_pages"].as_u64()?,
+        pattern: last["decision"]["pattern"].as_str().map(str::to_owned),
+    })
+}
+
+/// The socket of a guest's serial line, from its QEMU's command line.
+fn serial_socket(pid: u32) -> Result<PathBuf> {
+    let path = format!("/proc/{pid}/cmdline");
+    let line = fs::read_to_string(&path).context(|| format!("cannot read {path}"))?;
+    let ends_word = |character: char| "\0,=\"".contains(character);
+    let socket = line.split(ends_word).find(|word| word.ends_with("/serial.sock")).map(PathBuf::from);
+    socket.ok_or_else(|| Error::Config(format!("no serial line in {path}")))
+}
+
+/// Whether a process runs this program.
+pub(super) fn runs(program: &Path) -> impl Fn(&Path) -> bool + '_ {
+    move |found| found == program
+}

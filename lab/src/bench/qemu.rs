@@ -1,0 +1,232 @@
+//! Moving the guest by QEMU's own migration.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use serde_json::{Value, json};
+
+use super::case::Case;
+use super::contender::Mode;
+use super::mover::{Destination, End, Moved, Stage};
+use super::subject::{UNLIMITED, failed};
+use crate::error::{Error, Result};
+use crate::guest::Guest;
+use crate::host::Host;
+use crate::migrating::number;
+use crate::monitor::Monitor;
+use crate::nas::PATIENCE;
+use crate::pki::Identity;
+
+/// Where QEMU waits for its own migration.
+const PORT: u16 = 7799;
+/// More than any guest needs to be stopped for, ms: the most that QEMU takes.
+const ANY_DOWNTIME_MS: u64 = 2_000_000;
+
+/// Puts the files with which QEMU authenticates itself where it expects them, under the names that it expects.
+pub(super) fn credentials(host: &Host, identity: &Identity) -> Result<()> {
+    let directory = credentials_of(host);
+    let prepare = || {
+        fs::create_dir_all(&directory)?;
+        for (file, name) in [
+            (&identity.ca, "ca-cert.pem"),
+            (&identity.certificate, "server-cert.pem"),
+            (&identity.key, "server-key.pem"),
+            (&identity.certificate, "client-cert.pem"),
+            (&identity.key, "client-key.pem"),
+        ] {
+            fs::copy(file, directory.join(name))?;
+        }
+        Ok::<_, std::io::Error>(())
+    };
+    prepare().map_err(|source| Error::Io { what: format!("cannot fill {}", directory.display()), source })
+}
+
+fn credentials_of(host: &Host) -> PathBuf {
+    host.directory().join("qemu-pki")
+}
+
+fn set_up(monitor: &mut Monitor, mode: Mode, case: &Case, tls: Option<&str>) -> Result<()> {
+    let mut capabilities = vec!["events"];
+    let downtime_limit_ms = match mode {
+        // Of no length is short enough: it is not stopped before somebody says so.
+        Mode::Endless | Mode::After(_) => 0,
+        _ => case.downtime_limit_ms(),
+    };
+    let bandwidth = case.cap.in_pass(1).unwrap_or(UNLIMITED);
+    let mut parameters = json!({"max-bandwidth": bandwidth, "downtime-limit": downtime_limit_ms});
+    match mode {
+        Mode::Default | Mode::Endless | Mode::After(_) => {}
+        Mode::Multifd(channels) => {
+            capabilities.push("multifd");
+            parameters["multifd-channels"] = channels.into();
+        }
+        Mode::MultifdZstd(channels) => {
+            capabilities.push("multifd");
+            parameters["multifd-channels"] = channels.into();
+            parameters["multifd-compression"] = "zstd".into();
+        }
+        Mode::Xbzrle => {
+            capabilities.push("xbzrle");
+            parameters["xbzrle-cache-size"] = (case.memory_mib << 20).next_power_of_two().into();
+        }
+        Mode::PostCopy => {
+            capabilities.extend(["postcopy-ram", "postcopy-preempt"]);
+            parameters["max-postcopy-bandwidth"] = 0.into();
+        }
+        Mode::AutoConverge => capabilities.push("auto-converge"),
+    }
+    if let Some(host) = tls {
+        parameters["tls-creds"] = "tls0".into();
+        parameters["tls-hostname"] = host.into();
+    }
+    let capabilities: Vec<_> =
+        capabilities.iter().map(|name| json!({"capability": name, "state": true})).collect();
+    monitor.command("migrate-set-capabilities", &json!({ "capabilities": capabilities }))?;
+    monitor.command("migrate-set-parameters", &parameters)?;
+    Ok(())
+}
+
+fn add_credentials(monitor: &mut Monitor, host: &Host, endpoint: &str) -> Result<()> {
+    let directory = credentials_of(host);
+    let object = json!({
+        "qom-type": "tls-creds-x509", "id": "tls0", "dir": directory, "endpoint": endpoint, "verify-peer": true
+    });
+    monitor.command("object-add", &object).map(drop)
+}
+
+/// Moves the guest by QEMU's own migration.
+pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
+    let Stage { lab, environment, subject, case, source, meter, .. } = *stage;
+    let began = Instant::now();
+    let destination = subject.start_waiting(&lab.b, environment)?;
+    let (mut from, mut to) = (source.monitor()?, destination.monitor()?);
+    let start = began.elapsed();
+    let peer = case.tls.then(|| lab.b.name());
+    if case.tls {
+        add_credentials(&mut from, &lab.a, "client")?;
+        add_credentials(&mut to, &lab.b, "server")?;
+    }
+    set_up(&mut from, mode, case, peer)?;
+    set_up(&mut to, mode, case, peer.map(|_| ""))?;
+    let uri = format!("tcp:{}:{PORT}", lab.b.address());
+    to.command("migrate-incoming", &json!({ "uri": uri }))?;
+    from.command("migrate", &json!({ "uri": uri }))?;
+    let moved = thread::scope(|scope| {
+        let stopper = (mode == Mode::Endless).then(|| scope.spawn(|| stop_behind_program(source, case)));
+        let mut follow = || {
+            let Some(seen) = watch(&mut from, mode, case, began)? else { return Ok(None) };
+            let resumed_us = to.wait_for_event(|event| event.name == "RESUME")?.at_unix_us;
+            Ok::<_, Error>(Some((seen, resumed_us, leave(&mut from, source)?)))
+        };
+        let moved = follow()?;
+        // It ends with the guest's program, or with the source's QEMU.
+        stopper.map_or(Ok(()), |stopper| {
+            stopper.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })?;
+        Ok::<_, Error>(moved)
+    })?;
+    let Some((Seen { stopped_us, has_switched }, resumed_us, told)) = moved else { return Ok(End::GivenUp) };
+    let total = began.elapsed();
+    let stopped_us =
+        stopped_us.ok_or_else(|| Error::Config(format!("QEMU did not tell of its stop: {told}")))?;
+    let downtime = Duration::from_micros(resumed_us.saturating_sub(stopped_us));
+    let used = meter.read(destination.pid())?;
+    let serial = destination.serial().clone();
+    Ok(End::Moved(Box::new(Moved {
+        total,
+        start,
+        downtime,
+        events: Some(downtime),
+        parts: None,
+        last_scans: None,
+        used,
+        resumed: SystemTime::UNIX_EPOCH + Duration::from_micros(resumed_us),
+        first_round: None,
+        rounds: number(&told["ram"], "dirty-sync-count")?,
+        stop: None,
+        has_switched: (mode == Mode::PostCopy).then_some(has_switched),
+        serial,
+        _destination: Destination::Guest { _guest: destination },
+    })))
+}
+
+/// What QEMU has told of a migration that has ended.
+struct Seen {
+    /// When it stopped the guest, in microseconds since 1970.
+    stopped_us: Option<u64>,
+    /// Whether the guest ran on before all was there.
+    has_switched: bool,
+}
+
+/// Follows a migration to its end, and does what its way and the cap want done with each pass. None where patience is
+/// over before.
+fn watch(from: &mut Monitor, mode: Mode, case: &Case, began: Instant) -> Result<Option<Seen>> {
+    let patience = Duration::from_secs(case.patience_s);
+    let patience = if mode == Mode::Endless { PATIENCE + patience } else { patience };
+    from.set_patience(patience)?;
+    let mut seen = Seen { stopped_us: None, has_switched: false };
+    loop {
+        let event = match from.wait_for_event(|_| true) {
+            Ok(event) if began.elapsed() < patience => event,
+            // Nothing is said for so long, or too much.
+            Ok(_) => return Ok(None),
+            Err(error) if is_late(&error) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        match (event.name.as_str(), event.data["status"].as_str()) {
+            ("STOP", _) => seen.stopped_us = Some(event.at_unix_us),
+            ("MIGRATION_PASS", _) => {
+                let pass = event.data["pass"].as_u64().unwrap_or(0);
+                in_pass(from, mode, case, pass)?;
+            }
+            ("MIGRATION", Some("postcopy-active")) => seen.has_switched = true,
+            ("MIGRATION", Some("completed")) => return Ok(Some(seen)),
+            ("MIGRATION", Some("failed")) => return Err(failed(from)),
+            _ => {}
+        }
+    }
+}
+
+/// What is done when a pass begins, counted from 1 on.
+fn in_pass(from: &mut Monitor, mode: Mode, case: &Case, pass: u64) -> Result<()> {
+    if let Some(rate) = case.cap.in_pass(pass) {
+        from.command("migrate-set-parameters", &json!({ "max-bandwidth": rate }))?;
+    }
+    match mode {
+        Mode::PostCopy if pass == 2 => from.command("migrate-start-postcopy", &json!({})).map(drop),
+        Mode::After(passes) if pass > u64::from(passes) => allow_downtime(from, ANY_DOWNTIME_MS),
+        _ => Ok(()),
+    }
+}
+
+fn allow_downtime(from: &mut Monitor, ms: u64) -> Result<()> {
+    from.command("migrate-set-parameters", &json!({ "downtime-limit": ms })).map(drop)
+}
+
+/// Lets QEMU stop the guest as soon as its program has ended. Over a monitor of its own: the other one is waited at.
+fn stop_behind_program(source: &Guest, case: &Case) -> Result<()> {
+    if source.serial().wait_for_nas_end()?.is_none() {
+        return Ok(());
+    }
+    // It may have arrived at this very moment; else this migration is given up.
+    let _ = Monitor::connect(&source.qmp_socket())
+        .and_then(|mut monitor| allow_downtime(&mut monitor, case.downtime_limit_ms()));
+    Ok(())
+}
+
+/// Ends the source's QEMU, as whoever moves a VM does: its memory is free only then. Returns what it tells of the
+/// migration.
+fn leave(from: &mut Monitor, source: &Guest) -> Result<Value> {
+    let told = from.command("query-migrate", &json!({}))?;
+    from.command("quit", &json!({}))?;
+    source.wait_for_end()?;
+    Ok(told)
+}
+
+/// Whether it is patience that has run out.
+pub(crate) fn is_late(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if [ErrorKind::WouldBlock, ErrorKind::TimedOut].contains(&source.kind()))
+}

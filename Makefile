@@ -8,6 +8,8 @@
 #                machine; SUITE=idle (or another suite, or a case) measures a part, and leaves the rest as it is
 #   make bench-disks       measures guests that move with their disks, into the same page: hours as well; CASE=static measures
 #                          one case
+#   make bench-sweep       measures what a migration's cost depends on, into the same page: hours; points that were measured
+#                          before stay as they are; FIGURE=1 or FIGURE=5 measures one of its figures
 #   make bench-functions   how long the functions take that matter (docs/performance.md)
 #   make callgrind         how many instructions their inner loops take, compared with docs/callgrind.txt;
 #   make callgrind-update  puts what it finds there
@@ -25,7 +27,7 @@ CARGO := cargo
 PATH := $(PATH):$(HOME)/.cargo/bin
 export PATH
 
-.PHONY: test demo soak lint bench bench-disks bench-functions callgrind callgrind-update guest-agent guests
+.PHONY: test demo soak lint bench bench-disks bench-sweep bench-functions callgrind callgrind-update guest-agent guests
 
 test: lint
 	scripts/setup newer-qemu tiny-guest debian-guest database-guest
@@ -58,6 +60,12 @@ bench-disks:
 	scripts/setup packages newer-qemu bench-disks services-guest
 	$(CARGO) build --locked --release -p whimbrel
 	. scripts/test-env && target/release/whimbrel lab disks $(CASE:%=--case %) --results docs/evaluation/disks.json --page docs/evaluation.md --plots docs/evaluation
+
+FIGURE ?=
+bench-sweep:
+	scripts/setup packages newer-qemu tiny-guest
+	$(CARGO) build --locked --release -p whimbrel
+	. scripts/test-env && target/release/whimbrel lab sweep $(FIGURE:%=--figure %) --results docs/evaluation/sweep.json --page docs/evaluation.md --plots docs/evaluation
 
 # --target keeps the flags away from build scripts.
 guest-agent:

@@ -9,7 +9,7 @@
 //! - [`Serial`]: what a guest prints, and what one types to it.
 //! - [`Pki`]: certificates for agents; [`Agents`]: their configurations and daemons.
 //! - [`Client`]: watches a service from outside; [`demo`]: all of it together.
-//! - [`bench`] and [`storage`]: what a move costs, without disks and with them.
+//! - [`bench`] and [`storage`]: what a move costs, without disks and with them; [`sweep`]: what that depends on.
 //! - [`Environment`]: what `scripts/setup` has made.
 //!
 //! Needs root, and Linux with network namespaces, veth, bridge, tun, tbf and nftables. It touches nothing but
@@ -51,6 +51,7 @@ mod run;
 mod serial;
 mod spec;
 pub mod storage;
+pub mod sweep;
 
 pub use agents::Agents;
 pub use client::{Client, ClientReport, Watched};

@@ -12,7 +12,9 @@ use crate::rate::Rate;
 use choices::{
     DeltasArg, DisksArg, OnLimitArg, PolicyArg, RamArg, SoftPagesArg, ThrottleArg, ThrottleCpuArg, one_disk,
 };
-pub(crate) use laboratory::{BenchCommand, CaseOptions, DisksCommand, LabCommand, ResultsOptions};
+pub(crate) use laboratory::{
+    AxesOptions, BenchCommand, CaseOptions, DisksCommand, LabCommand, ResultsOptions, SweepCommand,
+};
 
 fn vm_name(name: &str) -> Result<VmName, BadName> {
     VmName::new(name)

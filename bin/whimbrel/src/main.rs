@@ -23,6 +23,7 @@ mod output;
 mod rate;
 mod recovery;
 mod results_file;
+mod sweep_command;
 mod watching;
 
 use std::process::ExitCode;
@@ -106,6 +107,7 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
             LabCommand::Down { prefix } => lab_command::down(&prefix, output),
             LabCommand::Bench(command) => bench_command::run(&command, output),
             LabCommand::Disks(command) => disks_command::run(&command, output),
+            LabCommand::Sweep(command) => sweep_command::run(&command, output),
         },
     }
 }

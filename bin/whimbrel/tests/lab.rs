@@ -214,3 +214,42 @@ fn a_case_is_measured_beside_qemu() {
     let refused = bench(&["nobody", "xbz"]);
     assert!(refused.stderr.contains("there are nobody"), "{refused:?}");
 }
+
+/// A point of a grid, with everything that is not as usual, is measured once and kept.
+#[test]
+fn a_point_that_was_measured_is_not_measured_again() {
+    let directory = tempfile::tempdir().unwrap();
+    let (results, page) = (directory.path().join("sweep.json"), directory.path().join("page.md"));
+    fs::write(&page, "<!-- made from the sweep: begin -->\n<!-- made from the sweep: end -->\n").unwrap();
+    let prefix = Prefix::new("sweep");
+    let sweep = |rates: &str| {
+        let mut command = prefix.command("sweep");
+        command.args(["--installed-qemu", "--memory", "160", "--wss", "32", "--rate", rates, "--turns", "1"]);
+        command.args(["--link", "1Gbit", "--buffer", "1", "--mtu", "8000", "--cap", "slow-start"]);
+        command.args(["--contender", "whimbrel-pattern", "--contender", "qemu"]);
+        command.arg("--results").arg(&results).arg("--page").arg(&page).arg("--plots").arg(directory.path());
+        Said::by(&mut command).ok()
+    };
+    let first = sweep("8").json();
+    let name = "grid-w32-r8-l1000-b1-m8000-slow";
+    assert_eq!(first["cases"][0]["case"]["name"], name);
+    let runs = first["cases"][0]["runs"].as_array().unwrap();
+    assert_eq!(runs.len(), 2, "{first:#}");
+    for run in runs {
+        assert!(run["measured"]["sent_bytes"].as_u64().unwrap() > 32 << 20, "{run:#}");
+    }
+    let first_pass = runs.iter().find_map(|run| run["measured"]["first_round_bytes_per_s"].as_f64()).unwrap();
+    assert!(
+        first_pass < f64::from(48 << 20),
+        "it begins at 32 MiB/s, and the link carries 119: {first_pass}"
+    );
+    assert!(fs::read_to_string(&page).unwrap().contains(name));
+
+    let again = sweep("8");
+    assert!(again.stderr.contains("1 of 1 points were measured before"), "{again:?}");
+    assert_eq!(again.json(), first);
+    let more = sweep("8,0").json();
+    assert_eq!(more["cases"].as_array().unwrap().len(), 2);
+    assert_eq!(more["cases"][0], first["cases"][0], "what was known stays as it was");
+    prefix.is_gone();
+}

@@ -34,6 +34,13 @@ pub(crate) enum LabCommand {
     /// A Debian guest that serves, or writes, is moved in turn by each mover over the same link, while clients watch
     /// it. `make bench-disks` measures all cases. Nothing else should run on the machine meanwhile.
     Disks(DisksCommand),
+    /// Measure what a migration's cost depends on: working set, write rate, link, streams, buffer, cap (as root)
+    ///
+    /// Without axes, the figures of the literature are measured: 1, total time by active memory in seven configurations,
+    /// and 5, the downtime of NAS kernels that are stopped after so many iterations. With axes, a grid of their values.
+    /// Points that --results has already are not measured again. `make bench-sweep` measures the figures. Nothing else
+    /// should run on the machine meanwhile.
+    Sweep(Box<SweepCommand>),
 }
 
 /// Where what was measured is kept, and what is made of it.
@@ -72,6 +79,91 @@ pub(crate) struct DisksCommand {
     /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
     #[arg(long, default_value = "disks")]
     pub prefix: String,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SweepCommand {
+    /// Measure this figure, 1 or 5; may be given again. Default: both
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32))]
+    pub figure: Vec<u32>,
+    /// Of these, measure the points of this name; may be given again. Default: all
+    #[arg(long, value_name = "NAME")]
+    pub point: Vec<String>,
+    /// List points with who takes part
+    #[arg(long)]
+    pub list: bool,
+    /// Measurements of each contender, after one that is not kept
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub turns: u32,
+    /// Who moves the guest; may be given again. Default: those that the point names
+    #[arg(long, value_name = "NAME")]
+    pub contender: Vec<lab::bench::Contender>,
+    #[command(flatten)]
+    pub kept: ResultsOptions,
+    /// Measure points again that the results have already
+    #[arg(long)]
+    pub again: bool,
+    /// Measure nothing; make page and plots from the results that there are
+    #[arg(long, requires = "results", conflicts_with_all = ["figure", "point"])]
+    pub redraw: bool,
+    /// Names of its namespaces begin with this: 1 to 20 letters, digits and dashes
+    #[arg(long, default_value = "sweep")]
+    pub prefix: String,
+    #[command(flatten)]
+    pub axes: AxesOptions,
+}
+
+/// Each of them may have several values, between commas.
+#[derive(Debug, Args)]
+#[group(id = "axes", multiple = true, conflicts_with = "figure")]
+#[command(next_help_heading = "Axes of a grid, with values between commas")]
+pub(crate) struct AxesOptions {
+    /// Working sets: filled, and rewritten over and over, MiB (128)
+    #[arg(long, value_name = "MIB,…", value_delimiter = ',')]
+    pub wss: Vec<u64>,
+    /// How fast they are rewritten, MiB/s (40)
+    #[arg(long, value_name = "MIB,…", value_delimiter = ',')]
+    pub rate: Vec<u64>,
+    /// What the link lets through: 1Gbit, 100Mbit, none (1Gbit)
+    #[arg(long, value_name = "RATE,…", value_delimiter = ',')]
+    pub link: Vec<Rate>,
+    /// Streams, of Whimbrel and of QEMU's multifd (as many as Whimbrel chooses, and QEMU's default)
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub streams: Vec<u16>,
+    /// What a connection sends at once, KiB: 1 to 64, or 0 for as much as the kernel likes (0)
+    #[arg(long, value_name = "KIB,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(..=64))]
+    pub buffer: Vec<u32>,
+    /// The largest packets, bytes: 1500 to 9000 (1500)
+    #[arg(long, value_name = "BYTES,…", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1500..=9000))]
+    pub mtu: Vec<u32>,
+    /// How fast may be sent: `unlimited`, or `slow-start`, 32 MiB/s at first and twice as much with each pass (unlimited)
+    #[arg(long, value_name = "CAP,…", value_delimiter = ',', hide_possible_values = true)]
+    pub cap: Vec<CapArg>,
+    /// Memory of the guest, MiB (1024)
+    #[arg(long, value_name = "MIB")]
+    pub memory: Option<u64>,
+    /// Give a migration up after so many seconds (180)
+    #[arg(long, value_name = "S")]
+    pub patience: Option<u64>,
+    /// The distribution's QEMU rather than the newer one
+    #[arg(long)]
+    pub installed_qemu: bool,
+}
+
+/// See [`lab::bench::Cap`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum CapArg {
+    Unlimited,
+    SlowStart,
+}
+
+impl From<CapArg> for lab::bench::Cap {
+    fn from(arg: CapArg) -> Self {
+        match arg {
+            CapArg::Unlimited => Self::Unlimited,
+            CapArg::SlowStart => Self::SlowStart,
+        }
+    }
 }
 
 #[derive(Debug, Args)]

@@ -121,7 +121,7 @@ impl Place {
     pub(crate) fn make(&self, bytes: u64) -> Result<(), ImageError> {
         match &self.group {
             Some(group) => group.create(&self.path, bytes),
-            None => image::create(&self.path, self.format, bytes, None),
+            None => image::create(&self.path, self.format, bytes),
         }
     }
 }

@@ -104,22 +104,13 @@ pub enum ImageError {
     },
 }
 
-/// An image below another one, of which that one has only what differs.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Backing {
-    /// Its path, absolute.
-    pub path: PathBuf,
-    /// Its format.
-    pub format: Format,
-}
-
 /// Makes an empty image of so many bytes, which must be whole sectors of 512. Nobody else can have made a file of that
 /// name: if there is one, that is an error. Nothing is left after an error.
-pub fn create(path: &Path, format: Format, bytes: u64, backing: Option<&Backing>) -> Result<(), ImageError> {
+pub fn create(path: &Path, format: Format, bytes: u64) -> Result<(), ImageError> {
     let failed = |source| ImageError::Make { path: path.to_owned(), source };
     // For root and the owner: what is in a disk is nobody else's.
     let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
-    let made = fill(&file, path, format, bytes, backing).and_then(|()| {
+    let made = fill(&file, path, format, bytes).and_then(|()| {
         // Its name has to outlive the host, too.
         let directory = path.parent().map_or(Ok(()), |directory| File::open(directory)?.sync_all());
         match directory {
@@ -139,32 +130,14 @@ pub fn create(path: &Path, format: Format, bytes: u64, backing: Option<&Backing>
     made
 }
 
-fn fill(
-    file: &File,
-    path: &Path,
-    format: Format,
-    bytes: u64,
-    backing: Option<&Backing>,
-) -> Result<(), ImageError> {
+fn fill(file: &File, path: &Path, format: Format, bytes: u64) -> Result<(), ImageError> {
     let failed = |source| ImageError::Make { path: path.to_owned(), source };
     if format == Format::Raw {
-        if backing.is_some() {
-            return Err(failed(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                "a raw image has nothing below it",
-            )));
-        }
         file.set_len(bytes).map_err(failed)?;
         return file.sync_all().map_err(failed);
     }
     let mut command = Command::new("qemu-img");
     command.args(["create", "-q", "-f", format.as_str()]);
-    if let Some(backing) = backing {
-        // `qemu-img` only warns.
-        let there = |source| ImageError::Make { path: backing.path.clone(), source };
-        fs::metadata(&backing.path).map_err(there)?;
-        command.args(["-F", backing.format.as_str(), "-b"]).arg(&backing.path);
-    }
     command.arg(path).arg(bytes.to_string()).stdin(Stdio::null());
     let done =
         command.output().map_err(|source| ImageError::NoTool { tool: "qemu-img", package: TOOLS, source })?;

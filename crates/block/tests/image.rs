@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use whimbrel_block::image::{Backing, Format, ImageError, Server, create, end_unused};
+use whimbrel_block::image::{Format, ImageError, Server, create, end_unused};
 use whimbrel_block::reading::Reading;
 
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -36,7 +36,7 @@ fn an_image_is_filled_and_let_go_of() {
         let image = directory.path().join("disk");
         // Not a multiple of anything but sectors.
         let bytes = 16 * MIB + 512;
-        create(&image, format, bytes, None).unwrap();
+        create(&image, format, bytes).unwrap();
         let server = serve(directory.path(), &image, format);
         let mut first = server.client().unwrap();
         let mut second = server.client().unwrap();
@@ -59,40 +59,17 @@ fn an_image_is_filled_and_let_go_of() {
 }
 
 #[test]
-fn an_image_on_another_has_what_differs() {
-    let directory = tempfile::tempdir().unwrap();
-    let (base, image) = (directory.path().join("base"), directory.path().join("disk"));
-    fs::write(&base, vec![3; 4 * MIB as usize]).unwrap();
-    let backing = Backing { path: base, format: Format::Raw };
-    create(&image, Format::Qcow2, 8 * MIB, Some(&backing)).unwrap();
-    let server = serve(directory.path(), &image, Format::Qcow2);
-    server.client().unwrap().write(MIB, &[4; 4096]).unwrap();
-    server.finish().unwrap();
-    let found = contents(&image, Format::Qcow2);
-    assert_eq!((found[0], found[MIB as usize], found[5 * MIB as usize]), (3, 4, 0));
-    let error = create(&directory.path().join("raw"), Format::Raw, MIB, Some(&backing)).unwrap_err();
-    assert!(matches!(error, ImageError::Make { .. }), "{error}");
-    assert!(!directory.path().join("raw").exists(), "nothing is left");
-}
-
-#[test]
 fn what_is_there_is_not_touched_and_what_fails_is_said() {
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("disk");
     fs::write(&image, "somebody's").unwrap();
-    let error = create(&image, Format::Qcow2, MIB, None).unwrap_err();
+    let error = create(&image, Format::Qcow2, MIB).unwrap_err();
     assert!(matches!(error, ImageError::Make { .. }), "{error}");
     assert_eq!(fs::read_to_string(&image).unwrap(), "somebody's");
 
     let nowhere = directory.path().join("no/where");
-    let error = create(&nowhere, Format::Raw, MIB, None).unwrap_err();
+    let error = create(&nowhere, Format::Raw, MIB).unwrap_err();
     assert!(error.to_string().contains("no/where"), "{error}");
-
-    let missing = Backing { path: "/no/such/base".into(), format: Format::Qcow2 };
-    let other = directory.path().join("other");
-    let error = create(&other, Format::Qcow2, MIB, Some(&missing)).unwrap_err();
-    assert!(error.to_string().contains("/no/such/base"), "{error}");
-    assert!(!other.exists(), "nothing is left");
 
     let socket = directory.path().join("image.sock");
     let error = Server::start(&image, Format::Qcow2, &socket, 1, PATIENCE).unwrap_err();
@@ -105,7 +82,7 @@ fn what_is_there_is_not_touched_and_what_fails_is_said() {
 fn a_server_that_is_given_up_is_gone() {
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("disk");
-    create(&image, Format::Qcow2, MIB, None).unwrap();
+    create(&image, Format::Qcow2, MIB).unwrap();
     let server = serve(directory.path(), &image, Format::Qcow2);
     let client = server.client().unwrap();
     drop(server);
@@ -119,7 +96,7 @@ fn a_server_that_is_given_up_is_gone() {
 fn an_image_is_not_let_go_of_while_it_is_written() {
     let directory = tempfile::tempdir().unwrap();
     let image = directory.path().join("disk");
-    create(&image, Format::Raw, MIB, None).unwrap();
+    create(&image, Format::Raw, MIB).unwrap();
     let socket = directory.path().join("image.sock");
     let server = Server::start(&image, Format::Raw, &socket, 2, Duration::from_millis(300)).unwrap();
     let _client = server.client().unwrap();
@@ -135,7 +112,7 @@ fn images_are_equal_when_what_is_in_them_is() {
     let bytes = 5 * MIB + 1536;
     let images = [Format::Raw, Format::Qcow2].map(|format| {
         let image = directory.path().join(format!("a,disk.{format}"));
-        create(&image, format, bytes, None).unwrap();
+        create(&image, format, bytes).unwrap();
         let socket = directory.path().join(format!("{format}.sock"));
         (image.clone(), format, Server::start(&image, format, &socket, 1, PATIENCE).unwrap())
     });
@@ -178,7 +155,7 @@ fn images_are_equal_when_what_is_in_them_is() {
 fn a_server_that_nobody_uses_is_ended() {
     let directory = tempfile::tempdir().unwrap();
     let (image, socket) = (directory.path().join("disk"), directory.path().join("disk-0.sock"));
-    create(&image, Format::Raw, MIB, None).unwrap();
+    create(&image, Format::Raw, MIB).unwrap();
     let words = ["--format", "raw", "--shared", "3", "--export-name", "disk", "--socket"];
     let mut server = Command::new("qemu-nbd").args(words).args([&socket, &image]).spawn().unwrap();
     // It may not listen yet.

@@ -30,7 +30,7 @@ struct Writing {
 impl Writing {
     fn new(directory: &Path, format: Format) -> Self {
         let disk = directory.join("source");
-        image::create(&disk, format, BYTES, None).unwrap();
+        image::create(&disk, format, BYTES).unwrap();
         let monitor = directory.join("qmp");
         let drive = format!("if=none,id=d,format={format},discard=unmap,file={}", disk.display());
         let program = std::env::var_os("WHIMBREL_QEMU_7").unwrap_or("qemu-system-x86_64".into());
@@ -101,7 +101,7 @@ fn what_is_written_meanwhile_arrives() {
     for (from, to) in [(Format::Raw, Format::Qcow2), (Format::Qcow2, Format::Raw)] {
         let directory = tempfile::tempdir().unwrap();
         let there = directory.path().join("destination");
-        image::create(&there, to, BYTES, None).unwrap();
+        image::create(&there, to, BYTES).unwrap();
         let server = Server::start(&there, to, &directory.path().join("image"), 2, PATIENCE).unwrap();
         let server = Arc::new(server);
         let copied = destination::CopiedDisk::new("d", BYTES, &server);

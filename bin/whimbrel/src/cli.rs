@@ -302,6 +302,9 @@ pub(crate) struct MigrateCommand {
     /// The same for one disk; may be given again
     #[arg(long, value_name = "NAME=auto|shared|copy", value_parser = one_disk)]
     pub disk: Vec<(String, DisksArg)>,
+    /// Copy disks without the internal snapshots of their images, which stay in the images at the source
+    #[arg(long)]
+    pub leave_snapshots: bool,
     /// Carry this option of QEMU's command line over although it is not known
     #[arg(long = "allow-option", value_name = "OPTION", allow_hyphen_values = true)]
     pub allow_options: Vec<String>,

@@ -37,6 +37,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         allow_options: command.allow_options,
         disks: command.disks.into(),
         disk: command.disk.into_iter().map(|(name, wish)| (name, wish.into())).collect(),
+        leave_snapshots: command.leave_snapshots,
     }
 }
 

@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use common::{
-    Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Serial, Setup, entries, has_event, until,
+    Cluster, Device, Disk, Guest, GuestSpec, Load, LoopDevice, QemuVersion, Serial, Setup, SmallFileSystem,
+    entries, has_event, until,
 };
 use lab::{Direction, disk};
 use serde_json::{Value, json};
@@ -263,26 +264,6 @@ fn a_link_that_is_cut_while_a_disk_and_memory_are_sent() {
     goes_on(&cluster.serial("b", "vm1"));
 }
 
-/// A file system of its own, as small as is wanted; unmounted when dropped.
-struct SmallFileSystem(PathBuf);
-
-impl SmallFileSystem {
-    fn mount(directory: &Path, size: &str) -> Self {
-        let options = format!("size={size}");
-        let mut mount = Command::new("mount");
-        assert!(
-            mount.args(["-t", "tmpfs", "-o", &options, "none"]).arg(directory).status().unwrap().success()
-        );
-        Self(directory.to_owned())
-    }
-}
-
-impl Drop for SmallFileSystem {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
 /// The guest stays where it is, unharmed, and room is given back.
 #[test]
 fn a_destination_that_is_full_gets_no_disk() {
@@ -362,23 +343,6 @@ fn several_disks_go_each_as_it_was_asked_for() {
     assert_eq!(back["disks"].as_array().unwrap().len(), 2, "{back:#}");
     cluster.guest_is_whole("a", "vm1");
     goes_on(&cluster.serial("a", "vm1"));
-}
-
-/// A block device over a file; gone when dropped.
-struct LoopDevice(PathBuf);
-
-impl LoopDevice {
-    fn over(file: &Path) -> Self {
-        let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output().unwrap();
-        assert!(made.status.success(), "{made:?}");
-        Self(String::from_utf8(made.stdout).unwrap().trim().into())
-    }
-}
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
-    }
 }
 
 /// The destination's QEMU was started with the image that was the top one when the migration began.

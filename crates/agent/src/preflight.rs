@@ -256,7 +256,7 @@ pub(crate) fn destination(
     };
     let qemu_version = ours.qemu_version.clone();
     let images = here.images.into_values().map(|image| image.path).collect();
-    let compared = Compared { theirs, ours, images };
+    let compared = Compared { theirs, ours, images, copies: disks.findings };
     let copied = disks.copied;
     Ok(Considered {
         terms,
@@ -278,6 +278,8 @@ pub(crate) struct Compared {
     ours: DestinationFacts,
     /// Those that were made for its disks.
     images: Vec<PathBuf>,
+    /// What was found of disks that are copied.
+    copies: Vec<Finding>,
 }
 
 impl Compared {
@@ -291,7 +293,7 @@ impl Compared {
         gather::started(&mut self.ours, &self.theirs, qmp, blocks)?;
         let findings = rules::check(&self.theirs, &self.ours);
         let mut possible = rules::is_possible(&findings);
-        let mut findings: Vec<_> = findings.into_iter().map(finding).collect();
+        let mut findings: Vec<_> = findings.into_iter().map(finding).chain(self.copies).collect();
         if let Some(unused) = disks::not_opened(&self.images, &qemu::control::open_files(qmp)?) {
             possible = false;
             findings.push(unused);

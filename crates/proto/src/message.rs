@@ -328,6 +328,9 @@ pub struct ProposedDisk {
     pub allocated_bytes: u64,
     /// What is wanted.
     pub wanted: DiskWish,
+    /// Whether the user does without the internal snapshots of its image, which a copy has not.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub leaves_snapshots: bool,
 }
 
 /// What a user wants of a disk.

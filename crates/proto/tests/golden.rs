@@ -108,6 +108,7 @@ fn messages() -> Vec<Message> {
             bytes: 20 << 30,
             allocated_bytes: 1 << 30,
             wanted: DiskWish::Auto,
+            leaves_snapshots: false,
         }],
         delta_seed: Some(u64::MAX),
         post_copy: true,

@@ -165,6 +165,7 @@ fn disks() {
         bytes,
         allocated_bytes: 0,
         wanted: DiskWish::Auto,
+        leaves_snapshots: false,
     };
     let with = |disks: Vec<ProposedDisk>| changed(|proposal| proposal.disks = disks);
     assert_eq!(with(vec![disk("a", 512), disk("b", limits::DISK_BYTES)]), Ok(()));

@@ -126,6 +126,12 @@ pub struct Disk {
     /// Whether what is in it is encrypted on the host, and the guest sees it in plain text.
     #[serde(default)]
     pub encrypted: bool,
+    /// Names of the internal snapshots in the present top image.
+    #[serde(default)]
+    pub snapshots: Vec<String>,
+    /// Names of the dirty bitmaps of others, by which a backup program knows what was written since its last backup.
+    #[serde(default)]
+    pub bitmaps: Vec<String>,
     /// Whether the page cache is bypassed (`cache=none`, `cache.direct=on`).
     pub direct: bool,
     /// Whether the medium can be changed.

@@ -14,6 +14,7 @@
 pub mod cuts;
 pub mod draw;
 pub mod faults;
+pub mod storage;
 
 use std::fmt::Write as _;
 use std::fs;
@@ -27,6 +28,8 @@ pub use lab::{
     Accel, Boot, DEADLINE, Device, Disk, Environment, Guest, GuestSpec, Lab, LabConfig, Load, QemuVersion,
     Ram, Serial,
 };
+
+pub use storage::{LoopDevice, SmallFileSystem};
 
 /// The program under test.
 pub const WHIMBREL: &str = env!("CARGO_BIN_EXE_whimbrel");

@@ -220,6 +220,9 @@ pub struct MigrateRequest {
     /// The same for single disks, by their names in the description.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub disk: BTreeMap<String, DiskWish>,
+    /// Copy disks without the internal snapshots of their images.
+    #[serde(default)]
+    pub leave_snapshots: bool,
 }
 
 impl MigrateRequest {
@@ -246,6 +249,7 @@ impl MigrateRequest {
             allow_options: Vec::new(),
             disks: DiskWish::Auto,
             disk: BTreeMap::new(),
+            leave_snapshots: false,
         }
     }
 }

@@ -67,6 +67,7 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
         bytes: disk.bytes.unwrap_or_default(),
         allocated_bytes: disk.used_bytes.or(disk.bytes).unwrap_or_default(),
         wanted: request.disk.get(&disk.name).copied().unwrap_or(request.disks),
+        leaves_snapshots: request.leave_snapshots,
     };
     Ok(written.into_iter().map(proposed).collect())
 }
@@ -119,6 +120,8 @@ pub(super) fn plan(
             ));
             continue;
         }
+        plan.findings
+            .extend(snapshots_left(disk, wanted.leaves_snapshots).into_iter().chain(bitmaps_left(disk)));
         let place = pool.place(id, &wanted.name, disk.format.as_deref(), &unique());
         plan.findings.push(finding(
             Severity::Info,
@@ -137,6 +140,33 @@ pub(super) fn plan(
         plan.copied.push(Planned { name, bytes: wanted.bytes, needed_bytes, place });
     }
     plan
+}
+
+/// What travels is what the guest sees: the present content alone.
+fn snapshots_left(disk: &Disk, accepted: bool) -> Option<Finding> {
+    let severity = if accepted { Severity::Warning } else { Severity::Blocker };
+    let what = format!(
+        "the image of disk {} has internal snapshots ({}), which its copy will not have",
+        disk.name,
+        disk.snapshots.join(", ")
+    );
+    let advice = if accepted {
+        "they stay in the image at the source: keep that as long as they are wanted"
+    } else {
+        "delete them, leave them in the image at the source (`--leave-snapshots`), or share the disk (`--disk NAME=shared`)"
+    };
+    (!disk.snapshots.is_empty()).then(|| finding(severity, "disk-snapshots-copy", what, advice))
+}
+
+/// They are of the image at the source, and what is written there is nobody's any more.
+fn bitmaps_left(disk: &Disk) -> Option<Finding> {
+    let what = format!(
+        "disk {} has dirty bitmaps of a backup program ({}), which its copy will not have",
+        disk.name,
+        disk.bitmaps.join(", ")
+    );
+    let advice = "let the next backup of this disk be a full one";
+    (!disk.bitmaps.is_empty()).then(|| finding(Severity::Warning, "disk-bitmaps-copy", what, advice))
 }
 
 impl DiskPlan {

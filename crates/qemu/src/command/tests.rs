@@ -158,6 +158,8 @@ fn directories_of_disks() {
         bytes: None,
         used_bytes: None,
         encrypted: false,
+        snapshots: Vec::new(),
+        bitmaps: Vec::new(),
         nodes: None,
     });
     let error = build(&vm, &rules).unwrap_err();
@@ -285,6 +287,8 @@ fn disk(name: &str, file: &str, nodes: (&str, &str, &[&str])) -> Disk {
         bytes: Some(1 << 20),
         used_bytes: None,
         encrypted: false,
+        snapshots: Vec::new(),
+        bitmaps: Vec::new(),
         nodes: Some(DiskNodes {
             format: "raw".to_owned(),
             top: top.to_owned(),

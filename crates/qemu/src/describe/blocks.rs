@@ -15,6 +15,7 @@ use super::live::{Live, LiveDevice};
 use super::{Disk, DiskNodes, Problem, absolute};
 use crate::cmdline::Given;
 use crate::options::Value;
+use crate::recording;
 
 /// Drivers that a name of a file or one child describes fully.
 const FILES: &[&str] = &["file", "host_device", "host_cdrom"];
@@ -77,6 +78,12 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
         |name: &String| live.nodes.get(name).is_some_and(|node| node.encrypted || node.driver == "luks");
     // Of a device QEMU does not know how much is in use.
     let on_device = backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_device(&name));
+    let filters = filters(&chain);
+    let image = chain.get(filters);
+    // One of a backing file is no snapshot of this disk's. Nameless bitmaps are those of block jobs.
+    let snapshots = image.iter().flat_map(|node| &node.image.snapshots).map(|named| named.name.clone());
+    let bitmaps = chain.iter().take(filters + 1).flat_map(|node| &node.bitmaps).map(|named| &named.name);
+    let is_others = |name: &&String| !name.is_empty() && !name.starts_with(recording::PREFIX);
     Disk {
         name: if backend.name.is_empty() {
             backend.root.clone().unwrap_or_default()
@@ -89,6 +96,8 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
         format: top.map(|node| node.driver.clone()),
         read_only: top.is_some_and(|node| node.read_only),
         encrypted: backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_encrypted(&name)),
+        snapshots: snapshots.collect(),
+        bitmaps: bitmaps.filter(is_others).cloned().collect(),
         direct: top.is_some_and(|node| node.cache.direct),
         removable: backend.removable,
         bytes: backend.bytes,
@@ -100,10 +109,14 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
 /// Drivers that only look at what passes to the image below them.
 const FILTERS: &[&str] = &["throttle", "copy-on-read", "preallocate"];
 
+/// How many nodes of a chain come before its first image.
+fn filters(chain: &[&Node]) -> usize {
+    chain.iter().take_while(|node| FILTERS.contains(&node.driver.as_str())).count()
+}
+
 fn nodes(top: &str, live: &Live, names: &Names) -> DiskNodes {
-    let is_filter = |node: &&&Node| FILTERS.contains(&node.driver.as_str());
     let chain = live.chain(top);
-    let filters = chain.iter().take_while(is_filter).count();
+    let filters = filters(&chain);
     let image = chain.get(filters).map_or(top, |node| &node.name);
     let mut below = live.below(image);
     below.remove(image);

@@ -25,8 +25,26 @@ pub(super) struct Node {
     pub(super) cache: Cache,
     #[serde(default, rename = "detect_zeroes")]
     pub(super) detect_zeroes: String,
+    #[serde(default)]
+    pub(super) image: NodeImage,
+    #[serde(default, rename = "dirty-bitmaps")]
+    pub(super) bitmaps: Vec<Named>,
     #[serde(skip)]
     pub(super) children: BTreeMap<String, String>,
+}
+
+/// What there is in an image beside its present content.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub(super) struct NodeImage {
+    #[serde(default)]
+    pub(super) snapshots: Vec<Named>,
+}
+
+/// Something with a name, which may be empty.
+#[derive(Debug, Clone, Deserialize)]
+pub(super) struct Named {
+    #[serde(default)]
+    pub(super) name: String,
 }
 
 /// How a node caches.

@@ -1,0 +1,119 @@
+//! Images of disks that are copied: what a copy cannot have, how much room it needs, and what becomes of the one that
+//! was left.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+mod common;
+
+use std::fs::Permissions;
+use std::ops::Range;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::{
+    Cluster, Device, Disk, Guest, GuestSpec, Load, LoopDevice, QemuVersion, Said, Setup, SmallFileSystem,
+    entries, until,
+};
+use lab::disk;
+use serde_json::{Value, json};
+
+/// Runs one of QEMU's tools on an image, and returns what it says.
+#[track_caller]
+fn qemu_img(words: &[&str], image: &Path) -> String {
+    Said::by(Command::new("qemu-img").args(words).arg(image)).ok().stdout
+}
+
+fn two_hosts() -> Cluster {
+    Cluster::with(&Setup { pool: true, ..Setup::default() })
+}
+
+/// Two hosts, and an image of known content that is to be a guest's.
+fn with_image(format: &str, size_mib: u64) -> (Cluster, PathBuf) {
+    let cluster = two_hosts();
+    let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join(format!("disk.{format}"));
+    disk::known_content(&qemu, &image, format, size_mib).unwrap();
+    (cluster, image)
+}
+
+/// A guest with that disk, of which it does nothing itself.
+fn guest_with(cluster: &Cluster, image: &Path, format: &str) -> Guest {
+    let load = Load { fill_mib: 8, wss_mib: 4, ..Load::default() };
+    let mut spec = GuestSpec { memory_mib: 128, second_monitor: true, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.push(Device::Disk(Disk::new("disk0", image, format)));
+    cluster.guest(&spec)
+}
+
+fn pool(host: &lab::Host) -> PathBuf {
+    host.directory().join("images")
+}
+
+fn image_of(report: &Value) -> PathBuf {
+    assert_eq!(report["disks"].as_array().unwrap().len(), 1, "{report:#}");
+    report["disks"][0]["path"].as_str().unwrap().into()
+}
+
+/// By a program that had no part in copying.
+fn are_identical(one: &Path, other: &Path) -> bool {
+    qemu_img(&["compare", "-U", one.to_str().unwrap()], other).contains("identical")
+}
+
+/// Whether the copy would be possible, and what is found with this code.
+fn checked(cluster: &Cluster, code: &str, more: &[&str]) -> (bool, Vec<Value>) {
+    let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b", "--check"], more].concat());
+    let report = said.json();
+    let findings = report["destination_findings"].as_array().unwrap().iter();
+    let found = findings.filter(|finding| finding["code"] == code).cloned().collect();
+    (report["possible"].as_bool().unwrap(), found)
+}
+
+/// What the user of an image may count on is not lost without a word.
+#[test]
+fn snapshots_and_bitmaps_in_an_image_are_not_lost_in_silence() {
+    let (cluster, image) = with_image("qcow2", 32);
+    qemu_img(&["snapshot", "-c", "before-the-upgrade"], &image);
+    let bitmap = ["bitmap", "--add"].map(str::to_owned);
+    Said::by(Command::new("qemu-img").args(bitmap).arg(&image).arg("backup-7")).ok();
+    let _guest = guest_with(&cluster, &image, "qcow2");
+
+    let (possible, found) = checked(&cluster, "disk-snapshots-copy", &["--disks", "copy"]);
+    assert!(!possible && found.len() == 1, "{found:#?}");
+    assert_eq!(found[0]["severity"], "blocker");
+    assert!(found[0]["what"].as_str().unwrap().contains("before-the-upgrade"), "{found:#?}");
+    let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_eq!(entries(&pool(&cluster.lab.b)), [""; 0]);
+    // Both see the same image, with all that is in it.
+    assert_eq!(checked(&cluster, "disk-snapshots-copy", &["--disks", "shared"]), (true, vec![]));
+
+    let accepted = ["--disks", "copy", "--leave-snapshots"];
+    let (possible, found) = checked(&cluster, "disk-bitmaps-copy", &accepted);
+    assert!(possible && found.len() == 1, "{found:#?}");
+    assert_eq!(found[0]["severity"], "warning");
+    assert!(found[0]["what"].as_str().unwrap().contains("backup-7"), "{found:#?}");
+    let report = cluster.migrate("vm1", "a", "b", &accepted);
+    let found = |code: &str| {
+        let findings = report["findings"].as_array().unwrap().iter();
+        findings
+            .filter(|finding| finding["code"] == code)
+            .map(|finding| &finding["severity"])
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(found("disk-snapshots-copy"), ["warning"], "{report:#}");
+    assert_eq!(found("disk-bitmaps-copy"), ["warning"], "{report:#}");
+    assert!(qemu_img(&["snapshot", "-l", "-U"], &image).contains("before-the-upgrade"));
+    assert_eq!(qemu_img(&["snapshot", "-l", "-U"], &image_of(&report)), "");
+    // What was made for the copying is nobody's bitmap.
+    assert_eq!(checked_back(&cluster), [""; 0]);
+}
+
+/// Codes of what is found of snapshots and bitmaps on the way back.
+fn checked_back(cluster: &Cluster) -> Vec<String> {
+    let report = cluster.b.cli(&["migrate", "vm1", "--to", "a", "--check", "--disks", "copy"]).ok().json();
+    let codes = report["destination_findings"].as_array().unwrap().iter();
+    let codes = codes.map(|finding| finding["code"].as_str().unwrap().to_owned());
+    codes.filter(|code| code.contains("snapshots") || code.contains("bitmaps")).collect()
+}

@@ -117,3 +117,30 @@ fn checked_back(cluster: &Cluster) -> Vec<String> {
     let codes = codes.map(|finding| finding["code"].as_str().unwrap().to_owned());
     codes.filter(|code| code.contains("snapshots") || code.contains("bitmaps")).collect()
 }
+
+/// What is compressed at the source is not in the copy.
+#[test]
+fn an_image_that_is_compressed_needs_room_for_all_that_is_in_it() {
+    let cluster = two_hosts();
+    let [plain, compressed] =
+        ["disk.raw", "disk.qcow2"].map(|name| cluster.lab.shared_directory().unwrap().join(name));
+    std::fs::write(&plain, b"the same words again and again ".repeat(3 << 20)).unwrap();
+    qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", plain.to_str().unwrap()], &compressed);
+    let taken = std::fs::metadata(&compressed).unwrap().len();
+    assert!(taken < 16 << 20, "{taken}");
+    let _guest = guest_with(&cluster, &compressed, "qcow2");
+    let copy = ["--disks", "copy"];
+    {
+        let _small = SmallFileSystem::mount(&pool(&cluster.lab.b), "64m");
+        let (possible, found) = checked(&cluster, "disk-space", &copy);
+        assert!(!possible && found.len() == 1, "{found:#?}");
+    }
+    let _larger = SmallFileSystem::mount(&pool(&cluster.lab.b), "112m");
+    assert_eq!(checked(&cluster, "disk-space", &copy), (true, vec![]));
+    let report = cluster.migrate("vm1", "a", "b", &copy);
+    assert!(are_identical(&compressed, &image_of(&report)));
+    assert_eq!(
+        entries(&cluster.a.directory.join("run")).iter().filter(|name| name.ends_with("room")).count(),
+        0
+    );
+}

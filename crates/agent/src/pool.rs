@@ -113,8 +113,12 @@ impl Place {
 
     /// What it will take of the pool, for a disk of so many bytes of which so many are in use.
     pub(crate) fn needed_bytes(&self, bytes: u64, used_bytes: u64) -> u64 {
+        if !self.grows() {
+            return bytes;
+        }
         // A twentieth more than is in use now: the guest goes on writing.
-        if self.grows() { used_bytes.saturating_add(used_bytes / 20) } else { bytes }
+        let content_bytes = used_bytes.saturating_add(used_bytes / 20).min(bytes);
+        content_bytes.saturating_add(self.format.overhead_bytes(bytes, content_bytes))
     }
 
     /// Makes it.
@@ -181,5 +185,17 @@ mod tests {
         assert_eq!(needed(Pool::Directory { path: "/pool".into(), format: PoolFormat::Same }), 21);
         assert_eq!(needed(Pool::Volumes(Group { name: "vg0".into(), thin_pool: Some("thin".into()) })), 21);
         assert_eq!(needed(Pool::Volumes(Group { name: "vg0".into(), thin_pool: None })), 100);
+    }
+
+    /// No more than all of it, and what the format takes for itself: `qemu-img measure` has 384 KiB for 1 GiB.
+    #[test]
+    fn a_full_disk_takes_its_length_and_what_its_format_does() {
+        let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(1) };
+        let needed = |format| {
+            let pool = Pool::Directory { path: "/pool".into(), format };
+            pool.place(&id, "sda", None, "7f").needed_bytes(1 << 30, 1 << 30) - (1 << 30)
+        };
+        assert_eq!(needed(PoolFormat::Raw), 0);
+        assert!((384 << 10..2 << 20).contains(&needed(PoolFormat::Qcow2)));
     }
 }

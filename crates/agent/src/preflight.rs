@@ -5,9 +5,11 @@
 
 mod binaries;
 mod disks;
+mod room;
 
 pub(crate) use binaries::{Emulators, end_probes};
 pub(crate) use disks::{Planned, proposed_disks};
+pub(crate) use room::measure;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

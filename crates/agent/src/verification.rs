@@ -13,6 +13,7 @@ use block::image::ImageError;
 use block::reading::Reading;
 use proto::limits::{CHUNK_BYTES, HASHES};
 use proto::message::Message;
+use qemu::describe::Disk;
 use qemu::qmp::Qmp;
 use qemu::ram::{RamBlock, RamError, ram_blocks};
 
@@ -73,6 +74,22 @@ pub(crate) struct DiskImage {
     pub(crate) disk_bytes: u64,
 }
 
+impl DiskImage {
+    /// The image that a disk's content is in; none where that was not told.
+    pub(crate) fn of(disk: &Disk) -> Option<Self> {
+        let format = disk.nodes.as_ref()?.format.as_str();
+        // Without a format of its own an image is raw.
+        let format = if ["file", "host_device"].contains(&format) { "raw" } else { format };
+        Some(Self { path: disk.file.clone()?, format: format.to_owned(), disk_bytes: disk.bytes? })
+    }
+
+    /// Opens it, whoever else has it open; see [`Reading::open`].
+    pub(crate) fn open(&self, socket: &Path, patience: Duration) -> Result<Reading, ImageError> {
+        let disk_bytes = (self.format == "raw").then_some(self.disk_bytes);
+        Reading::open(&self.path, &self.format, disk_bytes, socket, patience)
+    }
+}
+
 impl Hashes {
     /// Adds a block with this index.
     fn add(&mut self, block: usize, bytes: u64, hashes: &[u64]) {
@@ -96,8 +113,7 @@ impl Hashes {
         patience: Duration,
     ) -> Result<(), CompareError> {
         for (number, image) in images.iter().enumerate() {
-            let disk_bytes = (image.format == "raw").then_some(image.disk_bytes);
-            let mut reading = Reading::open(&image.path, &image.format, disk_bytes, socket, patience)?;
+            let mut reading = image.open(socket, patience)?;
             let hashes = reading.hash_chunks(CHUNK_BYTES, 0..u64::MAX)?;
             self.add(first_block + number, reading.size_bytes(), &hashes);
         }

@@ -43,6 +43,16 @@ impl Format {
         }
     }
 
+    /// What an image takes beside the content, at most, for a disk of so many bytes of which so many have content.
+    pub fn overhead_bytes(self, bytes: u64, content_bytes: u64) -> u64 {
+        match self {
+            Self::Raw => 0,
+            // A table of a cluster (64 KiB) for each 512 MiB that have content, two bytes of reference count for each
+            // cluster; header, tables of the tables.
+            Self::Qcow2 => (bytes >> 13).min(content_bytes) + (content_bytes >> 15) + (1 << 20),
+        }
+    }
+
     /// The format of that name.
     pub fn of(name: &str) -> Option<Self> {
         [Self::Raw, Self::Qcow2].into_iter().find(|format| format.as_str() == name)

@@ -38,10 +38,9 @@ impl Reading {
         self.client.size_bytes()
     }
 
-    /// What does not read as zeros, ascending, in bytes.
-    pub fn allocated(&mut self) -> Result<Vec<Range<u64>>, ImageError> {
-        let size_bytes = self.size_bytes();
-        let extents = self.ask(|client| client.status(0..size_bytes))?;
+    /// What of a range does not read as zeros, ascending, in bytes.
+    pub fn allocated(&mut self, range: Range<u64>) -> Result<Vec<Range<u64>>, ImageError> {
+        let extents = self.ask(|client| client.status(range))?;
         Ok(extents
             .into_iter()
             .filter(|extent| extent.status & ZERO == 0)

@@ -324,7 +324,7 @@ pub struct ProposedDisk {
     pub name: String,
     /// Its length as the guest sees it, in bytes.
     pub bytes: u64,
-    /// How much of it would be sent first, about, in bytes.
+    /// How much room its content takes in an image that is not compressed, about, in bytes.
     pub allocated_bytes: u64,
     /// What is wanted.
     pub wanted: DiskWish,

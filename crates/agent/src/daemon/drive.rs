@@ -243,6 +243,12 @@ impl Daemon {
             context.config.qemu.allow_options.iter().chain(&request.allow_options).cloned().collect();
         let surveyed = preflight::source(&mut vm, &allowed)
             .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, vms::advice(&record.vm)))?;
+        let mut disks = preflight::proposed_disks(&surveyed.disks, request)?;
+        preflight::measure(
+            &surveyed.disks,
+            &mut disks,
+            &context.config.run_dir.join(format!("{}.room", record.vm)),
+        );
         let proposal = Proposal {
             reply_to: context.config.listen.to_string(),
             streams: request.streams.unwrap_or(context.config.limits.streams),
@@ -254,7 +260,7 @@ impl Daemon {
             witness: context.config.register.clone(),
             ram_kind: preflight::wanted_ram(request.ram),
             allow_options: allowed,
-            disks: preflight::proposed_disks(&surveyed.disks, request)?,
+            disks,
             delta_seed: None,
             post_copy: false,
         };

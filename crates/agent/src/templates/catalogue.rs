@@ -111,7 +111,7 @@ impl Catalogue {
         let mut run = Run { first_page: 0, names: Vec::new() };
         // Only whole pages: a disk's last one may be shorter, and is not worth a thought.
         let whole_bytes = template.size_bytes() / PAGE_BYTES * PAGE_BYTES;
-        for extent in template.allocated()? {
+        for extent in template.allocated(0..template.size_bytes())? {
             let extent = extent.start / PAGE_BYTES * PAGE_BYTES
                 ..extent.end.next_multiple_of(PAGE_BYTES).min(whole_bytes);
             for_pieces(&extent, |piece| {

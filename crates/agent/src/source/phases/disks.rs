@@ -43,11 +43,7 @@ impl Driver {
     pub(super) fn copied_images(&self, cargo: &Cargo) -> Result<Vec<DiskImage>, Failure> {
         let described = self.described();
         let image = |name: &String| {
-            let disk = described.iter().flat_map(|vm| &vm.disks).find(|disk| disk.name == *name)?;
-            let format = disk.nodes.as_ref()?.format.as_str();
-            // Without a format of its own an image is raw.
-            let format = if ["file", "host_device"].contains(&format) { "raw" } else { format };
-            Some(DiskImage { path: disk.file.clone()?, format: format.to_owned(), disk_bytes: disk.bytes? })
+            described.iter().flat_map(|vm| &vm.disks).find(|disk| disk.name == *name).and_then(DiskImage::of)
         };
         let not_there = |name: &String| {
             Failure::new(

@@ -139,6 +139,11 @@ pub(crate) enum Command {
         #[arg(long)]
         explain: bool,
     },
+    /// List and remove images that VMs left on this host when they moved away with their disks
+    Images {
+        #[command(subcommand)]
+        command: ImagesCommand,
+    },
     /// Settle a migration that is in doubt; says first what that risks
     Recover(RecoverCommand),
     /// Make hosts on this machine, as network namespaces, to try things with
@@ -196,6 +201,20 @@ pub(crate) enum VmCommand {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ImagesCommand {
+    /// List images that were left here and are still there
+    List,
+    /// Remove what a VM has left here; only what was copied whole, was not changed since, and nobody has open
+    Remove {
+        /// The VM
+        #[arg(value_parser = vm_name)]
+        vm: VmName,
+        /// What it left in this migration: 7 for web1#7; by default in all of them
+        epoch: Option<u64>,
     },
 }
 

@@ -16,6 +16,7 @@ mod bench_command;
 mod cli;
 mod disks_command;
 mod failure;
+mod images;
 mod inventory;
 mod lab_command;
 mod migration;
@@ -30,7 +31,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use cli::{Cli, Command, LabCommand, VmCommand};
+use cli::{Cli, Command, ImagesCommand, LabCommand, VmCommand};
 use failure::Failure;
 use output::Output;
 
@@ -101,6 +102,10 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
             migration::limit(&client()?, &vm, bandwidth, max_downtime, max_rounds, output)
         }
         Command::Report { vm, epoch, explain } => migration::report(&client()?, &vm, epoch, explain, output),
+        Command::Images { command } => match command {
+            ImagesCommand::List => images::list(&client()?, output),
+            ImagesCommand::Remove { vm, epoch } => images::remove(&client()?, &vm, epoch, output),
+        },
         Command::Recover(command) => recovery::recover(&client()?, &command, output),
         Command::Lab { command } => match command {
             LabCommand::Up { prefix } => lab_command::up(&prefix, output),

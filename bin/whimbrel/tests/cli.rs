@@ -141,6 +141,25 @@ fn without_an_agent_it_says_how_to_start_one() {
 }
 
 #[test]
+fn images_that_were_left_are_listed_and_removed() {
+    let world = World::new();
+    expect(
+        &world.say(&["images", "list"]),
+        0,
+        &["web1#3", "beta", "5.0 GiB", "/srv/web1.qcow2", "can be removed"],
+        &[],
+    );
+    expect(
+        &world.say(&["images", "remove", "web1", "3"]),
+        0,
+        &["/srv/web1.qcow2 is removed", "5.0 GiB"],
+        &[],
+    );
+    expect(&world.say(&["images", "remove", "web1", "4"]), 2, &[], &["no image"]);
+    assert_eq!(world.json(&["images", "list"]).1[0]["path"], "/srv/web1.qcow2");
+}
+
+#[test]
 fn vms_are_listed_shown_adopted_run_and_forgotten() {
     let world = World::new();
     expect(&world.say(&["vm", "list"]), 0, &["VM ", "web", "running", "4711", "512.0 MiB", "10.0.2"], &[]);

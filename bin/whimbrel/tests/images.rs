@@ -144,3 +144,74 @@ fn an_image_that_is_compressed_needs_room_for_all_that_is_in_it() {
         0
     );
 }
+
+/// It is a user's to remove, and nobody's else; and only as long as it is what was left.
+#[test]
+fn an_image_that_was_left_is_removed_on_demand() {
+    let (cluster, image) = with_image("raw", 16);
+    let guest = guest_with(&cluster, &image, "raw");
+    let list = |agent: &common::Agent| agent.cli(&["images", "list"]).ok().json().as_array().unwrap().clone();
+    #[track_caller]
+    fn kept(cluster: &Cluster, why: &str) {
+        let listed = cluster.a.cli(&["images", "list"]).ok().json();
+        assert!(listed[0]["kept_because"].as_str().is_some_and(|said| said.contains(why)), "{listed:#}");
+        let refused = cluster.a.cli(&["images", "remove", "vm1"]);
+        assert_eq!(refused.code, 1, "{refused:?}");
+        assert!(refused.stdout.contains(why), "{refused:?}");
+    }
+    // A migration that came to nothing leaves an image that is in use.
+    let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "1M"]);
+    cluster.wait_for_sent(1 << 20);
+    cluster.a.cli(&["cancel", "vm1"]).ok();
+    migration.wait_with_output().unwrap();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert_eq!(list(&cluster.a), [Value::Null; 0]);
+    assert_ne!(cluster.a.cli(&["images", "remove", "vm1"]).code, 0);
+
+    let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    cluster.a.wait_settled();
+    let epoch = report["epoch"].as_u64().unwrap();
+    let left = list(&cluster.a);
+    assert_eq!((left.len(), left[0]["path"].as_str()), (1, image.to_str()), "{left:#?}");
+    assert_eq!(
+        (&left[0]["to"], &left[0]["epoch"], &left[0]["disk"]),
+        (&"b".into(), &epoch.into(), &"disk0".into())
+    );
+    assert_eq!(left[0].get("kept_because"), None, "{left:#?}");
+    assert_eq!(list(&cluster.b), [Value::Null; 0], "what runs there was not left there");
+
+    let reader = std::fs::File::open(&image).unwrap();
+    kept(&cluster, &format!("process {}", std::process::id()));
+    drop(reader);
+    // In no process, but the kernel has it open.
+    let over_it = LoopDevice::over(&image);
+    kept(&cluster, "open");
+    drop(over_it);
+    // The loop device goes when whoever looks at new devices has let go of it.
+    until("the kernel has let go of it", || list(&cluster.a)[0].get("kept_because").is_none());
+    let earlier = (epoch - 1).to_string();
+    assert_ne!(cluster.a.cli(&["images", "remove", "vm1", &earlier]).code, 0);
+    assert!(image.exists());
+    let removed = cluster.a.cli(&["images", "remove", "vm1"]).ok().json();
+    assert_eq!(removed[0]["path"].as_str(), image.to_str());
+    assert!(!image.exists());
+    assert_eq!(list(&cluster.a), [Value::Null; 0]);
+    cluster.guest_is_whole("b", "vm1");
+    drop(guest);
+
+    // There is another file under the name of the one that it leaves there.
+    let there = image_of(&report);
+    cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
+    cluster.b.wait_settled();
+    assert_eq!(list(&cluster.b)[0].get("kept_because"), None);
+    std::fs::rename(&there, there.with_extension("away")).unwrap();
+    std::fs::copy(there.with_extension("away"), &there).unwrap();
+    let refused = cluster.b.cli(&["images", "remove", "vm1"]);
+    assert!(refused.code == 1 && refused.stdout.contains("another file"), "{refused:?}");
+    // The very one, and somebody has written to it.
+    std::fs::rename(there.with_extension("away"), &there).unwrap();
+    let refused = cluster.b.cli(&["images", "remove", "vm1"]);
+    assert!(refused.code == 1 && refused.stdout.contains("was changed"), "{refused:?}");
+    assert!(there.exists());
+}

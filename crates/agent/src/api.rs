@@ -16,6 +16,8 @@
 //! | `POST /v1/migrations/{vm}/{epoch}/cancel` | | [`CancelOutcome`] |
 //! | `POST /v1/migrations/{vm}/{epoch}/recover` | [`RecoverRequest`] | [`RecoverReport`] |
 //! | `POST /v1/migrations/{vm}/{epoch}/limits` | [`Limits`] | [`Limits`] |
+//! | `GET /v1/images` | | list of [`LeftImage`] |
+//! | `DELETE /v1/images/{vm}`, `…/{epoch}` | | those that were removed |
 //!
 //! `{epoch}` is a number or `latest`. Whatever fails answers a [`Problem`] with a matching status.
 //!

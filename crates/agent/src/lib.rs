@@ -22,6 +22,7 @@ mod disks;
 pub mod fault;
 mod hold;
 pub mod journal;
+mod left_images;
 mod machine;
 mod names;
 mod owners;

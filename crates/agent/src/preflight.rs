@@ -313,6 +313,12 @@ fn theirs(proposal: &Proposal) -> Result<(SourceFacts, Vec<NeededFile>), serde_j
     Ok((serde_json::from_value(source)?, files))
 }
 
+/// The files that the VM of a proposal has at its source; none where that was not told.
+pub(crate) fn files_of(proposal: &Proposal) -> Vec<NeededFile> {
+    let facts: Result<Facts, _> = serde_json::from_value(proposal.facts.clone());
+    facts.map(|facts| facts.files).unwrap_or_default()
+}
+
 /// Directories, files and addresses of which the configuration says that both hosts see the same there.
 fn shared(context: &Context) -> Vec<String> {
     let dirs = context.config.disk_dirs.keys().map(|dir| dir.to_string_lossy().into_owned());

@@ -196,6 +196,18 @@ fn migrations_are_cancelled_recovered_and_limited() {
 }
 
 #[test]
+fn images_that_were_left_are_listed_and_removed() {
+    let world = world();
+    assert_eq!(world.client.images().unwrap(), [fake::left_image()]);
+    for epoch in [None, Some(3)] {
+        assert_eq!(world.client.remove_images(&vm("web1"), epoch).unwrap(), [fake::left_image()]);
+    }
+    for (name, epoch) in [("web1", Some(4)), ("web", None)] {
+        assert_eq!(problem(world.client.remove_images(&vm(name), epoch)).kind, Kind::NotFound);
+    }
+}
+
+#[test]
 fn what_preflight_says_comes_with_the_refusal() {
     let world = world();
     let refused = problem(world.client.migrate(&MigrateRequest::new(vm("web"), host("tiny"))));
@@ -214,6 +226,8 @@ fn bad_requests_get_a_problem_and_reach_nobody() {
         ("POST", "/v1/migrations", r#"{"vm":"../x","to":"beta"}"#, 400, "no valid name"),
         ("GET", "/v1/vms/a%20b", "", 400, "no valid name"),
         ("GET", "/v1/migrations/web/now", "", 400, "no epoch"),
+        ("DELETE", "/v1/images/web1/latest", "", 400, "no epoch"),
+        ("DELETE", "/v1/images", "", 405, "DELETE"),
         ("GET", "/v1/migrations/web/latest", "", 404, "no migration of web"),
         ("GET", "/v1/migrations/web/3", "", 404, "web#3"),
         ("POST", "/v1/migrations/web/3/limits", r#"{"bandwith":3}"#, 400, "bandwith"),

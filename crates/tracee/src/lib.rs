@@ -14,7 +14,7 @@
 //! | [`maps`], [`Pagemap`] | what is mapped, and which pages are there at all |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
-//! ([`heap`] alone is about this process: its allocator has no safe interface.)
+//! ([`heap`] is about this process, and [`Lease`] about a file: both have no safe interface.)
 //!
 //! It is the only crate with `unsafe`, and it knows nothing of virtual machines, networks or
 //! migrations. Everything that changes the other process has an undo that works when it is dropped
@@ -28,6 +28,7 @@ mod given_back;
 pub mod heap;
 mod inject;
 mod kernel;
+mod lease;
 pub mod maps;
 mod missing;
 mod pagemap;
@@ -42,6 +43,7 @@ pub use cpu_limit::{CpuLimit, CpuLimitError, PERIOD as CPU_LIMIT_PERIOD};
 pub use inject::holds_a_thread;
 pub use inject::{InjectError, Injector, LeftUserfaultfd, injector_main};
 pub use kernel::{Feature, Kernel, MissingFeatures};
+pub use lease::Lease;
 pub use missing::{MissingError, MissingPages};
 pub use pagemap::Pagemap;
 pub use process::{Process, ProcessError, Signal, Status};

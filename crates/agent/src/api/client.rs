@@ -16,8 +16,8 @@ use tokio::runtime::Runtime;
 
 use super::problem::Problem;
 use super::types::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Limits, MigrateRequest, MigrationStatus,
-    RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, LeftImage, Limits, MigrateRequest,
+    MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use crate::progress::ProgressLine;
 use crate::report::Report;
@@ -165,6 +165,18 @@ impl Client {
     /// `POST …/limits`.
     pub fn set_limits(&self, vm: &VmName, which: Which, limits: &Limits) -> Result<Limits, ClientError> {
         self.post(&path(vm, which, "/limits"), limits)
+    }
+
+    /// `GET /v1/images`.
+    pub fn images(&self) -> Result<Vec<LeftImage>, ClientError> {
+        self.get("/v1/images")
+    }
+
+    /// `DELETE /v1/images/{vm}`, or `…/{epoch}`.
+    pub fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, ClientError> {
+        let epoch = epoch.map_or_else(String::new, |epoch| format!("/{epoch}"));
+        let body = self.exchange(&Method::DELETE, &format!("/v1/images/{vm}{epoch}"), Bytes::new())?;
+        serde_json::from_slice(&body).map_err(ClientError::Answer)
     }
 
     /// `GET …/progress`: what is seen, line by line, until the migration is over or nobody is at work on it.

@@ -4,8 +4,8 @@ use proto::{MigrationId, VmName};
 
 use super::problem::Problem;
 use super::types::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Limits, MigrateRequest, MigrationStatus,
-    RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, LeftImage, Limits, MigrateRequest,
+    MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use crate::progress::Watcher;
 use crate::report::Report;
@@ -59,4 +59,11 @@ pub trait Control: Send + Sync + 'static {
 
     /// Changes limits of a migration under way; answers those in force.
     fn set_limits(&self, id: &MigrationId, limits: Limits) -> Result<Limits, Problem>;
+
+    /// Images that VMs left behind when they moved away with their disks.
+    fn images(&self) -> Result<Vec<LeftImage>, Problem>;
+
+    /// Removes those that a VM left behind, in one migration or in all; answers them. Unless all of them may go, none
+    /// does.
+    fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem>;
 }

@@ -7,7 +7,7 @@ use axum::body::{Body, Bytes};
 use axum::extract::{FromRequest, Path, Request, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{delete, get, post};
 use http_body_util::channel::Channel;
 use proto::{Epoch, MigrationId, VmName};
 use serde::Serialize;
@@ -37,6 +37,9 @@ pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> R
         .route("/v1/vms", get(vms).post(adopt))
         .route("/v1/vms/run", post(run))
         .route("/v1/vms/{vm}", get(vm).delete(forget))
+        .route("/v1/images", get(images))
+        .route("/v1/images/{vm}", delete(remove_images_of))
+        .route("/v1/images/{vm}/{epoch}", delete(remove_images_of_one))
         .route("/v1/migrations", get(migrations).post(migrate))
         .route(migration, get(one_migration))
         .route(&format!("{migration}/progress"), get(progress))
@@ -82,6 +85,23 @@ async fn forget(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer 
     let vm = vm_name(vm)?;
     shared.call(move |control| control.forget(&vm)).await?;
     Ok(StatusCode::NO_CONTENT.into_response())
+}
+
+async fn images(State(shared): State<Shared>) -> Answer {
+    json(StatusCode::OK, &shared.call(Control::images).await?)
+}
+
+async fn remove_images_of(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
+    let vm = vm_name(vm)?;
+    json(StatusCode::OK, &shared.call(move |control| control.remove_images(&vm, None)).await?)
+}
+
+async fn remove_images_of_one(
+    State(shared): State<Shared>,
+    Path((vm, epoch)): Path<(String, String)>,
+) -> Answer {
+    let (vm, epoch) = (vm_name(vm)?, epoch_number(&epoch)?);
+    json(StatusCode::OK, &shared.call(move |control| control.remove_images(&vm, Some(epoch))).await?)
 }
 
 async fn migrate(State(shared): State<Shared>, Given(request): Given<MigrateRequest>) -> Answer {
@@ -235,14 +255,22 @@ fn vm_name(name: String) -> Result<VmName, Problem> {
     VmName::new(name).map_err(|error| Problem::new(Kind::BadRequest, error.to_string(), ""))
 }
 
+fn epoch_number(epoch: &str) -> Result<u64, Problem> {
+    let unknown = |_| {
+        Problem::new(
+            Kind::BadRequest,
+            format!("{epoch:?} is no epoch"),
+            "give a number, or `latest` of a migration",
+        )
+    };
+    epoch.parse().map_err(unknown)
+}
+
 /// Which migration a path means: an epoch, or `latest`.
 fn resolve(control: &dyn Control, (vm, epoch): (String, String)) -> Result<MigrationId, Problem> {
     let vm = vm_name(vm)?;
     if epoch != "latest" {
-        let number = epoch.parse().map_err(|_| {
-            Problem::new(Kind::BadRequest, format!("{epoch:?} is no epoch"), "give a number, or `latest`")
-        })?;
-        return Ok(MigrationId { vm, epoch: Epoch(number) });
+        return Ok(MigrationId { vm, epoch: Epoch(epoch_number(&epoch)?) });
     }
     let of_vm = |id: &MigrationId| id.vm == vm;
     let latest = control.migrations()?.into_iter().map(|status| status.id).filter(of_vm).max();

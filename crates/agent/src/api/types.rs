@@ -308,6 +308,25 @@ pub struct MigrationStatus {
     pub progress: Option<Progress>,
 }
 
+/// An image that a VM has left behind when it moved away with its disks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeftImage {
+    /// The migration in which it was left.
+    #[serde(flatten)]
+    pub migration: MigrationId,
+    /// Where the VM went.
+    pub to: HostId,
+    /// The disk, by its name in the description.
+    pub disk: String,
+    /// The image's file.
+    pub path: PathBuf,
+    /// What it takes on this host, in bytes.
+    pub taken_bytes: u64,
+    /// Why it is not removed; absent where nothing speaks against it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub kept_because: Option<String>,
+}
+
 /// What became of a request to cancel.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "outcome", rename_all = "kebab-case")]

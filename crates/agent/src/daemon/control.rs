@@ -13,14 +13,14 @@ use super::drive::internal;
 use super::{Daemon, Mail};
 use crate::api::Control;
 use crate::api::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Limits, MigrateRequest, MigrationStatus,
-    RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, LeftImage, Limits, MigrateRequest,
+    MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use crate::api::{Kind, Problem};
 use crate::journal::{MigrationRecord, State};
 use crate::progress::{Publisher, Standing, Watcher};
 use crate::report::Report;
-use crate::{destination, preflight, source, vms};
+use crate::{destination, left_images, preflight, source, vms};
 
 /// How long a user waits for what becomes of a word.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -192,6 +192,14 @@ impl Control for Users {
             max_downtime_ms: Some(aims.max_downtime_ms),
             max_rounds: Some(aims.max_rounds),
         })
+    }
+
+    fn images(&self) -> Result<Vec<LeftImage>, Problem> {
+        left_images::list(&self.context).map_err(|error| internal(&error))
+    }
+
+    fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem> {
+        left_images::remove(&self.context, vm, epoch)
     }
 }
 

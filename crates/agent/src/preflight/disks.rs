@@ -133,7 +133,7 @@ pub(super) fn plan(
                 wanted.bytes >> 20,
                 place.path.display()
             ),
-            "the image at the source stays as it is when the guest leaves; remove it when it is not wanted any more",
+            "the image at the source stays as it is when the guest leaves; `whimbrel images` lists and removes such",
         ));
         let needed_bytes = place.needed_bytes(wanted.bytes, wanted.allocated_bytes);
         let name = wanted.name.clone();

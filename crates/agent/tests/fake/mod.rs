@@ -11,8 +11,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::agent::api::{
     AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Control, Epoch, Finding, HostId,
-    KernelFeature, Kind, Limits, MigrateRequest, MigrationId, MigrationStatus, Problem, RecoverAction,
-    RecoverReport, RecoverRequest, Role, RunRequest, Severity, VmDetail, VmName, VmSummary,
+    KernelFeature, Kind, LeftImage, Limits, MigrateRequest, MigrationId, MigrationStatus, Problem,
+    RecoverAction, RecoverReport, RecoverRequest, Role, RunRequest, Severity, VmDetail, VmName, VmSummary,
 };
 use crate::agent::progress::{Phase, Progress, Publisher, Standing, Watcher};
 use crate::agent::report::{Downtime, Measured, Objective, Outcome, Report, Round};
@@ -57,6 +57,18 @@ fn summary(name: &str) -> VmSummary {
 
 fn finding(severity: Severity, code: &str, what: &str, advice: &str) -> Finding {
     Finding { severity, code: code.into(), what: what.into(), advice: advice.into() }
+}
+
+/// The only one that was left.
+pub(crate) fn left_image() -> LeftImage {
+    LeftImage {
+        migration: MigrationId { vm: vm("web1"), epoch: Epoch(3) },
+        to: host("beta"),
+        disk: "drive0".to_owned(),
+        path: "/srv/web1.qcow2".into(),
+        taken_bytes: 5 << 30,
+        kept_because: None,
+    }
 }
 
 fn unknown_vm(name: &VmName) -> Problem {
@@ -362,5 +374,17 @@ impl Control for Fake {
                 limits.bandwidth_bytes_per_s.or(migration.limits.bandwidth_bytes_per_s);
             migration.limits.clone()
         })
+    }
+
+    fn images(&self) -> Result<Vec<LeftImage>, Problem> {
+        Ok(vec![left_image()])
+    }
+
+    fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem> {
+        self.note(format!("remove images of {vm} {epoch:?}"));
+        match left_image() {
+            image if image.migration.vm == *vm && epoch.is_none_or(|epoch| epoch == 3) => Ok(vec![image]),
+            _ => Err(Problem::new(Kind::NotFound, format!("{vm} has left no image here"), "")),
+        }
     }
 }

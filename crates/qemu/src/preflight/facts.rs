@@ -154,7 +154,7 @@ pub fn other_mappers(pid: u32, blocks: &[RamBlock]) -> Mappers {
 }
 
 /// A process as people know it.
-fn named(pid: u32) -> String {
+pub fn named(pid: u32) -> String {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     format!("{} (process {pid})", name.trim())
 }

@@ -1,0 +1,192 @@
+//! Images that VMs left behind here when they moved away with their disks.
+//!
+//! The image at the source is not touched by a migration: it is there if the copy turns out to be of no use. To remove
+//! it is a user's decision, and this its caution. The journal has to say that the copy was whole and on stable storage
+//! at the other host when this one gave the VM up (COMMITTED follows READY), and the file has to be the very one that it
+//! was then: the same inode, not changed since, and open nowhere.
+
+use std::fs::{self, File};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+
+use engine::handover::source::SourceState;
+use proto::VmName;
+use qemu::describe::{Disk, VmDescription};
+use qemu::preflight::FileIdentity;
+use tracee::Lease;
+use tracing::info;
+
+use crate::api::{Kind, LeftImage, Problem};
+use crate::context::Context;
+use crate::journal::{JournalError, MigrationRecord, State};
+use crate::preflight::files_of;
+
+/// All images that VMs left behind here and that are still there, those that were left last first.
+pub(crate) fn list(context: &Context) -> Result<Vec<LeftImage>, JournalError> {
+    let others = Others::of(context)?;
+    let mut images: Vec<LeftImage> = Vec::new();
+    for record in context.journal.migrations()? {
+        for left in left_by(context, &record)? {
+            // What was there again after it had been left was left again.
+            if images.iter().all(|known| known.path != left.path) {
+                images.extend(left.looked_at(&record, &others));
+            }
+        }
+    }
+    Ok(images)
+}
+
+/// Removes all that a VM left behind here, or what it left in one migration. Unless all of it may go, nothing does.
+pub(crate) fn remove(context: &Context, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem> {
+    // Nobody begins to run it here meanwhile.
+    let _alone = context.names.alone(vm);
+    let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
+    let is_meant = |image: &LeftImage| {
+        image.migration.vm == *vm && epoch.is_none_or(|epoch| image.migration.epoch.0 == epoch)
+    };
+    let images: Vec<LeftImage> = list(context).map_err(failed)?.into_iter().filter(is_meant).collect();
+    if images.is_empty() {
+        let error = format!("{vm} has left no image here");
+        return Err(Problem::new(Kind::NotFound, error, "`whimbrel images list` shows what is there"));
+    }
+    let kept = |path: &Path, why: &str| {
+        let error = format!("{} is not removed: {why}", path.display());
+        Problem::new(Kind::Conflict, error, "remove it by hand if nobody needs it")
+    };
+    if let Some((image, why)) = images.iter().find_map(|image| Some((image, image.kept_because.as_ref()?))) {
+        return Err(kept(&image.path, why));
+    }
+    for image in &images {
+        let lease = unused(&image.path).map_err(|why| kept(&image.path, &why))?;
+        fs::remove_file(&image.path).map_err(|error| kept(&image.path, &error.to_string()))?;
+        drop(lease);
+        info!(migration = %image.migration, path = %image.path.display(), "the image that was left behind is removed");
+    }
+    Ok(images)
+}
+
+/// What others of this host have, whether it is open now or not.
+struct Others {
+    vms: Vec<(VmName, VmDescription)>,
+    templates: Vec<PathBuf>,
+}
+
+impl Others {
+    fn of(context: &Context) -> Result<Self, JournalError> {
+        let described = |record: crate::journal::VmRecord| {
+            Some((record.vm, serde_json::from_value(record.description).ok()?))
+        };
+        let vms = context.journal.vms()?.into_iter().filter_map(described).collect();
+        let templates = context.templates.infos().into_iter().map(|template| template.path).collect();
+        Ok(Self { vms, templates })
+    }
+
+    /// Whose it is, too.
+    fn users(&self, path: &Path) -> Option<String> {
+        if self.templates.iter().any(|template| template == path) {
+            return Some("it is a template of this host".to_owned());
+        }
+        let has_it =
+            |disk: &Disk| disk.file.iter().chain(&disk.backing_files).any(|file| Path::new(file) == path);
+        let (vm, _) = self.vms.iter().find(|(_, vm)| vm.disks.iter().any(has_it))?;
+        Some(format!("{vm}, which is here, has it among its disks"))
+    }
+}
+
+/// An image as it was when it was left.
+struct Left {
+    disk: Disk,
+    path: PathBuf,
+    identity: Option<FileIdentity>,
+}
+
+/// The top images of the disks that went away whole in a migration; what is below them may be others' as well.
+fn left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, JournalError> {
+    // Without an incarnation nobody knows that the destination was ever ready.
+    let is_done = matches!(record.state, State::Source(SourceState::Done { incarnation: Some(_), .. }));
+    if !is_done || record.open {
+        return Ok(Vec::new());
+    }
+    let (report, proposal) = (context.journal.report(record.id())?, context.journal.proposal(record.id())?);
+    let Some((report, proposal)) = report.zip(proposal) else { return Ok(Vec::new()) };
+    let described: Option<VmDescription> = serde_json::from_value(proposal.description.clone()).ok();
+    let files = files_of(&proposal);
+    let disks = described.into_iter().flat_map(|vm| vm.disks);
+    let copied = disks.filter(|disk| report.disks.iter().any(|copied| copied.name == disk.name));
+    let left = |disk: Disk| {
+        let path = PathBuf::from(disk.file.as_ref()?);
+        let file = files.iter().find(|file| file.option.is_none() && Path::new(&file.path) == path);
+        Some(Left { identity: file.and_then(|file| file.identity.clone()), disk, path })
+    };
+    Ok(copied.filter_map(left).collect())
+}
+
+impl Left {
+    /// As it is now; none if it is not there any more.
+    fn looked_at(self, record: &MigrationRecord, others: &Others) -> Option<LeftImage> {
+        let found = fs::metadata(&self.path).ok()?;
+        let kept_because = self.changed(&found, record).or_else(|| others.users(&self.path));
+        Some(LeftImage {
+            migration: record.id().clone(),
+            to: record.terms.destination.clone(),
+            disk: self.disk.name,
+            kept_because: kept_because.or_else(|| unused(&self.path).err()),
+            path: self.path,
+            taken_bytes: found.blocks() * 512,
+        })
+    }
+
+    /// Why it is not the file that was left, or not one that may go.
+    fn changed(&self, found: &fs::Metadata, record: &MigrationRecord) -> Option<String> {
+        if found.file_type().is_block_device() {
+            return Some(format!(
+                "it is a block device; if it is a volume of LVM, `lvremove {}`",
+                self.path.display()
+            ));
+        }
+        if !self.disk.snapshots.is_empty() {
+            let names = self.disk.snapshots.join(", ");
+            return Some(format!("it has internal snapshots that the copy has not ({names})"));
+        }
+        let is_it = |then: &FileIdentity, now: &FileIdentity| {
+            (&then.file_system, &then.mounted, then.inode) == (&now.file_system, &now.mounted, now.inode)
+        };
+        let now = FileIdentity::of(&self.path);
+        if !self.identity.as_ref().zip(now.as_ref()).is_some_and(|(then, now)| is_it(then, now)) {
+            return Some("it is another file than the one that was left".to_owned());
+        }
+        let changed_unix_ms =
+            found.ctime().saturating_mul(1000).saturating_add(found.ctime_nsec() / 1_000_000);
+        let left_unix_ms = i64::try_from(record.updated_unix_ms).unwrap_or(i64::MAX);
+        (changed_unix_ms > left_unix_ms).then(|| {
+            let when = crate::report::rfc3339(changed_unix_ms.unsigned_abs());
+            format!("it was changed after the VM had left, at {when}")
+        })
+    }
+}
+
+/// Nobody can open it while the answer is held; or why not.
+fn unused(path: &Path) -> Result<Lease, String> {
+    let cannot = |error: std::io::Error| format!("it cannot be seen whether anybody has it open: {error}");
+    match Lease::take(File::open(path).map_err(cannot)?).map_err(cannot)? {
+        Some(lease) => Ok(lease),
+        None => Err(match holders(path) {
+            found if found.is_empty() => "somebody has it open".to_owned(),
+            found => format!("open in {}", found.join(", ")),
+        }),
+    }
+}
+
+/// Processes that have a file open, for people.
+fn holders(path: &Path) -> Vec<String> {
+    let Ok(file) = fs::metadata(path) else { return Vec::new() };
+    let is_it = |link: fs::DirEntry| {
+        fs::metadata(link.path()).is_ok_and(|open| (open.dev(), open.ino()) == (file.dev(), file.ino()))
+    };
+    let has_it = |process: &Path| fs::read_dir(process.join("fd")).into_iter().flatten().flatten().any(is_it);
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(|entry| {
+        let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
+        has_it(&entry.path()).then(|| qemu::preflight::facts::named(pid))
+    });
+    processes.collect()
+}

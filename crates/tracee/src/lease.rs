@@ -1,0 +1,72 @@
+//! Whether anybody has a file open, as the kernel knows it: processes of all namespaces, and the kernel itself, as a loop
+//! device has its file open.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd as _;
+
+use linux_raw_sys::general::F_SETSIG;
+use nix::libc;
+
+/// Nobody else has a file open; whoever wants to open it waits until this is dropped.
+#[derive(Debug)]
+pub struct Lease {
+    /// The lease ends with it.
+    _file: File,
+}
+
+impl Lease {
+    /// A lease of a file, which must be open for reading; none if anybody else has it open, in whatever way. To be held
+    /// for a moment.
+    ///
+    /// # Errors
+    /// When the file system has no leases (a network file system), or the caller is neither the file's owner nor has
+    /// `CAP_LEASE`.
+    pub fn take(file: File) -> io::Result<Option<Self>> {
+        let fd = file.as_raw_fd();
+        // The kernel tells by a signal that somebody waits. The one that it sends unless told otherwise would end the
+        // process; this one is ignored.
+        // SAFETY: takes a number, and touches no memory of this process.
+        let told = unsafe { libc::fcntl(fd, F_SETSIG as libc::c_int, libc::SIGURG) };
+        if told < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: as above.
+        let taken = unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) };
+        if taken == 0 {
+            return Ok(Some(Self { _file: file }));
+        }
+        match io::Error::last_os_error() {
+            error if error.raw_os_error() == Some(libc::EAGAIN) => Ok(None),
+            error => Err(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::OpenOptions;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn only_who_has_it_alone_gets_a_lease() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        std::fs::write(&path, "x").unwrap();
+        let open = || File::open(&path).unwrap();
+        for write in [false, true] {
+            let other = OpenOptions::new().read(!write).write(write).open(&path).unwrap();
+            assert!(Lease::take(open()).unwrap().is_none(), "{write}");
+            drop(other);
+            let lease = Lease::take(open()).unwrap().unwrap();
+            // Who comes meanwhile is let in afterwards, and nobody is hurt by it.
+            thread::scope(|scope| {
+                let late = scope.spawn(|| OpenOptions::new().read(!write).write(write).open(&path));
+                drop(lease);
+                assert!(late.join().unwrap().is_ok());
+            });
+        }
+    }
+}

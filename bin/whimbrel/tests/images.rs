@@ -215,3 +215,40 @@ fn an_image_that_was_left_is_removed_on_demand() {
     assert!(refused.code == 1 && refused.stdout.contains("was changed"), "{refused:?}");
     assert!(there.exists());
 }
+
+/// It opens its image anew when it may run, and has no more rights than its user by then.
+#[test]
+fn a_qemu_that_gives_its_rights_up_has_its_image() {
+    const NOBODY: u32 = 65534;
+    for drive in ["-drive", "-blockdev"] {
+        let (cluster, image) = with_image("qcow2", 16);
+        chown(&image, Some(NOBODY), None).unwrap();
+        let load = Load { fill_mib: 8, wss_mib: 4, disk_threads: 1, ..Load::default() };
+        let mut spec = GuestSpec { memory_mib: 128, ..GuestSpec::tiny("vm1", load) };
+        let path = image.display();
+        let words = match drive {
+            "-drive" => format!("if=none,id=disk0,file={path},format=qcow2"),
+            _ => format!(
+                "driver=qcow2,node-name=disk0,auto-read-only=on,file.driver=file,file.auto-read-only=on,file.filename={path}"
+            ),
+        };
+        spec.extra = [drive, &words, "-device", "virtio-blk-pci,drive=disk0", "-runas", "nobody"]
+            .map(str::to_owned)
+            .to_vec();
+        let _guest = cluster.guest(&spec);
+        // A directory that it may not pass.
+        std::fs::set_permissions(pool(&cluster.lab.b), Permissions::from_mode(0o700)).unwrap();
+        let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
+        assert!(refused.code == 1 && refused.stdout.contains("disk-user"), "{refused:?}");
+        cluster.a.wait_settled();
+        cluster.b.wait_settled();
+        assert_eq!(entries(&pool(&cluster.lab.b)), [""; 0]);
+        std::fs::set_permissions(pool(&cluster.lab.b), Permissions::from_mode(0o711)).unwrap();
+        let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+        assert_eq!(std::fs::metadata(image_of(&report)).unwrap().uid(), NOBODY, "{drive}");
+        cluster.guest_is_whole("b", "vm1");
+        // And back.
+        cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
+        cluster.guest_is_whole("a", "vm1");
+    }
+}

@@ -6,10 +6,12 @@
 //! at a time, each over a connection of its own.
 
 mod destination;
+mod owner;
 mod served;
 mod source;
 
 pub(crate) use destination::Images;
+pub(crate) use owner::give;
 pub(crate) use source::{DiskLog, LeavingDisk, SocketPath, first_pages};
 
 use proto::limits::PAGE_BYTES;

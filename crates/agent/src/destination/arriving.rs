@@ -20,6 +20,7 @@ use tracing::{info, warn};
 use super::awaiting::AwaitedTrace;
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
+use crate::disks;
 use crate::hold::{self, HoldError};
 use crate::journal::{Durability, JournalError};
 use crate::pool;
@@ -223,6 +224,8 @@ impl Arriving {
         let waiting = (|| {
             let process = Process::open_exact(started.pid, started.start_time_ticks)?;
             let blocks = qemu::ram::ram_blocks(&mut qmp, started.pid)?;
+            disks::give(&traces.images, started.pid)
+                .map_err(|finding| ArriveError::Refused(vec![finding]))?;
             let seen = look(&mut qmp, &blocks)?;
             let blocks = in_order(blocks, proposed)?;
             let incoming = Incoming::prepare(&mut qmp, Some(&traces.log()))?;

@@ -166,11 +166,32 @@ pub fn tracer_pid(pid: u32) -> u32 {
     tracer.unwrap_or(0)
 }
 
+/// Who a process runs as.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Account {
+    /// The user.
+    pub user: u32,
+    /// His first group.
+    pub group: u32,
+    /// His further ones.
+    pub groups: Vec<u32>,
+}
+
+/// Who a process runs as.
+pub fn account(pid: u32) -> Option<Account> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let numbers = |name: &str| -> Option<Vec<u32>> {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.split_whitespace().map(|number| number.parse().ok()).collect()
+    };
+    // Real, effective, saved, of the file system.
+    let effective = |name| numbers(name)?.get(1).copied();
+    Some(Account { user: effective("Uid:")?, group: effective("Gid:")?, groups: numbers("Groups:")? })
+}
+
 /// The user that a process runs as.
 pub fn user(pid: u32) -> Option<u32> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    // Real, effective, saved, of the file system.
-    status.lines().find_map(|line| line.strip_prefix("Uid:"))?.split_whitespace().nth(1)?.parse().ok()
+    Some(account(pid)?.user)
 }
 
 /// How readily the kernel ends a process when memory is short.
@@ -208,6 +229,9 @@ mod tests {
         assert!(!facts.kernel.is_empty() && facts.memory_available_bytes > 0);
         assert!(!facts.cpu_flags.is_empty());
         assert_eq!(tracer_pid(std::process::id()), 0);
+        let account = account(std::process::id()).unwrap();
+        assert_eq!(account.user, rustix::process::geteuid().as_raw());
+        assert_eq!(account.group, rustix::process::getegid().as_raw());
     }
 
     #[test]

@@ -1,0 +1,96 @@
+//! Whose the images of arriving disks are.
+//!
+//! They are made by the agent. A QEMU that gives its rights up when it has started (`-runas`, `-run-with user=`) opens
+//! them before that, for reading, and once more, for writing, when the guest is to run: then it is too late to find out
+//! that it may not.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::fs::chown;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use proto::message::{Finding, Severity};
+use qemu::preflight::facts::{self, Account};
+use rustix::process::{DumpableBehavior, Gid, Uid, dumpable_behavior, set_dumpable_behavior};
+use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
+
+/// Has images belong to the user that a QEMU has become; a blocker says where that does not help it. The QEMU has
+/// answered already, so that it is the user that it will be.
+pub(crate) fn give(images: &[PathBuf], pid: u32) -> Result<(), Finding> {
+    let Some(account) = facts::account(pid).filter(|it| it.user != rustix::process::geteuid().as_raw())
+    else {
+        return Ok(());
+    };
+    images.iter().try_for_each(|image| {
+        let given = chown(image, Some(account.user), Some(account.group));
+        given.and_then(|()| opens(image, &account)).map_err(|error| Finding {
+            severity: Severity::Blocker,
+            code: "disk-user".to_owned(),
+            what: format!("QEMU runs as user {} there, and cannot open {}: {error}", account.user, image.display()),
+            advice: "let that user pass the directory of [disks.pool] at the destination, and those above it (chmod o+x)"
+                .to_owned(),
+        })
+    })
+}
+
+/// Whether somebody can open a file for writing, as the kernel says it: in a thread that becomes him.
+fn opens(path: &Path, account: &Account) -> io::Result<()> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    // Where one thread becomes another user, others may not look into the process any more, and it leaves no core: as if
+    // all of it had become him.
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let before = dumpable_behavior()?;
+    let opened = as_another(path, account);
+    if before == DumpableBehavior::Dumpable {
+        set_dumpable_behavior(before)?;
+    }
+    opened
+}
+
+fn as_another(path: &Path, account: &Account) -> io::Result<()> {
+    thread::scope(|scope| {
+        let become_and_open = || -> io::Result<()> {
+            let groups: Vec<Gid> = account.groups.iter().map(|group| Gid::from_raw(*group)).collect();
+            let (user, group) = (Uid::from_raw(account.user), Gid::from_raw(account.group));
+            set_thread_groups(&groups)?;
+            set_thread_res_gid(group, group, group)?;
+            set_thread_res_uid(user, user, user)?;
+            OpenOptions::new().read(true).write(true).open(path).map(drop)
+        };
+        let thread =
+            thread::Builder::new().name("as-another".to_owned()).spawn_scoped(scope, become_and_open)?;
+        thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that tried it has failed")))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{Permissions, set_permissions, write};
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    /// And this thread is still who it was.
+    #[test]
+    fn who_may_open_a_file_is_found_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        write(&path, "x").unwrap();
+        let nobody = Account { user: 65534, group: 65534, groups: vec![12] };
+        let may = |mode: u32, owner: u32, group: u32, directory: u32| {
+            set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+            chown(&path, Some(owner), Some(group)).unwrap();
+            set_permissions(folder.path(), Permissions::from_mode(directory)).unwrap();
+            opens(&path, &nobody).is_ok()
+        };
+        assert!(may(0o600, 65534, 0, 0o711));
+        assert!(may(0o060, 0, 12, 0o711));
+        assert!(!may(0o600, 0, 0, 0o711));
+        assert!(!may(0o600, 65534, 0, 0o700));
+        assert!(rustix::process::geteuid().is_root());
+        assert!(write(&path, "y").is_ok());
+        assert_eq!(dumpable_behavior().unwrap(), DumpableBehavior::Dumpable);
+    }
+}

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use agent::api::{Client, ClientError, MigrationId, Which};
-use agent::progress::{Phase, Progress, Standing};
+use agent::progress::{DiskProgress, Phase, Progress, Standing};
 use agent::report::{bytes, milliseconds, rate};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 
@@ -194,10 +194,17 @@ fn now(progress: &Progress) -> Vec<String> {
     if matches!(progress.phase, Phase::PreCopy | Phase::LastRound | Phase::PostCopy) {
         parts.push(format!("{} left", bytes(progress.remaining_bytes)));
         parts.push(rate(progress.rate_bytes_per_s));
+        parts.extend(progress.disks.iter().filter(|disk| disk.round_bytes > 0).map(disk));
     }
     parts.extend(progress.downtime_us.map(|us| format!("downtime {}", milliseconds(us))));
     parts.extend(progress.message.as_deref().map(crate::output::plain));
     parts
+}
+
+/// How far a disk is.
+fn disk(disk: &DiskProgress) -> String {
+    let done = bytes(disk.round_bytes.saturating_sub(disk.remaining_bytes));
+    format!("disk {} {done} of {}", crate::output::plain(&disk.name), bytes(disk.round_bytes))
 }
 
 /// What the rounds before it let expect; nothing is known before the first is over.
@@ -229,6 +236,16 @@ mod tests {
         };
         assert_eq!(now(&progress).join(", "), "round 3, 16.0 MiB left, 1.0 GiB/s");
         assert_eq!(outlook(&progress).join(", "), "dirtied 100.0 MiB/s, downtime 12.0 ms expected");
+        let disk = |name: &str, round_mib: u64, remaining_mib: u64| DiskProgress {
+            name: name.to_owned(),
+            bytes: 1 << 40,
+            round_bytes: round_mib << 20,
+            remaining_bytes: remaining_mib << 20,
+        };
+        let disks = vec![disk("sda", 64, 16), disk("sdb", 0, 0)];
+        let with_disks = Progress { disks, ..progress.clone() };
+        let words = "round 3, 16.0 MiB left, 1.0 GiB/s, disk sda 48.0 MiB of 64.0 MiB";
+        assert_eq!(now(&with_disks).join(", "), words, "nothing is to be sent of the other");
         let first = Progress { round: 1, expected_downtime_us: None, ..progress.clone() };
         assert!(outlook(&first).is_empty(), "no rate of dirtying is known yet");
         let over = Progress { phase: Phase::Ended, message: Some("disk full".into()), ..progress };

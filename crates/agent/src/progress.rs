@@ -58,6 +58,19 @@ impl Standing {
     }
 }
 
+/// How far a disk is that is copied.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskProgress {
+    /// Its name in the description.
+    pub name: String,
+    /// Its length, in bytes.
+    pub bytes: u64,
+    /// What there was to send of it when this round began, in bytes.
+    pub round_bytes: u64,
+    /// What of that is still to be sent, in bytes.
+    pub remaining_bytes: u64,
+}
+
 /// A look at a migration. Numbers that are not known yet are zero or absent.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
@@ -73,10 +86,13 @@ pub struct Progress {
     pub pass: u32,
     /// Size of the guest's RAM, in bytes.
     pub ram_bytes: u64,
-    /// What there was to send when this round began, in bytes of guest memory.
+    /// What there was to send when this round began, in bytes of guest memory and disks.
     pub round_bytes: u64,
-    /// What of that is still to be sent, in bytes of guest memory.
+    /// What of that is still to be sent, in bytes of guest memory and disks.
     pub remaining_bytes: u64,
+    /// The same of each disk that is copied.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<DiskProgress>,
     /// Sent on all streams since the beginning, in bytes on the wire.
     pub sent_bytes: u64,
     /// Sending rate, in bytes per second on the wire.

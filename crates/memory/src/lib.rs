@@ -62,7 +62,8 @@ pub use round::{
     Cleared, DirtyLog, DrainFailed, Owed, PartAround, Place, Readable, ScanError, ScanFailed, ScanStats,
 };
 pub use send::{
-    Interrupted, Progress, RoundStats, Saving, SendError, Sender, SenderHandle, Sent, SourceRam, stream_of,
+    BlockProgress, Interrupted, Progress, RoundStats, Saving, SendError, Sender, SenderHandle, Sent,
+    SourceRam, stream_of,
 };
 pub use soft::Soft;
 pub use tracee::TrackError;

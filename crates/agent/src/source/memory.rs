@@ -20,6 +20,7 @@ use qemu::recording::RecordError;
 use tracee::{InjectError, TrackerStart};
 
 use super::Aims;
+use super::telemetry::Later;
 use super::throttling::Throttling;
 use super::vm::{SourceVm, VmError};
 use crate::api::{self, StopPolicy, ThrottleWrites};
@@ -232,6 +233,12 @@ impl Cargo {
         self.disks.as_ref().map_or(&[], DiskLog::names)
     }
 
+    /// The disks' names and lengths, in bytes.
+    pub(crate) fn disks(&self) -> impl Iterator<Item = (String, u64)> {
+        let lengths = self.readers.iter().skip(self.ram_bytes.len()).map(|disk| disk.bytes());
+        self.disk_names().iter().cloned().zip(lengths)
+    }
+
     /// What has to be sent of the disks, and nothing of memory.
     pub(crate) fn disks_alone(&self) -> Owed {
         let ram = self.ram_bytes.iter().map(|bytes| DirtyBitmap::new(*bytes));
@@ -254,6 +261,12 @@ impl Cargo {
     /// How many pages of disks are owed.
     pub(crate) fn disk_pages(&self, owed: &Owed) -> u64 {
         owed.blocks().iter().skip(self.ram_bytes.len()).map(DirtyBitmap::count).sum()
+    }
+
+    /// What waits for a later round, for people.
+    pub(crate) fn waiting(&self, later: &Owed) -> Later {
+        let of_disks = later.blocks().iter().skip(self.ram_bytes.len()).map(DirtyBitmap::count);
+        Later { pages: later.pages(), of_disks: of_disks.collect() }
     }
 
     /// The log of all of it; disks are asked of QEMU.

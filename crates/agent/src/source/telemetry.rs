@@ -1,7 +1,6 @@
 //! What people see of a migration while it runs: progress, sampled from the sender a few times a second, and bytes
 //! counted over all connections.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
@@ -9,8 +8,9 @@ use std::time::{Duration, Instant};
 
 use ::memory::SenderHandle;
 use link::Handle;
+use proto::limits::PAGE_BYTES;
 
-use crate::progress::{Progress, Publisher};
+use crate::progress::{DiskProgress, Progress, Publisher};
 
 /// How often progress is looked at.
 const SAMPLE: Duration = Duration::from_millis(200);
@@ -22,10 +22,19 @@ pub(crate) struct Telemetry {
     /// When the migration was asked for.
     begun: Instant,
     connections: Arc<Mutex<Vec<Handle>>>,
-    /// Pages that wait for a later round.
-    later_pages: Arc<AtomicU64>,
+    /// What waits for a later round.
+    later: Arc<Mutex<Later>>,
     /// Dropping it ends the sampling thread.
     sampler: Mutex<Option<Sender<()>>>,
+}
+
+/// Pages that wait for a later round.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Later {
+    /// All of them.
+    pub(crate) pages: u64,
+    /// Those of each disk.
+    pub(crate) of_disks: Vec<u64>,
 }
 
 impl Telemetry {
@@ -34,7 +43,7 @@ impl Telemetry {
             publisher,
             begun,
             connections: Arc::default(),
-            later_pages: Arc::default(),
+            later: Arc::default(),
             sampler: Mutex::default(),
         }
     }
@@ -56,9 +65,15 @@ impl Telemetry {
         self.publisher.now()
     }
 
-    /// A round begins: of which pass, and how many pages wait for a later one.
-    pub(crate) fn begins(&self, pass: u32, later_pages: u64) {
-        self.later_pages.store(later_pages, Ordering::Relaxed);
+    /// Disks that are copied, with their lengths in bytes.
+    pub(crate) fn shows_disks(&self, disks: impl Iterator<Item = (String, u64)>) {
+        let disk = |(name, bytes)| DiskProgress { name, bytes, ..DiskProgress::default() };
+        self.update(|progress| progress.disks = disks.map(disk).collect());
+    }
+
+    /// A round begins: of which pass, and what waits for a later one.
+    pub(crate) fn begins(&self, pass: u32, later: Later) {
+        *lock(&self.later) = later;
         self.update(|progress| progress.pass = pass);
     }
 
@@ -82,7 +97,7 @@ impl Telemetry {
         let Some(sender) = sender else { return drop(lock(&self.sampler).take()) };
         let (stop, stopped) = mpsc::channel();
         let (publisher, connections) = (self.publisher.clone(), Arc::clone(&self.connections));
-        let (begun, later) = (self.begun, Arc::clone(&self.later_pages));
+        let (begun, later) = (self.begun, Arc::clone(&self.later));
         let sample = move || {
             let mut before = (Instant::now(), sum(&lock(&connections)).0);
             while stopped.recv_timeout(SAMPLE) == Err(RecvTimeoutError::Timeout) {
@@ -90,13 +105,22 @@ impl Telemetry {
                 let span = now.duration_since(before.0).as_secs_f64();
                 let rate = sent_bytes.saturating_sub(before.1) as f64 / span;
                 before = (now, sent_bytes);
-                let round = sender.progress();
-                let later = later.load(Ordering::Relaxed);
-                let left = round.pages.saturating_sub(round.sent.pages()) + later;
+                let (round, blocks) = (sender.progress(), sender.of_blocks());
+                let later = lock(&later).clone();
+                let left = round.pages.saturating_sub(round.sent.pages()) + later.pages;
                 publisher.update(|progress| {
                     progress.round = round.round;
-                    progress.round_bytes = (round.pages + later) * proto::limits::PAGE_BYTES;
-                    progress.remaining_bytes = left * proto::limits::PAGE_BYTES;
+                    progress.round_bytes = (round.pages + later.pages) * PAGE_BYTES;
+                    progress.remaining_bytes = left * PAGE_BYTES;
+                    // They come last.
+                    let first = blocks.len().saturating_sub(progress.disks.len());
+                    for (number, (disk, block)) in progress.disks.iter_mut().zip(&blocks[first..]).enumerate()
+                    {
+                        let later = later.of_disks.get(number).copied().unwrap_or(0);
+                        disk.round_bytes = (block.pages + later) * PAGE_BYTES;
+                        disk.remaining_bytes =
+                            (block.pages.saturating_sub(block.sent_pages) + later) * PAGE_BYTES;
+                    }
                     progress.sent_bytes = sent_bytes;
                     progress.rate_bytes_per_s = rate as u64;
                     progress.elapsed_us = begun.elapsed().as_micros() as u64;

@@ -44,6 +44,7 @@ use crate::round::{Owed, Readable};
 use crate::soft::Soft;
 use crate::wire::{DataStream, is_transient};
 
+mod counters;
 mod plan;
 mod shared;
 mod stream;
@@ -201,6 +202,15 @@ pub struct Progress {
     pub refused: u64,
     /// Bytes of frames given to the connections in this round.
     pub wire_bytes: u64,
+}
+
+/// How far a round is with one block; see [`SenderHandle::of_blocks`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BlockProgress {
+    /// Pages of the round.
+    pub pages: u64,
+    /// Those of them that were sent.
+    pub sent_pages: u64,
 }
 
 /// A round that came to no end. The sender is gone with its connections; go on with a new one.
@@ -376,6 +386,11 @@ impl SenderHandle {
     /// How far the round in progress is.
     pub fn progress(&self) -> Progress {
         self.0.progress()
+    }
+
+    /// How far the round in progress is with each block, in the order of the proposal.
+    pub fn of_blocks(&self) -> Vec<BlockProgress> {
+        self.0.of_blocks()
     }
 
     /// Whether a connection has failed or somebody has cancelled, so that the next round cannot be sent.

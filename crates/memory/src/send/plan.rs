@@ -22,6 +22,8 @@ pub(super) struct Place {
 pub(super) struct Plan {
     pub(super) round: u32,
     pub(super) pages: u64,
+    /// The same of each block.
+    pub(super) block_pages: Vec<u64>,
     /// Until when all of it has to be sent and acknowledged; none if there is time.
     pub(super) deadline: Option<Instant>,
     /// When to stop with what was sent by then; none to send all.
@@ -33,15 +35,16 @@ pub(super) struct Plan {
 impl Plan {
     pub(super) fn new(blocks: &[DirtyBitmap], streams: u16, round: u32, deadline: Option<Instant>) -> Self {
         let mut shares = vec![Vec::new(); usize::from(streams)];
-        let mut pages = 0;
-        for (block, bitmap) in (0_u16..).zip(blocks) {
+        let mut block_pages = vec![0; blocks.len()];
+        for ((block, bitmap), pages) in (0_u16..).zip(blocks).zip(&mut block_pages) {
             for chunk in bitmap.dirty_chunks() {
-                pages += bitmap.chunk(chunk).count();
+                *pages += bitmap.chunk(chunk).count();
                 shares[usize::from(stream_of(block, chunk, streams))]
                     .push(Place { block, chunk: chunk as u32 });
             }
         }
-        Self { round, pages, deadline, until: None, shares }
+        let pages = block_pages.iter().sum();
+        Self { round, pages, block_pages, deadline, until: None, shares }
     }
 
     /// The chunks of a stream for which there is time; one of them in any case, so that every round comes nearer to the end.

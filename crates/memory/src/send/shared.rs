@@ -1,7 +1,7 @@
 //! What the threads of a sender share, and what each of them does.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -16,9 +16,10 @@ use crate::chunk::{Contents, Knowledge, Refer};
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::references::Known;
+use crate::send::counters::Counters;
 use crate::send::plan::{Place, Plan};
 use crate::send::stream::{InFlight, Outlet, Stream};
-use crate::send::{Progress, Saving, SendError, SourceRam};
+use crate::send::{BlockProgress, Progress, Saving, SendError, SourceRam};
 use crate::wire::{DataStream, FrameSource};
 
 pub(super) struct Shared {
@@ -46,21 +47,6 @@ struct State {
     failure: Option<SendError>,
 }
 
-#[derive(Default)]
-struct Counters {
-    round: AtomicU32,
-    pages: AtomicU64,
-    data: AtomicU64,
-    zero: AtomicU64,
-    hole: AtomicU64,
-    reference: AtomicU64,
-    delta: AtomicU64,
-    filled: AtomicU64,
-    soft: AtomicU64,
-    refused: AtomicU64,
-    wire_bytes: AtomicU64,
-}
-
 impl Shared {
     pub(super) fn new(
         ram: SourceRam,
@@ -76,6 +62,7 @@ impl Shared {
                 Stream::new(stream.sink, stream.hang_up, window)
             })
             .collect();
+        let counters = Counters::new(ram.len());
         let shared = Self {
             ram,
             saving,
@@ -85,7 +72,7 @@ impl Shared {
             begin: Condvar::new(),
             settled: Condvar::new(),
             stopped: AtomicBool::new(false),
-            counters: Counters::default(),
+            counters,
         };
         (shared, sources)
     }
@@ -98,25 +85,7 @@ impl Shared {
 
     /// Opens a round; its pages are owed from here on.
     pub(super) fn begin(&self, owed: Vec<DirtyBitmap>, plan: &Plan) {
-        let counters = &self.counters;
-        counters.round.store(plan.round, Ordering::Relaxed);
-        counters.pages.store(plan.pages, Ordering::Relaxed);
-        let Counters {
-            round: _,
-            pages: _,
-            data,
-            zero,
-            hole,
-            reference,
-            delta,
-            filled,
-            soft,
-            refused,
-            wire_bytes,
-        } = counters;
-        for counter in [data, zero, hole, reference, delta, filled, soft, refused, wire_bytes] {
-            counter.store(0, Ordering::Relaxed);
-        }
+        self.counters.begin(plan);
         if let Some(deltas) = &self.saving.deltas {
             deltas.keep(&owed, plan.round);
         }
@@ -165,24 +134,11 @@ impl Shared {
     }
 
     pub(super) fn progress(&self) -> Progress {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let counters = &self.counters;
-        let sent = Contents {
-            data: get(&counters.data),
-            zero: get(&counters.zero),
-            hole: get(&counters.hole),
-            reference: get(&counters.reference),
-            delta: get(&counters.delta),
-            filled: get(&counters.filled),
-            soft: get(&counters.soft),
-        };
-        Progress {
-            round: counters.round.load(Ordering::Relaxed),
-            pages: get(&counters.pages),
-            sent,
-            refused: get(&counters.refused),
-            wire_bytes: get(&counters.wire_bytes),
-        }
+        self.counters.progress()
+    }
+
+    pub(super) fn of_blocks(&self) -> Vec<BlockProgress> {
+        self.counters.of_blocks()
     }
 
     /// Ends everything, once: the first failure is the one that is told.
@@ -299,15 +255,7 @@ impl Shared {
                 None => work()?,
             };
 
-            let counters = &self.counters;
-            counters.data.fetch_add(contents.data, Ordering::Relaxed);
-            counters.zero.fetch_add(contents.zero, Ordering::Relaxed);
-            counters.hole.fetch_add(contents.hole, Ordering::Relaxed);
-            counters.reference.fetch_add(contents.reference, Ordering::Relaxed);
-            counters.delta.fetch_add(contents.delta, Ordering::Relaxed);
-            counters.filled.fetch_add(contents.filled, Ordering::Relaxed);
-            counters.soft.fetch_add(contents.soft, Ordering::Relaxed);
-            counters.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+            self.counters.sent(place.block, &taken, &contents, bytes);
             left.remove(&taken);
             if let Some(soft) = &self.saving.soft {
                 let mut left_out = knowledge.soft;
@@ -361,7 +309,7 @@ impl Shared {
         let seq = self.enter(stream, outlet, InFlight::RoundEnd)?;
         let sent = outlet.sink.send(Kind::RoundEnd, &[&encode_round_end(seq, round)]);
         sent.and_then(|()| outlet.sink.flush()).map_err(|source| not_sent(stream, source))?;
-        self.counters.wire_bytes.fetch_add((HEADER_BYTES + ROUND_END_BYTES) as u64, Ordering::Relaxed);
+        self.counters.sent_bytes(HEADER_BYTES + ROUND_END_BYTES);
         Ok(())
     }
 
@@ -421,7 +369,7 @@ impl Shared {
         if let Some(deltas) = &self.saving.deltas {
             deltas.refuse(place, &missing, changed.count());
         }
-        self.counters.refused.fetch_add(missing.count(), Ordering::Relaxed);
+        self.counters.refused(missing.count());
         Ok(())
     }
 

@@ -247,6 +247,25 @@ fn contents_are_told_apart() {
     assert!(stats.wire_bytes < 3 * 4096);
 }
 
+#[test]
+fn how_far_a_round_is_is_told_of_each_block() {
+    let lengths = [100, 2 * CHUNK_PAGES];
+    let (ram, destination) = (FakeRam::new(&lengths), FakeRam::new(&lengths));
+    let mut receiver = Receiver::new(destination.writers(), 1, |_, _| {});
+    receiver.begin(Generation(1));
+    let (sender, mut far) = sender(&ram, 1);
+    receiver.attach(Generation(1), 0, far.remove(0)).unwrap();
+    let handle = sender.handle();
+    let told = || handle.of_blocks().iter().map(|block| (block.pages, block.sent_pages)).collect::<Vec<_>>();
+    let sent = sender.send_round(all(&ram)).unwrap();
+    assert_eq!(told(), lengths.map(|pages| (pages, pages)));
+    // Of another round nothing of this one counts.
+    let mut owed = sent.owed;
+    owed.add_all(0..1);
+    sent.sender.send_round(owed.clear_marks(&mut ram.log()).unwrap().stopped_before()).unwrap();
+    assert_eq!(told(), [(100, 100), (0, 0)]);
+}
+
 /// What debugging kernels fill free pages with goes as what it is, between other pages and of whatever length.
 #[test]
 fn pages_that_are_filled_go_as_what_they_are_filled_with() {

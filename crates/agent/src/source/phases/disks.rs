@@ -141,6 +141,7 @@ impl Driver {
             self.take_notices()?;
             let pages = cargo.throttling().map_or(u64::MAX, |throttling| throttling.part_pages(all));
             let (part, later, next) = looked.part(place, pages);
+            self.telemetry.begins(0, cargo.waiting(&later));
             let sent = self.send_looked(sender, part, None, cargo)?;
             is_whole &= sent.stats.is_some();
             cargo.drained(sent.stats.as_ref());

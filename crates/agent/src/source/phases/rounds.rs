@@ -14,6 +14,7 @@ use super::{Ending, Failure};
 use crate::progress::Phase;
 use crate::report::Round;
 use crate::source::memory::Cargo;
+use crate::source::telemetry::Later;
 use crate::source::{Driver, VmError, memory};
 
 /// What a round has to send, found and fit to be read.
@@ -115,7 +116,7 @@ impl Driver {
                         // neither that nor this round says anything of the rounds that follow.
                         course = self.new_course(course.passes);
                         self.take_notices()?;
-                        self.telemetry.begins(course.passes + 1, 0);
+                        self.telemetry.begins(course.passes + 1, Later::default());
                         let sent = self.send_looked(sender, looked, None, cargo)?;
                         if sent.stats.is_some() {
                             self.tell_of_part(course.passes + 1, 0, 0);
@@ -144,7 +145,8 @@ impl Driver {
             let Share { looked, later, until } = course.share(looked, cargo);
             let later_pages = later.as_ref().map_or(0, Owed::pages);
             let (resent_pages, of_pass) = (course.count_resent(&looked, cargo), course.passes + 1);
-            self.telemetry.begins(of_pass, later_pages);
+            self.telemetry
+                .begins(of_pass, later.as_ref().map(|later| cargo.waiting(later)).unwrap_or_default());
             if let Some(later) = &later {
                 cargo.keep_marks(later);
             }

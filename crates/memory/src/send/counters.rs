@@ -1,0 +1,115 @@
+//! How far a round is, counted by all threads of a sender.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use crate::chunk::Contents;
+use crate::dirty::ChunkPages;
+use crate::send::plan::Plan;
+use crate::send::{BlockProgress, Progress};
+
+#[derive(Debug, Default)]
+pub(super) struct Counters {
+    round: AtomicU32,
+    pages: AtomicU64,
+    data: AtomicU64,
+    zero: AtomicU64,
+    hole: AtomicU64,
+    reference: AtomicU64,
+    delta: AtomicU64,
+    filled: AtomicU64,
+    soft: AtomicU64,
+    refused: AtomicU64,
+    wire_bytes: AtomicU64,
+    blocks: Vec<Block>,
+}
+
+#[derive(Debug, Default)]
+struct Block {
+    pages: AtomicU64,
+    sent: AtomicU64,
+}
+
+impl Counters {
+    /// For so many blocks.
+    pub(super) fn new(blocks: usize) -> Self {
+        Self { blocks: std::iter::repeat_with(Block::default).take(blocks).collect(), ..Self::default() }
+    }
+
+    /// A round begins.
+    pub(super) fn begin(&self, plan: &Plan) {
+        self.round.store(plan.round, Ordering::Relaxed);
+        self.pages.store(plan.pages, Ordering::Relaxed);
+        let Self {
+            round: _,
+            pages: _,
+            data,
+            zero,
+            hole,
+            reference,
+            delta,
+            filled,
+            soft,
+            refused,
+            wire_bytes,
+            blocks,
+        } = self;
+        for counter in [data, zero, hole, reference, delta, filled, soft, refused, wire_bytes] {
+            counter.store(0, Ordering::Relaxed);
+        }
+        for (block, pages) in blocks.iter().zip(&plan.block_pages) {
+            block.sent.store(0, Ordering::Relaxed);
+            block.pages.store(*pages, Ordering::Relaxed);
+        }
+    }
+
+    /// These pages of a block were sent, in a frame of so many bytes.
+    pub(super) fn sent(&self, block: u16, taken: &ChunkPages, contents: &Contents, bytes: usize) {
+        self.data.fetch_add(contents.data, Ordering::Relaxed);
+        self.zero.fetch_add(contents.zero, Ordering::Relaxed);
+        self.hole.fetch_add(contents.hole, Ordering::Relaxed);
+        self.reference.fetch_add(contents.reference, Ordering::Relaxed);
+        self.delta.fetch_add(contents.delta, Ordering::Relaxed);
+        self.filled.fetch_add(contents.filled, Ordering::Relaxed);
+        self.soft.fetch_add(contents.soft, Ordering::Relaxed);
+        self.sent_bytes(bytes);
+        if let Some(block) = self.blocks.get(usize::from(block)) {
+            block.sent.fetch_add(taken.count(), Ordering::Relaxed);
+        }
+    }
+
+    /// So many bytes were sent.
+    pub(super) fn sent_bytes(&self, bytes: usize) {
+        self.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// The other side does not have so many pages.
+    pub(super) fn refused(&self, pages: u64) {
+        self.refused.fetch_add(pages, Ordering::Relaxed);
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let sent = Contents {
+            data: get(&self.data),
+            zero: get(&self.zero),
+            hole: get(&self.hole),
+            reference: get(&self.reference),
+            delta: get(&self.delta),
+            filled: get(&self.filled),
+            soft: get(&self.soft),
+        };
+        Progress {
+            round: self.round.load(Ordering::Relaxed),
+            pages: get(&self.pages),
+            sent,
+            refused: get(&self.refused),
+            wire_bytes: get(&self.wire_bytes),
+        }
+    }
+
+    pub(super) fn of_blocks(&self) -> Vec<BlockProgress> {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let of = |block: &Block| BlockProgress { pages: get(&block.pages), sent_pages: get(&block.sent) };
+        self.blocks.iter().map(of).collect()
+    }
+}

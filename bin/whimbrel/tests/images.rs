@@ -216,6 +216,70 @@ fn an_image_that_was_left_is_removed_on_demand() {
     assert!(there.exists());
 }
 
+/// How many bytes of a range an image holds, by a program that had no part in copying.
+fn data_bytes(image: &Path, range: &Range<u64>) -> u64 {
+    let extents: Value = serde_json::from_str(&qemu_img(&["map", "-U", "--output=json"], image)).unwrap();
+    let within = |extent: &Value| {
+        let start = extent["start"].as_u64().unwrap();
+        let end = start + extent["length"].as_u64().unwrap();
+        end.min(range.end).saturating_sub(start.max(range.start))
+    };
+    extents.as_array().unwrap().iter().filter(|extent| extent["data"] == true).map(within).sum()
+}
+
+/// As `fstrim` does it: what has been sent by then is taken back, what has not been is not sent.
+#[test]
+fn what_is_discarded_while_it_is_copied_is_a_hole_there() {
+    for format in ["raw", "qcow2"] {
+        let (cluster, image) = with_image(format, 64);
+        let load = Load { fill_mib: 8, wss_mib: 4, ..Load::default() };
+        let mut spec = GuestSpec {
+            qemu: QemuVersion::Newer,
+            memory_mib: 128,
+            second_monitor: true,
+            ..GuestSpec::tiny("vm1", load)
+        };
+        let drive = format!("if=none,id=disk0,file={},format={format},discard=unmap", image.display());
+        spec.extra = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk0"].map(str::to_owned).to_vec();
+        let guest = cluster.guest(&spec);
+        let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify", "--compress", "none"];
+        let migration = cluster.a.begin(&[&words[..], &["--on-limit", "stop", "--bandwidth", "8M"]].concat());
+        cluster.wait_for_sent(20 << 20);
+        cluster.wait_for_progress(|progress| {
+            let disk = &progress["disks"][0];
+            let number = |what: &str| disk[what].as_u64().unwrap();
+            let (to_do, left) = (number("round_bytes"), number("remaining_bytes"));
+            disk["name"] == "disk0"
+                && number("bytes") == 64 << 20
+                && to_do == 64 << 20
+                && 0 < left
+                && left < to_do
+        });
+        let discarded = [2 << 20..6 << 20, 52 << 20..60 << 20];
+        let there = pool(&cluster.lab.b).join(&entries(&pool(&cluster.lab.b))[0]);
+        // Whoever writes a qcow2 image keeps its tables to himself for a while.
+        assert!(format == "qcow2" || data_bytes(&there, &discarded[0]) > 0, "some of it has been sent");
+        let mut monitor = guest.monitor().unwrap();
+        for Range { start, end } in &discarded {
+            let command = format!("qemu-io disk0 \"discard {start} {}\"", end - start);
+            let said = monitor.command("human-monitor-command", &json!({ "command-line": command })).unwrap();
+            assert!(!said.as_str().unwrap().contains("rror"), "{said}");
+        }
+        drop(monitor);
+        cluster.a.cli(&["limit", "vm1", "--bandwidth", "none"]).ok();
+        let said = migration.wait_with_output().unwrap();
+        assert!(said.status.success(), "{said:?}\n{}", cluster.a.log());
+        let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+        cluster.assert_moved("a", &report);
+        for range in &discarded {
+            assert_eq!(data_bytes(&image, range), 0, "{format}: the guest has discarded it");
+            assert_eq!(data_bytes(&there, range), 0, "{format}: {range:?}");
+        }
+        assert_eq!(data_bytes(&there, &(6 << 20..52 << 20)), 46 << 20, "{format}: the rest is there");
+        assert!(are_identical(&image, &there));
+    }
+}
+
 /// It opens its image anew when it may run, and has no more rights than its user by then.
 #[test]
 fn a_qemu_that_gives_its_rights_up_has_its_image() {

@@ -5,11 +5,13 @@
 //! is read from QEMU's own NBD server, at the destination written through the server of an image; several threads do so
 //! at a time, each over a connection of its own.
 
+mod cached;
 mod destination;
 mod owner;
 mod served;
 mod source;
 
+pub(crate) use cached::forget_cached;
 pub(crate) use destination::Images;
 pub(crate) use owner::give;
 pub(crate) use source::{DiskLog, LeavingDisk, SocketPath, first_pages};

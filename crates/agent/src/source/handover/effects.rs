@@ -20,7 +20,7 @@ use crate::source::inbox::Notice;
 use crate::source::memory;
 use crate::source::slowing::Slowing;
 use crate::source::vm::{SourceVm, VmError};
-use crate::{owners, vms};
+use crate::{disks, owners, vms};
 
 /// Why an effect could not be done.
 #[derive(Debug, thiserror::Error)]
@@ -106,6 +106,7 @@ impl Machine for Driver {
                 }
                 // Nobody is in the groups any more.
                 self.slowing = None;
+                disks::forget_cached(self.left_images());
             }
             SourceEffect::UndoAll => {
                 self.slowing = None;

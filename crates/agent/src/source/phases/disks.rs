@@ -39,6 +39,14 @@ impl Driver {
         serde_json::from_value(description).ok()
     }
 
+    /// Files of the disks that the other side has copies of.
+    pub(crate) fn left_images(&self) -> Vec<PathBuf> {
+        let copied = self.controls.report(|report| report.disks.clone());
+        let disks = self.described().into_iter().flat_map(|vm| vm.disks);
+        let left = disks.filter(|disk| copied.iter().any(|copied| copied.name == disk.name));
+        left.filter_map(|disk| disk.file.map(PathBuf::from)).collect()
+    }
+
     /// Images of the copied disks, to be opened anew.
     pub(super) fn copied_images(&self, cargo: &Cargo) -> Result<Vec<DiskImage>, Failure> {
         let described = self.described();

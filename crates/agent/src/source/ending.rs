@@ -115,6 +115,7 @@ impl Driver {
     /// The matter is settled: last entries, report, and what waits to be told.
     pub(super) fn end(&mut self) {
         self.cargo = None;
+        self.telemetry.follow(None);
         self.part();
         if let Some(state) = self.unjournalled.take() {
             self.journal_at_last(&state);

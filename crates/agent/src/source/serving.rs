@@ -25,6 +25,7 @@ use proto::message::{Message, WantedPage};
 use tracing::info;
 
 use super::inbox::{Mailbox, Notice};
+use super::telemetry::Left;
 
 /// What a guest that runs elsewhere needs of what is here.
 pub(super) struct Later {
@@ -37,19 +38,19 @@ pub(super) struct Later {
 }
 
 /// Pages, for the report.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Counted {
     /// Those that somebody waited for.
     pub(super) wanted: AtomicU64,
     /// Those that were pushed.
     pub(super) pushed: AtomicU64,
     /// Those that are left to be pushed.
-    pub(super) left: Arc<AtomicU64>,
+    left: Left,
 }
 
 impl Later {
-    pub(super) fn new(readers: SourceRam, left_pages: Arc<AtomicU64>) -> Self {
-        let counted = Arc::new(Counted { left: left_pages, ..Counted::default() });
+    pub(super) fn new(readers: SourceRam, left: Left) -> Self {
+        let counted = Arc::new(Counted { wanted: AtomicU64::new(0), pushed: AtomicU64::new(0), left });
         Self { readers, counted, began: Instant::now(), serving: None }
     }
 
@@ -164,7 +165,7 @@ fn hear_what_is_left(reader: &mut Reader, readers: &SourceRam) -> Result<Remaini
 fn push(mut sender: Sender, remaining: &Remaining, counted: &Counted) -> Result<(), SendError> {
     let mut parts = Push::default();
     while let Some(part) = remaining.take(parts.pages()) {
-        counted.left.store(remaining.pages(), Ordering::Relaxed);
+        counted.left.set(remaining.pages());
         let (pages, began) = (part.pages(), Instant::now());
         let sent = sender.send_round(part).map_err(|interrupted| {
             let Interrupted { cause, .. } = *interrupted;

@@ -37,6 +37,17 @@ pub(crate) struct Later {
     pub(crate) of_disks: Vec<u64>,
 }
 
+/// Pages that are left, counted by somebody else than the driver.
+#[derive(Clone, Debug)]
+pub(crate) struct Left(Arc<Mutex<Later>>);
+
+impl Left {
+    /// So many now, all of memory.
+    pub(crate) fn set(&self, pages: u64) {
+        *lock(&self.0) = Later { pages, of_disks: Vec::new() };
+    }
+}
+
 impl Telemetry {
     pub(crate) fn new(publisher: Publisher, begun: Instant) -> Self {
         Self {
@@ -77,9 +88,9 @@ impl Telemetry {
         self.update(|progress| progress.pass = pass);
     }
 
-    /// Pages that wait for a later round, to be counted elsewhere.
-    pub(crate) fn later_pages(&self) -> Arc<AtomicU64> {
-        Arc::clone(&self.later_pages)
+    /// For whoever counts elsewhere how many pages are left.
+    pub(crate) fn left(&self) -> Left {
+        Left(Arc::clone(&self.later))
     }
 
     /// Counts the bytes of a connection from now on.

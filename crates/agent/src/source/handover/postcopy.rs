@@ -29,7 +29,7 @@ impl Driver {
             let regions: Vec<_> = regions.iter().map(ram::KeptRegion::region).collect();
             match ::memory::open_source(&vm.process, &regions) {
                 Ok(readers) => {
-                    let left = self.telemetry.later_pages();
+                    let left = self.telemetry.left();
                     self.later = Some(Later::new(readers.into(), left));
                 }
                 Err(error) => {

@@ -105,7 +105,7 @@ impl Driver {
             report.post_copy = Some(PostCopy { left_pages: pages, ..PostCopy::default() });
         });
         self.note("post-copy", format!("{pages} pages go when the guest runs there"));
-        let mut later = Later::new(cargo.readers(), self.telemetry.later_pages());
+        let mut later = Later::new(cargo.readers(), self.telemetry.left());
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("no thread to send pages in", &error))?;

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use agent::config::Config;
-use agent::daemon::{Agent, InjectorProgram};
+use agent::daemon::{Agent, HelperProgram};
 use tracing_subscriber::EnvFilter;
 
 use crate::cli::{AgentCommand, LogFormat};
 use crate::failure::Failure;
 use crate::output::Output;
-use crate::{Code, INJECTOR};
+use crate::{Code, GUARD, INJECTOR};
 
 /// Runs the agent until SIGTERM or SIGINT, or only checks its configuration.
 pub(crate) fn run(command: &AgentCommand, output: &Output) -> Result<Code, Failure> {
@@ -34,7 +34,7 @@ pub(crate) fn run(command: &AgentCommand, output: &Output) -> Result<Code, Failu
         let _context = runtime.enter();
         (signal(SignalKind::terminate()).map_err(failed)?, signal(SignalKind::interrupt()).map_err(failed)?)
     };
-    let agent = Agent::start(config, injector())?;
+    let agent = Agent::start(config, helper(INJECTOR), helper(GUARD))?;
     runtime.block_on(async {
         tokio::select! {
             _ = terminate.recv() => {}
@@ -47,8 +47,8 @@ pub(crate) fn run(command: &AgentCommand, output: &Output) -> Result<Code, Failu
 }
 
 /// This very program, also when its file has been replaced by another version since.
-fn injector() -> InjectorProgram {
-    InjectorProgram { program: PathBuf::from("/proc/self/exe"), arguments: vec![INJECTOR.into()] }
+fn helper(word: &str) -> HelperProgram {
+    HelperProgram { program: PathBuf::from("/proc/self/exe"), arguments: vec![word.into()] }
 }
 
 fn log(format: LogFormat) {

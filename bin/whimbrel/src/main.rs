@@ -37,11 +37,17 @@ use output::Output;
 
 /// The hidden command under which the agent starts its injector.
 const INJECTOR: &str = "injector";
+/// The hidden command under which it starts what lifts a guest's throttle after its death.
+const GUARD: &str = "guard";
 
 fn main() -> ExitCode {
     // Before anything else: the injector starts no thread and allocates nothing that it need not.
     if std::env::args_os().nth(1).is_some_and(|command| command == INJECTOR) {
         return tracee::injector_main();
+    }
+    let mut words = std::env::args_os().skip(1);
+    if words.next().is_some_and(|command| command == GUARD) {
+        return agent::guard_main(words);
     }
     let cli = Cli::parse();
     let output = Output::new(cli.json);

@@ -71,20 +71,22 @@ fn a_guest_is_throttled_by_what_it_has_written() {
     cluster.guest_is_whole("b", "vm1");
 }
 
+/// What the guest may write in a second to all of its disks; 0 for as much as it likes.
+fn throttles(guest: &Guest) -> u64 {
+    let blocks = guest.monitor().unwrap().command("query-block", &json!({})).unwrap();
+    let of = |block: &Value| block["inserted"]["bps_wr"].as_u64().unwrap_or(0);
+    blocks.as_array().unwrap().iter().map(of).sum()
+}
+
 /// Whatever ends the migration: the guest is let go.
 #[test]
 fn no_throttle_outlives_the_migration() {
     let (mut cluster, guest, slowly) = diabolical();
     let slowly = slowly.each_ref().map(String::as_str);
     let migrate = ["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--detach"];
-    let throttles = || {
-        let blocks = guest.monitor().unwrap().command("query-block", &json!({})).unwrap();
-        let of = |block: &Value| block["inserted"]["bps_wr"].as_u64().unwrap_or(0);
-        blocks.as_array().unwrap().iter().map(of).sum::<u64>()
-    };
     for is_cancelled in [true, false] {
         cluster.a.cli(&[&migrate[..], &slowly].concat()).ok();
-        until("the guest is throttled", || throttles() > 0);
+        until("the guest is throttled", || throttles(&guest) > 0);
         if is_cancelled {
             cluster.a.cli(&["cancel", "vm1"]).ok();
         } else {
@@ -92,6 +94,23 @@ fn no_throttle_outlives_the_migration() {
             cluster.a.start();
         }
         cluster.a.wait_settled();
-        assert_eq!(throttles(), 0, "{is_cancelled}: {}", cluster.a.log());
+        assert_eq!(throttles(&guest), 0, "{is_cancelled}: {}", cluster.a.log());
     }
+}
+
+/// The agent dies, and nobody starts it again.
+#[test]
+fn no_throttle_outlives_an_agent_that_nobody_starts_again() {
+    let (mut cluster, guest, slowly) = diabolical();
+    let slowly = slowly.each_ref().map(String::as_str);
+    let migrate = ["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--detach"];
+    cluster.a.cli(&[&migrate[..], &slowly].concat()).ok();
+    until("the guest is throttled", || throttles(&guest) > 0);
+    cluster.a.kill();
+    until("the guest is let go", || throttles(&guest) == 0);
+    cluster.a.start();
+    cluster.a.wait_settled();
+    // It can be moved, and is throttled and let go again.
+    cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "drain"]].concat());
+    cluster.guest_is_whole("b", "vm1");
 }

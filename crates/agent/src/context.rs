@@ -8,6 +8,7 @@ use tracee::Injector;
 
 use crate::arrivals::Arrivals;
 use crate::config::Config;
+use crate::daemon::HelperProgram;
 use crate::fault::Faults;
 use crate::journal::Journal;
 use crate::names::Names;
@@ -29,6 +30,8 @@ pub(crate) struct Context {
     pub(crate) register: Option<Arc<dyn Register>>,
     /// Makes other processes call the kernel.
     pub(crate) injector: Arc<Injector>,
+    /// How a guard of a guest that is throttled is started.
+    pub(crate) guard: HelperProgram,
     /// Where fault points are told to.
     pub(crate) faults: Faults,
     /// `/proc/sys/kernel/random/boot_id`.

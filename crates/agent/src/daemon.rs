@@ -58,9 +58,9 @@ pub enum StartError {
     BootId(#[source] std::io::Error),
 }
 
-/// How to start the injector: a program that does nothing but call [`tracee::injector_main`].
+/// How to start a helper: a program that does nothing but call its function.
 #[derive(Clone, Debug)]
-pub struct InjectorProgram {
+pub struct HelperProgram {
     /// The program.
     pub program: PathBuf,
     /// Its arguments.
@@ -77,7 +77,8 @@ pub struct Agent {
 
 impl Agent {
     /// Starts an agent: takes up what one before it left, then listens to peers and users.
-    pub fn start(config: Config, injector: InjectorProgram) -> Result<Self, StartError> {
+    /// The injector calls [`tracee::injector_main`], the guard [`guard_main`](crate::guard_main).
+    pub fn start(config: Config, injector: HelperProgram, guard: HelperProgram) -> Result<Self, StartError> {
         let endpoint = endpoint(&config)?;
         let journal = Journal::open(&config.state_dir)?;
         let boot_id =
@@ -94,6 +95,7 @@ impl Agent {
         let context = Context {
             faults: Faults::new(config.fault_socket.clone()),
             injector: Arc::new(Injector::new(injector.program, injector.arguments)),
+            guard,
             router: Router::default(),
             arrivals: Arc::default(),
             names: Names::default(),

@@ -20,6 +20,7 @@ pub mod daemon;
 mod destination;
 mod disks;
 pub mod fault;
+mod guard;
 mod hold;
 pub mod journal;
 mod left_images;
@@ -42,3 +43,4 @@ mod vms;
 mod watch;
 
 pub(crate) use api::with_causes as chain;
+pub use guard::guard_main;

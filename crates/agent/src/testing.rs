@@ -22,6 +22,7 @@ use tracee::{Injector, Process};
 
 use crate::config::Config;
 use crate::context::Context;
+use crate::daemon::HelperProgram;
 use crate::fault::Faults;
 use crate::journal::{Journal, NewMigration, State, VmRecord};
 use crate::names::Names;
@@ -127,6 +128,7 @@ impl World {
             router: link::Router::default(),
             register,
             injector: Arc::new(Injector::new(PathBuf::from("/nonexistent"), Vec::new())),
+            guard: HelperProgram { program: "/nonexistent".into(), arguments: Vec::new() },
             faults: Faults::default(),
             boot_id: "this boot".to_owned(),
             arrivals: Arc::default(),

@@ -277,6 +277,11 @@ pub fn remove_leavings(qmp: &mut Qmp) -> Result<bool, QmpError> {
     Ok(lifted? || found)
 }
 
+/// Lifts caps on writes that were set for a recording, by whomever. Returns whether there were any.
+pub fn lift_caps(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    throttle::lift_all(qmp)
+}
+
 /// Ends a recording that an agent before this one left, with its server, unless somebody else uses that. Returns
 /// whether there was one.
 pub fn end_left(qmp: &mut Qmp) -> Result<bool, QmpError> {

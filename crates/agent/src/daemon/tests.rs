@@ -368,7 +368,7 @@ fn an_agent_that_cannot_read_what_is_open_does_not_start() {
     let database = rusqlite::Connection::open(path).unwrap();
     database.execute("UPDATE migrations SET state = '{}'", []).unwrap();
     drop(database);
-    let injector = InjectorProgram { program: "/nonexistent".into(), arguments: Vec::new() };
-    let error = Agent::start(config, injector).map(drop).unwrap_err();
+    let helper = || HelperProgram { program: "/nonexistent".into(), arguments: Vec::new() };
+    let error = Agent::start(config, helper(), helper()).map(drop).unwrap_err();
     assert!(matches!(error, StartError::Journal(JournalError::Json { .. })), "{error:?}");
 }

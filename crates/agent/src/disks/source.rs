@@ -13,6 +13,7 @@ use qemu::recording::{Frozen, RecordError, Recording, WriteCap, Written};
 
 use super::served::{Connections, ServedDisk, failed};
 use super::{called, whole_pages};
+use crate::guard::Guard;
 
 /// A disk that is read while the guest writes to it.
 #[derive(Debug)]
@@ -99,6 +100,8 @@ pub(crate) struct DiskLog {
     socket: SocketPath,
     names: Vec<String>,
     patience: Duration,
+    /// Lifts caps on writes after this process's end.
+    guard: Option<Guard>,
     /// How much more there was to send after each look of those that can be capped, all together, in bytes.
     dirtied_bytes: u64,
 }
@@ -120,7 +123,12 @@ impl DiskLog {
         names: Vec<String>,
         patience: Duration,
     ) -> Self {
-        Self { recording, socket, names, patience, dirtied_bytes: 0 }
+        Self { recording, socket, names, patience, guard: None, dirtied_bytes: 0 }
+    }
+
+    /// Somebody else lifts caps on writes if this process does not.
+    pub(crate) fn guarded_by(&mut self, guard: Guard) {
+        self.guard = Some(guard);
     }
 
     /// Its disks, in their order.
@@ -180,9 +188,13 @@ impl DiskLog {
 
     /// Ends the recording; nothing of it is left in QEMU.
     pub(crate) fn end(self, qmp: &mut Qmp) -> Result<(), QmpError> {
-        let Self { recording, socket, .. } = self;
+        let Self { recording, socket, guard, .. } = self;
         drop(socket);
-        recording.end(qmp)
+        recording.end(qmp)?;
+        if let Some(guard) = guard {
+            guard.dismiss();
+        }
+        Ok(())
     }
 }
 

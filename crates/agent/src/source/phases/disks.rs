@@ -15,10 +15,12 @@ use proto::limits::PAGE_BYTES;
 use proto::message::{CopiedDisk, DiskWish};
 use qemu::describe::VmDescription;
 use qemu::recording::{RecordedDisk, Recording};
+use tracing::warn;
 
 use super::rounds::Looked;
 use super::{Failure, gone};
 use crate::disks::{DiskLog, LeavingDisk, SocketPath};
+use crate::guard::Guard;
 use crate::source::memory::{Cargo, CargoError};
 use crate::source::throttling::Throttling;
 use crate::source::{Driver, VmError};
@@ -28,9 +30,21 @@ impl Driver {
     /// Everything that will go over the streams. Writes to disks are recorded from here on.
     pub(super) fn cargo(&mut self, copied: &[CopiedDisk]) -> Result<Cargo, Failure> {
         let failed = |error: CargoError| Failure::local("cannot read what is to be sent", &error);
-        let disks = if copied.is_empty() { None } else { Some(self.record(copied).map_err(failed)?) };
+        let mut disks = if copied.is_empty() { None } else { Some(self.record(copied).map_err(failed)?) };
         let vm = self.vm.as_ref().ok_or_else(gone)?;
-        Cargo::new(vm, disks, Throttling::new(self.controls.aims().throttle_writes)).map_err(failed)
+        let throttling = Throttling::new(self.controls.aims().throttle_writes);
+        if let (Some((log, _)), true) = (&mut disks, throttling.is_some()) {
+            match Guard::start(&self.context.guard, &vm.process, &vm.qmp_path) {
+                Ok(guard) => log.guarded_by(guard),
+                // As before there were guards.
+                Err(error) => {
+                    warn!(%error, "if this agent dies, the guest is throttled until the next one starts");
+                }
+            }
+        }
+        let cargo = Cargo::new(vm, disks, throttling).map_err(failed)?;
+        self.telemetry.shows_disks(cargo.disks());
+        Ok(cargo)
     }
 
     /// The VM as it was proposed.

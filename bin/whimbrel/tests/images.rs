@@ -145,20 +145,22 @@ fn an_image_that_is_compressed_needs_room_for_all_that_is_in_it() {
     );
 }
 
+/// It is listed with why it is kept, and not removed.
+#[track_caller]
+fn kept(cluster: &Cluster, why: &str) {
+    let listed = cluster.a.cli(&["images", "list"]).ok().json();
+    assert!(listed[0]["kept_because"].as_str().is_some_and(|said| said.contains(why)), "{listed:#}");
+    let refused = cluster.a.cli(&["images", "remove", "vm1"]);
+    assert_eq!(refused.code, 1, "{refused:?}");
+    assert!(refused.stdout.contains(why), "{refused:?}");
+}
+
 /// It is a user's to remove, and nobody's else; and only as long as it is what was left.
 #[test]
 fn an_image_that_was_left_is_removed_on_demand() {
     let (cluster, image) = with_image("raw", 16);
     let guest = guest_with(&cluster, &image, "raw");
     let list = |agent: &common::Agent| agent.cli(&["images", "list"]).ok().json().as_array().unwrap().clone();
-    #[track_caller]
-    fn kept(cluster: &Cluster, why: &str) {
-        let listed = cluster.a.cli(&["images", "list"]).ok().json();
-        assert!(listed[0]["kept_because"].as_str().is_some_and(|said| said.contains(why)), "{listed:#}");
-        let refused = cluster.a.cli(&["images", "remove", "vm1"]);
-        assert_eq!(refused.code, 1, "{refused:?}");
-        assert!(refused.stdout.contains(why), "{refused:?}");
-    }
     // A migration that came to nothing leaves an image that is in use.
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "1M"]);
     cluster.wait_for_sent(1 << 20);

@@ -69,6 +69,7 @@ pub fn bars(results: &Results) -> Vec<Bar> {
         bars.push(case(name).and_then(both(bar)));
     }
     bars.extend(case("converge-1g").into_iter().flat_map(pattern));
+    bars.extend(case("converge-1g").into_iter().flat_map(hybrid));
     bars.extend(nas::bars(results).into_iter().map(Some));
     bars.push(agents_memory(&results.cases));
     bars.into_iter().flatten().collect()
@@ -177,6 +178,30 @@ fn pattern(result: &CaseResult) -> [Option<Bar>; 2] {
         held: found.median <= 1.2,
     });
     [intervals, ratio]
+}
+
+/// A guest whose rest comes after it: what it stands still for does not depend on how fast it writes, and nothing goes twice
+/// that need not.
+fn hybrid(result: &CaseResult) -> [Option<Bar>; 2] {
+    let (Some(rate), name) = (result.case.link_bytes_per_s, &result.case.name) else { return [None, None] };
+    let ours = || {
+        let runs = result.runs_of(Contender::Policy(Policy::Hybrid));
+        runs.filter_map(|run| run.measured.as_ref()).filter(|m| m.has_switched == Some(true))
+    };
+    let downtime = Spread::of(ours().map(|m| m.downtime_ms)).map(|found| Bar {
+        what: format!("{name}: downtime, policy `hybrid`"),
+        wanted: "≤ 15 ms".to_owned(),
+        found: format!("{:.1} ms", found.median),
+        held: found.median <= 15.0,
+    });
+    let total = Spread::of(ours().map(|m| m.total_ms / (m.sent_bytes as f64 / rate as f64 * 1e3)));
+    let total = total.map(|found| Bar {
+        what: format!("{name}: total, to what was sent at the link's rate, policy `hybrid`"),
+        wanted: "≤ 1.1".to_owned(),
+        found: format!("{:.2}", found.median),
+        held: found.median <= 1.1,
+    });
+    [downtime, total]
 }
 
 /// What it was measured of in all cases, with the name of the case in which it was most.

@@ -53,6 +53,8 @@ pub enum Policy {
     Target,
     /// After some rounds: Xen's rule.
     Rounds,
+    /// After one pass; the rest comes when it runs at the destination.
+    Hybrid,
     /// Not before the guest's program has ended.
     Endless,
     /// Before anything is sent.
@@ -62,10 +64,11 @@ pub enum Policy {
 }
 
 impl Policy {
-    const WORDS: [(Self, &'static str); 5] = [
+    const WORDS: [(Self, &'static str); 6] = [
         (Self::Pattern, "pattern"),
         (Self::Target, "target"),
         (Self::Rounds, "rounds"),
+        (Self::Hybrid, "hybrid"),
         (Self::Endless, "endless"),
         (Self::Frozen, "frozen"),
     ];
@@ -81,6 +84,7 @@ impl Policy {
             Self::Endless => by_count(u32::MAX, "--on-limit=abort"),
             Self::After(passes) => by_count(passes, "--on-limit=stop"),
             Self::Frozen => vec!["--on-limit=stop".to_owned()],
+            Self::Hybrid => vec![format!("--policy={self}")],
             Self::Pattern | Self::Target | Self::Rounds => {
                 vec![format!("--policy={self}"), "--on-limit=stop".to_owned()]
             }
@@ -298,6 +302,7 @@ mod tests {
             Contender::Soft(Soft::All),
             Contender::Policy(Policy::Pattern),
             Contender::Policy(Policy::Rounds),
+            Contender::Policy(Policy::Hybrid),
             Contender::Policy(Policy::Endless),
             Contender::Policy(Policy::After(3)),
             Contender::Qemu(Mode::Endless),

@@ -85,7 +85,8 @@ fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
         first_round: Some((share, Duration::from_micros(sum("duration_us")?))),
         rounds: passes(rounds),
         stop: stop(report),
-        has_switched: None,
+        has_switched: (contender == Contender::Policy(Policy::Hybrid))
+            .then(|| report["post_copy"].is_object()),
         serial: Serial::new(&socket, &socket.with_extension("log"), Some(pid)),
         _destination: Destination::Process(pid),
     })))

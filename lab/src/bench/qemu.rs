@@ -22,6 +22,9 @@ use crate::pki::Identity;
 
 /// Where QEMU waits for its own migration.
 const PORT: u16 = 7799;
+/// What QEMU is told that the link carries, bytes per second, where it is not to stop the guest: a byte in its limit of a
+/// millisecond.
+const HELD_BYTES_PER_S: u64 = 1000;
 /// More than any guest needs to be stopped for, ms: the most that QEMU takes.
 const ANY_DOWNTIME_MS: u64 = 2_000_000;
 
@@ -50,15 +53,16 @@ fn credentials_of(host: &Host) -> PathBuf {
 
 fn set_up(monitor: &mut Monitor, mode: Mode, case: &Case, tls: Option<&str>) -> Result<()> {
     let mut capabilities = vec!["events"];
-    let downtime_limit_ms = match mode {
-        // Of no length is short enough: it is not stopped before somebody says so.
-        Mode::Endless | Mode::After(_) => 0,
-        _ => case.downtime_limit_ms(),
-    };
     let bandwidth = case.cap.in_pass(1).unwrap_or(UNLIMITED);
-    let mut parameters = json!({"max-bandwidth": bandwidth, "downtime-limit": downtime_limit_ms});
+    let mut parameters = json!({"max-bandwidth": bandwidth, "downtime-limit": case.downtime_limit_ms()});
     match mode {
-        Mode::Default | Mode::Endless | Mode::After(_) => {}
+        Mode::Default => {}
+        Mode::Endless | Mode::After(_) => {
+            // It is not stopped before somebody says so: what is left never goes within the limit. With a limit of 0 QEMU
+            // does not look again at what was written, and stops the guest after the first pass.
+            parameters["downtime-limit"] = 1.into();
+            parameters["avail-switchover-bandwidth"] = HELD_BYTES_PER_S.into();
+        }
         Mode::Multifd(channels) => {
             capabilities.push("multifd");
             parameters["multifd-channels"] = channels.into();
@@ -202,8 +206,11 @@ fn in_pass(from: &mut Monitor, mode: Mode, case: &Case, pass: u64) -> Result<()>
     }
 }
 
+/// Lets QEMU stop a guest that was held, as soon as what is left takes no longer than that.
 fn allow_downtime(from: &mut Monitor, ms: u64) -> Result<()> {
-    from.command("migrate-set-parameters", &json!({ "downtime-limit": ms })).map(drop)
+    // 0: what it has seen of the link.
+    let parameters = json!({ "downtime-limit": ms, "avail-switchover-bandwidth": 0 });
+    from.command("migrate-set-parameters", &parameters).map(drop)
 }
 
 /// Lets QEMU stop the guest as soon as its program has ended. Over a monitor of its own: the other one is waited at.

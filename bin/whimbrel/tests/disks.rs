@@ -117,6 +117,24 @@ fn a_busy_qcow2_disk_there_and_back_with_a_newer_qemu() {
 }
 
 /// Byte for byte, seen by a program that had no part in it: the guest stands still before and after.
+/// Its disk is there when it runs; of its memory the rest comes after it.
+#[test]
+fn a_disk_comes_before_the_guest_and_the_rest_of_its_memory_after_it() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let setup = Setup { link, ..Setup::default() };
+    let (cluster, guest, _) = with_disk_and(QemuVersion::Newer, "qcow2", setup);
+    guest.serial().set("rate=200").unwrap();
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--policy", "hybrid"];
+    let said = cluster.a.cli(&words);
+    let report = said.last_json();
+    assert_eq!(report["outcome"], "moved", "{report:#}\n{}", cluster.b.log());
+    assert!(report["post_copy"]["left_pages"].as_u64() > Some(1000), "{report:#}");
+    goes_on(&cluster.serial("b", "vm1"));
+    cluster.serial("b", "vm1").set("rate=10").unwrap();
+    cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
+    goes_on(&cluster.serial("a", "vm1"));
+}
+
 #[test]
 fn the_disk_is_the_one_that_it_left() {
     for version in [QemuVersion::Installed, QemuVersion::Newer] {

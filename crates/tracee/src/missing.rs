@@ -87,7 +87,7 @@ impl MissingPages {
         for &range in ranges {
             if let Err(error) = this.register(range) {
                 // No page was called missing yet, so nobody can read one as zeros.
-                this.unregister()?;
+                this.end()?;
                 return Err(error);
             }
         }
@@ -185,6 +185,12 @@ impl MissingPages {
         Ok(new)
     }
 
+    /// Whoever waits for the page at this address is told of once more.
+    pub fn tell_again(&self, address: u64) {
+        // What does not go well is that nobody waits there any more.
+        drop(self.wake(AddressRange::with_len(address & !(PAGE_SIZE - 1), PAGE_SIZE)));
+    }
+
     fn wake(&self, range: AddressRange) -> Result<(), MissingError> {
         abi::uffd_wake(&self.uffd, range.start, range.len()).map_err(|source| MissingError::Io {
             action: "wake who waits for",
@@ -239,13 +245,10 @@ impl MissingPages {
     }
 
     /// Nobody waits any more. To be called when every page is there: what is not reads as zeros from here on.
-    pub fn end(mut self) -> Result<(), MissingError> {
-        self.unregister()
-    }
-
-    fn unregister(&mut self) -> Result<(), MissingError> {
+    /// To be called again after an error.
+    pub fn end(&self) -> Result<(), MissingError> {
         let mut result = Ok(());
-        for range in self.ranges.drain(..) {
+        for &range in &self.ranges {
             let done = abi::uffd_unregister(&self.uffd, range.start, range.len());
             result =
                 result.and(done.map_err(|source| MissingError::Io { action: "let go of", range, source }));

@@ -304,6 +304,11 @@ impl Arriving {
         }
     }
 
+    /// Whether its monitor says that the guest does not run.
+    pub(crate) fn says_that_it_is_paused(&mut self) -> bool {
+        self.qmp().and_then(qemu::control::status).is_ok_and(|status| !status.running)
+    }
+
     /// What an agent that was started anew finds.
     pub(crate) fn found(&mut self) -> Found {
         if hold::is_held(&self.process) {

@@ -15,6 +15,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
+use std::time::Duration;
 
 use ::memory::ram::{RamError, RamRegion};
 use ::memory::{Awaited, BlockWriter, DirtyBitmap, Ledger, Switch, TakesAway, decode_set, encode_set};
@@ -34,6 +35,9 @@ use crate::ram::{self, KeptRegion};
 /// What the kernel does with the memory of memfds.
 const SHARED_HUGE_PAGES: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
+/// After that it is tried again to give a page of zeros.
+const AGAIN: Duration = Duration::from_millis(20);
+
 /// Why pages cannot come while the guest runs.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AwaitError {
@@ -48,6 +52,9 @@ pub(crate) enum AwaitError {
     /// Memory of which no page can be taken away.
     #[error("of RAM block {0} no page can be taken away: it is of huge pages, or a private file")]
     Block(String),
+    /// Its memory is locked.
+    #[error("QEMU's memory is locked (`mem-lock`), so that no page can be taken away")]
+    Locked,
     /// The kernel fills huge pages with zeros where one page was written.
     #[error("the kernel gives shared memory huge pages ({SHARED_HUGE_PAGES} says {0})")]
     HugePages(String),
@@ -85,6 +92,23 @@ pub(crate) struct AwaitedTrace {
 }
 
 impl AwaitedTrace {
+    fn regions(&self) -> Vec<RamRegion> {
+        self.regions.iter().map(KeptRegion::region).collect()
+    }
+
+    /// Ends what an agent that found all pages there may have left: nobody waits any more.
+    pub(super) fn end_left(&self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
+        let descriptor = format!("/proc/{}/fd/{}", process.pid(), self.descriptor);
+        let is_ours = std::fs::read_link(descriptor)
+            .is_ok_and(|target| target.to_string_lossy().contains("userfaultfd"));
+        if is_ours {
+            let ranges = ranges(&self.regions());
+            MissingPages::take_over(process, self.descriptor, &ranges)?.end()?;
+            injector.close_left(process, self.descriptor)?;
+        }
+        Ok(())
+    }
+
     /// Removes the file.
     pub(super) fn remove(&self) {
         drop(std::fs::remove_file(&self.ledger));
@@ -118,9 +142,14 @@ pub(super) fn try_out(
             return Err(AwaitError::HugePages(chosen.to_owned()));
         }
     }
+    let status = std::fs::read_to_string(format!("/proc/{}/status", vm.process.pid()))?;
+    let locked = status.lines().find_map(|line| line.strip_prefix("VmLck:"));
+    if locked.is_some_and(|kib| kib.trim().split(' ').next() != Some("0")) {
+        return Err(AwaitError::Locked);
+    }
     let LeftUserfaultfd { here, there } = injector.leave_userfaultfd(&vm.process)?;
-    let ranges: Vec<_> = ram::regions(&vm.blocks).iter().map(RamRegion::range).collect();
-    let tried = MissingPages::begin(here, &ranges).and_then(MissingPages::end);
+    let ranges = ranges(&ram::regions(&vm.blocks));
+    let tried = MissingPages::begin(here, &ranges).and_then(|waits| waits.end());
     injector.close_left(&vm.process, there)?;
     Ok(tried?)
 }
@@ -157,7 +186,7 @@ impl Awaiting {
         };
         let ledger = Ledger::create(&trace.ledger, &awaited)?;
         keep(&trace)?;
-        let placer = MissingPages::begin(here, &ranges(&regions, &awaited))?;
+        let placer = MissingPages::begin(here, &ranges(&regions))?;
         take_away(&context.injector, &vm.process, (&regions, writers), &awaited)?;
         let this = Self::over(placer, trace, regions, awaited, ledger, mailbox, false)?;
         switch.switch(this.pages.writers());
@@ -171,23 +200,13 @@ impl Awaiting {
         trace: &AwaitedTrace,
         mailbox: &Mailbox,
     ) -> Result<Option<Self>, AwaitError> {
-        let regions: Vec<_> = trace.regions.iter().map(KeptRegion::region).collect();
+        let regions = trace.regions();
         let (ledger, awaited) = Ledger::open(&trace.ledger, regions.iter().map(|region| region.bytes))?;
         if awaited.iter().all(DirtyBitmap::is_empty) {
             return Ok(None);
         }
-        let placer = MissingPages::take_over(process, trace.descriptor, &ranges(&regions, &awaited))?;
+        let placer = MissingPages::take_over(process, trace.descriptor, &ranges(&regions))?;
         Self::over(placer, trace.clone(), regions, awaited, ledger, mailbox, true).map(Some)
-    }
-
-    /// Ends what an agent that found all pages there may have left in QEMU.
-    pub(super) fn tidy_up(injector: &Injector, process: &Process, trace: &AwaitedTrace) {
-        let descriptor = format!("/proc/{}/fd/{}", process.pid(), trace.descriptor);
-        let is_ours = std::fs::read_link(descriptor)
-            .is_ok_and(|target| target.to_string_lossy().contains("userfaultfd"));
-        if is_ours && let Err(error) = injector.close_left(process, trace.descriptor) {
-            warn!(error = crate::chain(&error), "a descriptor stays in QEMU");
-        }
     }
 
     fn over(
@@ -252,19 +271,11 @@ impl Awaiting {
         Ok(())
     }
 
-    /// Every page is there: nobody waits any more, and nothing of it is left in QEMU.
-    pub(super) fn end(mut self, injector: &Injector, process: &Process) {
+    /// Every page is there: nobody waits any more, and nothing of it is left in QEMU. To be called again after an error.
+    pub(super) fn end(&mut self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
         self.hang_up();
-        let Some(pages) = Arc::into_inner(self.pages) else {
-            return warn!("somebody still places pages; please report this");
-        };
-        // The process may be gone by now, and then there is nothing to end.
-        if let Err(error) = pages.into_placer().end() {
-            warn!(error = crate::chain(&error), "QEMU's memory is still watched");
-        }
-        if let Err(error) = injector.close_left(process, self.trace.descriptor) {
-            warn!(error = crate::chain(&error), "a descriptor stays in QEMU");
-        }
+        self.pages.placer().end()?;
+        self.trace.end_left(injector, process)
         // The ledger stays: an agent that is started before ACTIVE is in the journal reads there that all has come.
     }
 
@@ -278,10 +289,9 @@ impl Awaiting {
     }
 }
 
-/// The blocks in which somebody may have to wait.
-fn ranges(regions: &[RamRegion], awaited: &[DirtyBitmap]) -> Vec<AddressRange> {
-    let some = regions.iter().zip(awaited).filter(|(_, awaited)| !awaited.is_empty());
-    some.map(|(region, _)| region.range()).collect()
+/// All blocks: an agent that takes over need not know in which of them pages were to come.
+fn ranges(regions: &[RamRegion]) -> Vec<AddressRange> {
+    regions.iter().map(RamRegion::range).collect()
 }
 
 /// Sees that none of these pages is there.
@@ -327,7 +337,16 @@ fn hear(pages: &Awaited<MissingPages>, stream: &PageStream, ended: &UnixStream) 
     while pages.placer().wait(ended, &mut found)? {
         let mut wanted = Vec::new();
         for address in found.drain(..) {
-            wanted.extend(pages.touched(address)?);
+            match pages.touched(address) {
+                Ok(page) => wanted.extend(page),
+                Err(MissingError::Ended) => return Ok(()),
+                Err(error) => {
+                    // It waits on, and is told of again: there may be memory then.
+                    warn!(error = crate::chain(&error), "who waits gets no page");
+                    thread::sleep(AGAIN);
+                    pages.placer().tell_again(address);
+                }
+            }
         }
         stream.ask(&wanted);
     }

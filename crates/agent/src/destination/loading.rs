@@ -166,10 +166,13 @@ impl Driver {
         }
         let (mailbox, migration) = (self.inbox.mailbox(), self.terms.migration.clone());
         match Awaiting::take_over(&vm.process, trace, &mailbox) {
-            Ok(None) => {
-                Awaiting::tidy_up(&self.context.injector, &vm.process, trace);
-                self.found_complete = true;
-            }
+            Ok(None) => match trace.end_left(&self.context.injector, &vm.process) {
+                Ok(()) => self.found_complete = true,
+                Err(error) => {
+                    let error = crate::chain(&error);
+                    error!(%migration, error, "QEMU still waits for pages");
+                }
+            },
             Ok(Some(awaiting)) => {
                 let (streams, writers) = (self.proposal.streams, awaiting.writers());
                 let receiving = Receiving::placing(&self.context, migration, streams, writers, mailbox);
@@ -196,9 +199,15 @@ impl Driver {
         if let Some(receiving) = self.receiving.take() {
             receiving.end();
         }
-        if let (Some(awaiting), Some(vm)) = (self.awaiting.take(), &self.vm) {
-            awaiting.end(&self.context.injector, &vm.process);
+        if let (Some(awaiting), Some(vm)) = (&mut self.awaiting, &self.vm)
+            && let Err(error) = awaiting.end(&self.context.injector, &vm.process)
+        {
+            // As long as this is so whoever touches memory that was never there waits for ever: it is tried again.
+            let error = crate::chain(&error);
+            return error!(migration = %self.terms.migration, error, "QEMU still waits for pages");
         }
+        self.awaiting = None;
+        self.found_complete = false;
         self.take(&DestinationEvent::Completed);
     }
 
@@ -207,6 +216,9 @@ impl Driver {
         let Some(vm) = self.vm.as_mut().filter(|_| self.loaded.is_some()) else {
             return self.fail("the source is held before all has come");
         };
+        if self.awaiting.is_some() && !run {
+            return self.fail("pages are to come for a guest that stays paused; please report this");
+        }
         match vm.hold() {
             Ok(()) => {
                 let incarnation = vm.incarnation(&self.context.boot_id, self.generation);
@@ -220,6 +232,9 @@ impl Driver {
         let began = Instant::now();
         // Pages that are to come go on coming.
         let receiving = self.receiving.take_if(|_| self.awaiting.is_none());
+        if let Some(receiving) = &self.receiving {
+            receiving.end_disks();
+        }
         if let Some(receiving) = &receiving {
             receiving.shut();
         }

@@ -110,6 +110,11 @@ impl Receiving {
         (&self.ram, &self.switch)
     }
 
+    /// All of the disks has come: lets go of them, whatever else is to come.
+    pub(super) fn end_disks(&self) {
+        self.ram.iter().filter(|block| !block.is_ram()).for_each(|block| block.end());
+    }
+
     /// The last round of which anything has come to its end.
     pub(super) fn newest_round(&self) -> u32 {
         self.lock().newest_round()

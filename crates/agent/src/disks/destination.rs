@@ -195,6 +195,10 @@ impl BlockWriter for CopiedDisk {
         self.0.with(|client| client.write_zeroes(there)).map_err(failed)
     }
 
+    fn end(&self) {
+        self.0.end();
+    }
+
     fn take_discardable(&self) -> Vec<Range<u64>> {
         Vec::new()
     }

@@ -35,6 +35,11 @@ impl ServedDisk {
         self.connections.with(ask)
     }
 
+    /// Nobody asks any more.
+    pub(super) fn end(&self) {
+        self.connections.end();
+    }
+
     pub(super) fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
         let there = self.on_disk(offset..offset + into.len() as u64);
         let (bytes, beyond) = into.split_at_mut((there.end - there.start) as usize);
@@ -53,12 +58,13 @@ type Connect = dyn Fn() -> Result<Client, NbdError> + Send + Sync;
 /// As many connections as there were threads at the same time.
 pub(super) struct Connections {
     connect: Box<Connect>,
-    idle: Mutex<Vec<Client>>,
+    /// None once they are ended.
+    idle: Mutex<Option<Vec<Client>>>,
 }
 
 impl Connections {
     pub(super) fn new(connect: impl Fn() -> Result<Client, NbdError> + Send + Sync + 'static) -> Self {
-        Self { connect: Box::new(connect), idle: Mutex::default() }
+        Self { connect: Box::new(connect), idle: Mutex::new(Some(Vec::new())) }
     }
 
     /// Lends a connection.
@@ -66,24 +72,34 @@ impl Connections {
         &self,
         ask: impl FnOnce(&mut Client) -> Result<T, NbdError>,
     ) -> Result<T, NbdError> {
-        let waiting = self.idle().pop();
+        let Some(waiting) = self.idle().as_mut().map(Vec::pop) else {
+            return Err(NbdError::Lost(std::io::Error::from(std::io::ErrorKind::NotConnected)));
+        };
         let mut client = waiting.map_or_else(|| (self.connect)(), Ok)?;
         let answer = ask(&mut client);
         // After a refusal a connection is as good as before. Where one broke in the middle of an answer, nobody knows
         // what comes next on it.
-        if matches!(answer, Ok(_) | Err(NbdError::Failed { .. })) {
-            self.idle().push(client);
+        if matches!(answer, Ok(_) | Err(NbdError::Failed { .. }))
+            && let Some(idle) = self.idle().as_mut()
+        {
+            idle.push(client);
         }
         answer
     }
 
-    fn idle(&self) -> std::sync::MutexGuard<'_, Vec<Client>> {
+    /// Ends those that nobody has; there are no more after them.
+    pub(super) fn end(&self) {
+        *self.idle() = None;
+    }
+
+    fn idle(&self) -> std::sync::MutexGuard<'_, Option<Vec<Client>>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl fmt::Debug for Connections {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connections").field("idle", &self.idle().len()).finish_non_exhaustive()
+        let idle = self.idle().as_ref().map(Vec::len);
+        f.debug_struct("Connections").field("idle", &idle).finish_non_exhaustive()
     }
 }

@@ -12,6 +12,7 @@ use crate::cpu::CpuTime;
 use crate::journal::{Durability, JournalError};
 use crate::progress::{Phase, Standing};
 use crate::report::Outcome;
+use crate::source::vm::SourceVm;
 
 impl Driver {
     /// The first reason is the one that people need to know; what follows from it is noise.
@@ -31,6 +32,11 @@ impl Driver {
     pub(super) fn tell_user(&mut self, report: SourceReport) {
         let vm = &self.terms.migration.vm;
         let to = &self.terms.destination;
+        let is_lost = self.later.is_some() && !self.vm.as_ref().is_some_and(SourceVm::is_alive);
+        let report = match report {
+            SourceReport::Incomplete | SourceReport::CopyLost if is_lost => SourceReport::MemoryLost,
+            report => report,
+        };
         let text = match report {
             SourceReport::Cancelled => "cancelled; the VM is here".to_owned(),
             SourceReport::Failed => "failed; the VM is here".to_owned(),

@@ -70,6 +70,17 @@ impl Mailbox {
         there
     }
 
+    /// Puts a notice in unless too many wait. For threads that the driver may be waiting for.
+    pub(crate) fn try_put(&self, notice: Notice) {
+        let interrupts = self.interrupts(&notice);
+        if self.notices.try_send(notice).is_ok()
+            && interrupts
+            && let Some(round) = self.round.lock().unwrap_or_else(PoisonError::into_inner).as_ref()
+        {
+            round.cancel();
+        }
+    }
+
     /// Whether a round has to end for it.
     fn interrupts(&self, notice: &Notice) -> bool {
         match notice {

@@ -71,11 +71,35 @@ impl Later {
             hang_up.shutdown();
             let error = crate::chain(&ended);
             info!(%generation, error, "nothing more is sent over these connections");
-            mailbox.put(Notice::ServingEnded { generation, error });
+            // The driver may be waiting for this thread; that it has ended he sees in any case.
+            mailbox.try_put(Notice::ServingEnded { generation, error });
         };
         let thread = thread::Builder::new().name("serve".to_owned()).spawn(work)?;
         self.serving = Some(Serving { handle, sender: pushing, thread: Some(thread) });
         Ok(())
+    }
+}
+
+impl Later {
+    /// Whether nothing is sent.
+    pub(super) fn is_cut(&self) -> bool {
+        self.serving
+            .as_ref()
+            .is_none_or(|serving| serving.thread.as_ref().is_none_or(JoinHandle::is_finished))
+    }
+}
+
+/// Ends the page stream, and so whoever reads from it, when the thread that has this ends before all is pushed.
+struct EndsStream {
+    handle: Handle,
+    all_pushed: bool,
+}
+
+impl Drop for EndsStream {
+    fn drop(&mut self) {
+        if !self.all_pushed {
+            self.handle.shutdown();
+        }
     }
 }
 
@@ -126,7 +150,12 @@ fn serve(readers: &SourceRam, sender: Sender, page_stream: Connection, counted: 
     };
     let cancel = sender.handle();
     thread::scope(|scope| {
-        let push = || push(sender, &remaining, counted).inspect_err(|_| hang_up.shutdown());
+        let push = || {
+            let mut ends = EndsStream { handle: hang_up, all_pushed: false };
+            let pushed = push(sender, &remaining, counted);
+            ends.all_pushed = pushed.is_ok();
+            pushed
+        };
         let pushing = match thread::Builder::new().name("push".to_owned()).spawn_scoped(scope, push) {
             Ok(pushing) => pushing,
             Err(error) => return error.into(),
@@ -193,10 +222,8 @@ fn answer(
         let Incoming::Message(Message::Want { pages }) = reader.recv(None)? else {
             return Err(Ended::Message);
         };
-        // What is left of them need not be pushed as well, and what comes behind them is wanted next. On its way already
-        // or not, each is sent: it is not known how long the way is.
-        drop(remaining.take_these(&pages).map(Readable::give_up));
-        for wanted in pages {
+        // On its way already or not, each is sent: it is not known how long the way is.
+        for &wanted in &pages {
             let page = readers
                 .get(usize::from(wanted.block))
                 .filter(|block| wanted.page < block.bytes() / PAGE_BYTES);
@@ -206,5 +233,7 @@ fn answer(
             writer.send_blob(&encode_page(wanted.block, wanted.page, content))?;
             counted.wanted.fetch_add(1, Ordering::Relaxed);
         }
+        // What is left of them need not be pushed as well, and what comes behind them is wanted next.
+        drop(remaining.take_these(&pages).map(Readable::give_up));
     }
 }

@@ -184,6 +184,22 @@ struct PlacingWriter<P> {
 }
 
 impl<P: Placer> PlacingWriter<P> {
+    /// Places pages of which some may have been placed a moment ago.
+    fn place_singly(
+        &self,
+        sets: &mut Pages,
+        run: Range<u64>,
+        address: u64,
+        bytes: &[u8],
+    ) -> Result<(), RamError> {
+        let addresses = (address..).step_by(PAGE_BYTES as usize);
+        for ((page, address), bytes) in run.zip(addresses).zip(bytes.chunks(PAGE_BYTES as usize)) {
+            self.all.placer.place(address, bytes)?;
+            self.all.are_there(self.block, sets, page..page + 1)?;
+        }
+        Ok(())
+    }
+
     fn block(&self) -> &AwaitedBlock {
         &self.all.blocks[self.block]
     }
@@ -217,7 +233,12 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         for run in runs {
             let (start, end) = (run.start * PAGE_BYTES, run.end * PAGE_BYTES);
             let bytes = &data[(start - offset) as usize..(end - offset) as usize];
-            let new = self.all.placer.place(self.block().region.address + start, bytes)?;
+            let address = self.block().region.address + start;
+            let Ok(new) = self.all.placer.place(address, bytes) else {
+                // Some of them may be there now: which, is found out one by one.
+                self.place_singly(&mut sets, run, address, bytes)?;
+                continue;
+            };
             if new < run.end - run.start && !self.all.is_taken_over {
                 let what = format!("of {} pages from {start:#x} on {new} were missing", run.end - run.start);
                 return Err(RamError::Present(io::Error::new(io::ErrorKind::AlreadyExists, what)));
@@ -374,5 +395,36 @@ mod tests {
         awaited.writers()[1].drop_pages(0..901 * PAGE_BYTES).unwrap();
         let zeros: Vec<_> = lock(&awaited.placer().0).keys().copied().collect();
         assert_eq!((zeros, awaited.pages()), ([7, 8, 900].map(address).to_vec(), 1));
+    }
+
+    /// Memory that has room for some pages at a time.
+    struct Narrow(Memory, Mutex<u64>);
+
+    impl Placer for Narrow {
+        fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+            let mut room = lock(&self.1);
+            let fits = pages.len().min(*room as usize * PAGE);
+            let new = self.0.place(address, &pages[..fits])?;
+            *room -= new;
+            if fits == pages.len() { Ok(new) } else { Err(MissingError::Ended) }
+        }
+
+        fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+            self.place(range.start, &vec![0; range.len() as usize])
+        }
+    }
+
+    #[test]
+    fn what_was_placed_before_an_error_is_not_owed_again() {
+        let narrow = Narrow(Memory::default(), Mutex::new(3));
+        let sets = vec![set(1000, &[7, 8, 9, 10])];
+        let awaited = Arc::new(Awaited::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
+        let writer = &awaited.writers()[0];
+        assert!(writer.write(7 * PAGE_BYTES, &vec![5; 4 * PAGE]).is_err());
+        assert_eq!(awaited.pages(), 1);
+        *lock(&awaited.placer().1) = 9;
+        writer.write(7 * PAGE_BYTES, &vec![6; 4 * PAGE]).unwrap();
+        assert_eq!(awaited.pages(), 0);
+        assert_eq!([7, 9, 10].map(|page| lock(&awaited.placer().0.0)[&address(page)][0]), [5, 5, 6]);
     }
 }

@@ -1,7 +1,7 @@
 //! Sets of pages, as they are said to the other side.
 
 use proto::awaited::{AwaitedChunk, BadAwaited};
-use proto::limits::PAGE_BYTES;
+use proto::limits::CHUNK_PAGES;
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 
@@ -11,6 +11,14 @@ pub enum BadSet {
     /// They are no entries.
     #[error(transparent)]
     Entries(#[from] BadAwaited),
+    /// Chunks that do not ascend.
+    #[error("chunk {chunk} of block {block} comes after a later one, or twice")]
+    Order {
+        /// Index of the block.
+        block: u16,
+        /// The chunk.
+        chunk: u64,
+    },
     /// A block, a chunk or a page that is not there.
     #[error("chunk {chunk} of block {block} is not all there")]
     Outside {
@@ -36,11 +44,15 @@ pub fn encode_set(blocks: &[DirtyBitmap]) -> Vec<u8> {
 /// If the bytes speak of others.
 pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Result<Vec<DirtyBitmap>, BadSet> {
     let mut blocks: Vec<_> = lengths.into_iter().map(DirtyBitmap::new).collect();
+    let mut last = None;
     for AwaitedChunk { block, chunk, pages } in AwaitedChunk::decode_all(bytes)? {
+        if last.replace((block, chunk)).is_some_and(|last| last >= (block, chunk)) {
+            return Err(BadSet::Order { block, chunk });
+        }
         let outside = BadSet::Outside { block, chunk };
         let set = blocks.get_mut(usize::from(block)).filter(|set| chunk < set.chunks()).ok_or(outside)?;
-        let (pages, all) =
-            (ChunkPages::from_words(pages), DirtyBitmap::full(set.pages() * PAGE_BYTES).chunk(chunk));
+        let pages = ChunkPages::from_words(pages);
+        let all = ChunkPages::from_range(0..set.pages() - chunk * CHUNK_PAGES);
         if !pages.is_within(&all) {
             return Err(outside);
         }
@@ -67,5 +79,8 @@ mod tests {
         assert_eq!(decoded(&[0, 3 << 20, 4 << 20]), outside(2, 2));
         assert_eq!(decoded(&[0, 3 << 20]), outside(2, 0));
         assert!(matches!(decode_set(&bytes[1..], [1 << 30]), Err(BadSet::Entries(_))));
+        let twice = [&bytes[..], &bytes[..]].concat();
+        let again = decode_set(&twice, [0, 3 << 20, 8 << 20]);
+        assert_eq!(again, Err(BadSet::Order { block: 1, chunk: 0 }));
     }
 }

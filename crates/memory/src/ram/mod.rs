@@ -168,6 +168,9 @@ pub trait BlockWriter: Send + Sync {
     /// can be done (trap 5).
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError>;
 
+    /// Nothing more comes for it: lets go of what it has open. What comes all the same is an error.
+    fn end(&self) {}
+
     /// How pages of it can be taken away, so that whoever touches one of them waits for it (post-copy).
     fn takes_away(&self) -> TakesAway {
         TakesAway::Never

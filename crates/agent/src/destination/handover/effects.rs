@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::register::RegisterAnswer;
-use engine::handover::{Found, Illegal, Role, Step};
+use engine::handover::{Illegal, Role, Step};
 use proto::Epoch;
 use proto::message::{Message, RegisterRequest};
 use tracing::{error, warn};
@@ -187,7 +187,7 @@ impl Driver {
                 DestinationEvent::Contd { missing: vm.traces.awaited.is_some() }
             }
             // QEMU itself said no before any vCPU ran: `cont` takes the disks first.
-            Err(error) if error.is_refusal() && vm.found() == Found::Paused => {
+            Err(error) if error.is_refusal() && vm.says_that_it_is_paused() => {
                 self.reason = Some(format!("QEMU does not continue: {error}"));
                 DestinationEvent::ContFailed
             }

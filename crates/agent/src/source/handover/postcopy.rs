@@ -27,14 +27,18 @@ impl Driver {
     pub(crate) fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> Found {
         if let Some(regions) = details.and_then(|details| details.later.as_ref()) {
             let regions: Vec<_> = regions.iter().map(ram::KeptRegion::region).collect();
-            match ::memory::open_source(&vm.process, &regions) {
-                Ok(readers) => {
-                    let left = self.telemetry.left();
-                    self.later = Some(Later::new(readers.into(), left));
-                }
-                Err(error) => {
-                    let error = crate::chain(&error);
-                    warn!(error, "the memory that the destination may need cannot be read");
+            // This driver has nothing else to do yet, and the destination's guest may wait for it.
+            while vm.is_alive() {
+                match ::memory::open_source(&vm.process, &regions) {
+                    Ok(readers) => {
+                        self.later = Some(Later::new(readers.into(), self.telemetry.left()));
+                        break;
+                    }
+                    Err(error) => {
+                        let error = crate::chain(&error);
+                        warn!(error, "the memory that the destination may need cannot be read yet");
+                        std::thread::sleep(self.contact.retry);
+                    }
                 }
             }
         }
@@ -51,8 +55,15 @@ impl Driver {
 
     /// Makes connections anew where the destination may need pages and there are none.
     pub(super) fn serve_again(&mut self) {
-        let is_cut = self.later.as_ref().is_some_and(|later| later.serving.is_none());
-        if !is_cut || !matches!(self.state, SourceState::Committed { .. }) {
+        let is_cut = self.later.as_ref().is_some_and(Later::is_cut);
+        // Whoever has the guest in the end, to read what is here harms nobody.
+        let may_need = matches!(
+            self.state,
+            SourceState::Committed { .. }
+                | SourceState::Reclaiming { .. }
+                | SourceState::Bereft { incarnation: Some(_), .. }
+        );
+        if !is_cut || !may_need {
             return;
         }
         self.generation = self.generation.next();

@@ -403,8 +403,9 @@ fn activate(incarnation: &Incarnation) -> Moved {
 /// As [`activate`], but for the source's part, which is not over.
 fn run_incomplete(incarnation: &Incarnation) -> Moved {
     enter(In::Completing { incarnation: incarnation.clone() }).then([
-        Do::Announce,
+        // QEMU may be waiting for a page, and answer late.
         Do::SendIncomplete,
+        Do::Announce,
         Do::Report(Say::Incomplete),
     ])
 }

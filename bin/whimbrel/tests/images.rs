@@ -155,12 +155,19 @@ fn kept(cluster: &Cluster, why: &str) {
     assert!(refused.stdout.contains(why), "{refused:?}");
 }
 
+/// How much of a file is in the host's page cache.
+fn cached_bytes(file: &Path) -> u64 {
+    let said = Said::by(Command::new("fincore").args(["--bytes", "--noheadings", "--output", "RES"]).arg(file));
+    said.ok().stdout.trim().parse().unwrap()
+}
+
 /// It is a user's to remove, and nobody's else; and only as long as it is what was left.
 #[test]
 fn an_image_that_was_left_is_removed_on_demand() {
     let (cluster, image) = with_image("raw", 16);
     let guest = guest_with(&cluster, &image, "raw");
     let list = |agent: &common::Agent| agent.cli(&["images", "list"]).ok().json().as_array().unwrap().clone();
+    assert!(cached_bytes(&image) > 0);
     // A migration that came to nothing leaves an image that is in use.
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "1M"]);
     cluster.wait_for_sent(1 << 20);
@@ -173,6 +180,8 @@ fn an_image_that_was_left_is_removed_on_demand() {
 
     let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     cluster.a.wait_settled();
+    // Nobody needs it in memory any more, where it went through the page cache.
+    until("the cache has let go of it", || cached_bytes(&image) == 0);
     let epoch = report["epoch"].as_u64().unwrap();
     let left = list(&cluster.a);
     assert_eq!((left.len(), left[0]["path"].as_str()), (1, image.to_str()), "{left:#?}");

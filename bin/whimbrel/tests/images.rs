@@ -157,7 +157,8 @@ fn kept(cluster: &Cluster, why: &str) {
 
 /// How much of a file is in the host's page cache.
 fn cached_bytes(file: &Path) -> u64 {
-    let said = Said::by(Command::new("fincore").args(["--bytes", "--noheadings", "--output", "RES"]).arg(file));
+    let said =
+        Said::by(Command::new("fincore").args(["--bytes", "--noheadings", "--output", "RES"]).arg(file));
     said.ok().stdout.trim().parse().unwrap()
 }
 

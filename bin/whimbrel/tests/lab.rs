@@ -224,7 +224,7 @@ fn a_point_that_was_measured_is_not_measured_again() {
     let prefix = Prefix::new("sweep");
     let sweep = |rates: &str| {
         let mut command = prefix.command("sweep");
-        command.args(["--installed-qemu", "--memory", "160", "--wss", "32", "--rate", rates, "--turns", "1"]);
+        command.args(["--memory", "160", "--wss", "32", "--rate", rates, "--turns", "1"]);
         command.args(["--link", "1Gbit", "--buffer", "1", "--mtu", "8000", "--cap", "slow-start"]);
         command.args(["--contender", "whimbrel-pattern", "--contender", "qemu"]);
         command.arg("--results").arg(&results).arg("--page").arg(&page).arg("--plots").arg(directory.path());

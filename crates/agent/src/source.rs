@@ -91,16 +91,20 @@ impl Aims {
     /// What a request says, and the configuration where it says nothing.
     pub(crate) fn new(request: &MigrateRequest, limits: &ConfigLimits) -> Self {
         let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
+        let throttle_writes = request.throttle_writes.unwrap_or(limits.throttle_writes);
+        // A guest whose writes become slower and slower gets there in the end.
+        let usual_rounds =
+            if throttle_writes == ThrottleWrites::Off { limits.max_rounds } else { u32::MAX };
         Self {
             policy: request.policy.unwrap_or(limits.policy),
             sampling: limits.sampling(),
             max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
-            max_rounds: request.max_rounds.unwrap_or(limits.max_rounds),
+            max_rounds: request.max_rounds.unwrap_or(usual_rounds),
             on_limit: request.on_limit.unwrap_or(limits.on_limit),
             streams: request.streams.unwrap_or(limits.streams),
             bandwidth_bytes_per_s: (bandwidth > 0).then_some(bandwidth),
             verify: request.verify,
-            throttle_writes: request.throttle_writes.unwrap_or(limits.throttle_writes),
+            throttle_writes,
             throttle_cpu: request.throttle_cpu.unwrap_or(limits.throttle_cpu),
             references: request.references.unwrap_or(limits.references),
             compression: request.compression.unwrap_or(limits.compression),

@@ -93,8 +93,7 @@ impl Aims {
         let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
         let throttle_writes = request.throttle_writes.unwrap_or(limits.throttle_writes);
         // A guest whose writes become slower and slower gets there in the end.
-        let usual_rounds =
-            if throttle_writes == ThrottleWrites::Off { limits.max_rounds } else { u32::MAX };
+        let usual_rounds = if throttle_writes == ThrottleWrites::Off { limits.max_rounds } else { u32::MAX };
         Self {
             policy: request.policy.unwrap_or(limits.policy),
             sampling: limits.sampling(),

@@ -98,15 +98,23 @@ impl AwaitedTrace {
 
     /// Ends what an agent that found all pages there may have left: nobody waits any more.
     pub(super) fn end_left(&self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
-        let descriptor = format!("/proc/{}/fd/{}", process.pid(), self.descriptor);
-        let is_ours = std::fs::read_link(descriptor)
-            .is_ok_and(|target| target.to_string_lossy().contains("userfaultfd"));
-        if is_ours {
-            let ranges = ranges(&self.regions());
-            MissingPages::take_over(process, self.descriptor, &ranges)?.end()?;
+        if self.is_open(process) {
+            MissingPages::take_over(process, self.descriptor, &ranges(&self.regions()))?.end()?;
+        }
+        self.close(injector, process)
+    }
+
+    /// Closes the descriptor inside QEMU, if that was not done yet.
+    fn close(&self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
+        if self.is_open(process) {
             injector.close_left(process, self.descriptor)?;
         }
         Ok(())
+    }
+
+    fn is_open(&self, process: &Process) -> bool {
+        let descriptor = format!("/proc/{}/fd/{}", process.pid(), self.descriptor);
+        std::fs::read_link(descriptor).is_ok_and(|target| target.to_string_lossy().contains("userfaultfd"))
     }
 
     /// Removes the file.
@@ -275,7 +283,7 @@ impl Awaiting {
     pub(super) fn end(&mut self, injector: &Injector, process: &Process) -> Result<(), AwaitError> {
         self.hang_up();
         self.pages.placer().end()?;
-        self.trace.end_left(injector, process)
+        self.trace.close(injector, process)
         // The ledger stays: an agent that is started before ACTIVE is in the journal reads there that all has come.
     }
 

@@ -89,7 +89,7 @@ impl Driver {
     }
 
     /// The pieces of something follow.
-    pub(super) fn expect(&mut self, what: Coming, bytes: u64, digest: String) {
+    pub(super) fn announced(&mut self, what: Coming, bytes: u64, digest: String) {
         if bytes > proto::limits::DEVICE_STATE_BYTES {
             return self.fail(&format!("a device state of {bytes} bytes is too large"));
         }

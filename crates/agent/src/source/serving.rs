@@ -78,9 +78,7 @@ impl Later {
         self.serving = Some(Serving { handle, sender: pushing, thread: Some(thread) });
         Ok(())
     }
-}
 
-impl Later {
     /// Whether nothing is sent.
     pub(super) fn is_cut(&self) -> bool {
         self.serving

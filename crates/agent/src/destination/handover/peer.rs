@@ -61,10 +61,10 @@ impl Driver {
                 return self.verify(block, first_chunk, &hashes);
             }
             Message::Awaited { bytes, digest, .. } if arriving => {
-                return self.expect(Coming::Awaited, bytes, digest);
+                return self.announced(Coming::Awaited, bytes, digest);
             }
             Message::DeviceState { bytes, digest } if arriving => {
-                return self.expect(Coming::Devices, bytes, digest);
+                return self.announced(Coming::Devices, bytes, digest);
             }
             Message::Held { epoch, run } if arriving && epoch == self.terms.epoch() => {
                 return self.held(run);

@@ -1,12 +1,12 @@
 //! Post-copy after COMMITTED: connections that were cut are made anew for as long as the destination needs pages, by the
 //! agent that began it or by the next one.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ::memory::Sender;
 use engine::handover::Found;
-use engine::handover::source::SourceState;
+use engine::handover::source::{SourceEvent, SourceState};
 use proto::message::{Message, Proposal};
 use tracing::{info, warn};
 
@@ -98,8 +98,7 @@ impl Driver {
                 // Whatever else it says, or has said, means what it always does.
                 Some(notice) => self.notice(notice),
                 None => {
-                    let event = engine::handover::source::SourceEvent::PeerSilent;
-                    return Err(Failure::new(event, "the destination does not answer"));
+                    return Err(Failure::new(SourceEvent::PeerSilent, "the destination does not answer"));
                 }
             }
             if self.control.is_none() || self.later.is_none() {
@@ -122,7 +121,7 @@ impl Driver {
     /// All pages are there: what they were.
     pub(super) fn all_served(&mut self) {
         let Some(later) = &self.later else { return };
-        let of = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (wanted_pages, pushed_pages) = (of(&later.counted.wanted), of(&later.counted.pushed));
         let duration_us = later.began.elapsed().as_micros() as u64;
         self.controls.report(|report| {

@@ -6,13 +6,14 @@ use ::memory::{DirtyBitmap, Owed, Readable, Sender, Sent, encode_set};
 use engine::handover::source::SourceEvent;
 use proto::message::Message;
 
+use super::standstill::{cannot_save, look_at_disks};
 use super::{Failure, gone};
 use crate::journal::Durability;
 use crate::ram::{self, KeptRegion};
 use crate::report::PostCopy;
 use crate::source::memory::Cargo;
 use crate::source::serving::Later;
-use crate::source::{Details, Driver, VmError};
+use crate::source::{Details, Driver};
 
 impl Driver {
     /// Saves the device state, sends what is left of the disks, and names the pages of memory that are left: they go from
@@ -29,18 +30,9 @@ impl Driver {
         cargo.end_deltas();
         let mut owed = owed;
         let vm = self.vm.as_mut().ok_or_else(gone)?;
-        if cargo.has_disks() {
-            // As before a last round.
-            let monitor = vm.monitor().map_err(|error| Failure::local("QEMU cannot be asked", &error))?;
-            cargo
-                .look_at_disks(monitor, &mut owed)
-                .map_err(|error| Failure::local("cannot find out what was written", &error))?;
-        }
+        look_at_disks(vm, cargo, &mut owed)?;
         let saving = Instant::now();
-        let state = vm.save_devices().map_err(|error| match error {
-            VmError::RunState(_) => Failure::local("the guest is not moved", &error),
-            _ => Failure::local("cannot save the device state", &error),
-        })?;
+        let state = vm.save_devices().map_err(|error| cannot_save(&error))?;
         self.clock.measured.save_us = saving.elapsed().as_micros() as u64;
         let cleared = owed
             .clear_marks(&mut cargo.ram_log())

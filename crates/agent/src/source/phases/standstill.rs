@@ -14,7 +14,7 @@ use crate::machine::Machine;
 use crate::progress::Phase;
 use crate::report::Round;
 use crate::source::memory::Cargo;
-use crate::source::{Driver, VmError, memory};
+use crate::source::{Driver, SourceVm, VmError, memory};
 use crate::verification::CompareError;
 
 /// A round of a guest that stands still.
@@ -66,6 +66,25 @@ fn beside<H, T: Send>(here: impl FnOnce() -> H, there: impl FnMut() -> T + Send)
     })
 }
 
+/// Adds what was written to the disks since the last look. Before the devices are saved, for then QEMU gives the disks up;
+/// what they have to do has been done: `stop` waits for it.
+pub(super) fn look_at_disks(vm: &mut SourceVm, cargo: &mut Cargo, owed: &mut Owed) -> Result<(), Failure> {
+    if !cargo.has_disks() {
+        return Ok(());
+    }
+    let monitor = vm.monitor().map_err(|error| Failure::local("QEMU cannot be asked", &error))?;
+    cargo
+        .look_at_disks(monitor, owed)
+        .map_err(|error| Failure::local("cannot find out what was written", &error))
+}
+
+pub(super) fn cannot_save(error: &VmError) -> Failure {
+    match error {
+        VmError::RunState(_) => Failure::local("the guest is not moved", error),
+        _ => Failure::local("cannot save the device state", error),
+    }
+}
+
 impl Driver {
     pub(super) fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
@@ -98,14 +117,7 @@ impl Driver {
         }
         let mut owed = owed;
         let vm = self.vm.as_mut().ok_or_else(gone)?;
-        if cargo.has_disks() {
-            // Before the devices are saved, for then QEMU gives the disks up. What they have to do has been done:
-            // `stop` waits for it.
-            let monitor = vm.monitor().map_err(|error| Failure::local("QEMU cannot be asked", &error))?;
-            cargo
-                .look_at_disks(monitor, &mut owed)
-                .map_err(|error| Failure::local("cannot find out what was written", &error))?;
-        }
+        look_at_disks(vm, cargo, &mut owed)?;
         let round = || stopped_round(sender, owed, &mut cargo.ram_log(), acknowledged_by);
         let save = || {
             let began = Instant::now();
@@ -115,10 +127,7 @@ impl Driver {
         let (sender, owed) = self.last_round(round)?;
         let (state, saving) = saved
             .map_err(|_| Failure::new(SourceEvent::Failed, "saving the device state panicked"))?
-            .map_err(|error| match error {
-                VmError::RunState(_) => Failure::local("the guest is not moved", &error),
-                _ => Failure::local("cannot save the device state", &error),
-            })?;
+            .map_err(|error| cannot_save(&error))?;
         self.clock.measured.save_us = saving.as_micros() as u64;
         cargo.end_deltas();
         let round = stopped_round(sender, owed, &mut cargo.ram_log(), self.standstill_ends());

@@ -397,16 +397,23 @@ mod tests {
         assert_eq!((zeros, awaited.pages()), ([7, 8, 900].map(address).to_vec(), 1));
     }
 
-    /// Memory that has room for some pages at a time.
+    /// Memory that has room for some new pages.
     struct Narrow(Memory, Mutex<u64>);
 
     impl Placer for Narrow {
         fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
             let mut room = lock(&self.1);
-            let fits = pages.len().min(*room as usize * PAGE);
-            let new = self.0.place(address, &pages[..fits])?;
-            *room -= new;
-            if fits == pages.len() { Ok(new) } else { Err(MissingError::Ended) }
+            let mut placed = 0;
+            for (address, page) in (address..).step_by(PAGE).zip(pages.chunks(PAGE)) {
+                let is_there = lock(&self.0.0).contains_key(&address);
+                if !is_there && *room == 0 {
+                    return Err(MissingError::Ended);
+                }
+                let new = self.0.place(address, page)?;
+                *room -= new;
+                placed += new;
+            }
+            Ok(placed)
         }
 
         fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {

@@ -252,16 +252,20 @@ pub(crate) struct MigrateCommand {
     /// When the VM is stopped: `pattern` when rounds do not make the downtime shorter any more, `target` as soon as it
     /// would be short enough, `rounds` after some rounds; these two are the rules of KVM and Xen. `hybrid`: after all of
     /// memory went once; what is left then comes when the VM runs at the other host, and until it is there the VM needs
-    /// both hosts (pattern)
-    #[arg(long, value_name = "pattern|target|rounds|hybrid", hide_possible_values = true)]
+    /// both hosts. `sla`: by rounds, with slower processors, or as `hybrid`: whichever is expected to keep --max-downtime
+    /// and --max-total (pattern)
+    #[arg(long, value_name = "pattern|target|rounds|hybrid|sla", hide_possible_values = true)]
     pub policy: Option<PolicyArg>,
     /// Longest downtime, in milliseconds (300)
     #[arg(long, value_name = "MS")]
     pub max_downtime: Option<u64>,
+    /// With `--policy sla`: how long all of it may take, in seconds; 0 for as long as it takes (0)
+    #[arg(long, value_name = "SECONDS")]
+    pub max_total: Option<u64>,
     /// Most rounds of pre-copy (30)
     #[arg(long, value_name = "N")]
     pub max_rounds: Option<u32>,
-    /// When the rounds are used up, or lead no further for a while: `abort` leaves the VM where it is,
+    /// When the rounds or the time are used up, or rounds lead no further for a while: `abort` leaves the VM where it is,
     /// `stop` stops it and sends the rest, however long that takes, `post-copy` has the rest come when the VM runs at
     /// the other host (abort)
     #[arg(long, value_name = "abort|stop|post-copy", hide_possible_values = true)]

@@ -22,6 +22,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         check_only: command.check,
         policy: command.policy.map(Into::into),
         max_downtime_ms: command.max_downtime,
+        max_total_ms: command.max_total.map(|seconds| seconds.saturating_mul(1000)),
         max_rounds: command.max_rounds,
         on_limit: command.on_limit.map(Into::into),
         bandwidth_bytes_per_s: command.bandwidth.map(|Rate(rate)| rate),

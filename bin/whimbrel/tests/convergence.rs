@@ -127,6 +127,50 @@ fn a_guest_that_is_too_fast_is_moved_when_its_processors_are_slowed_down() {
     assert!(!Path::new("/sys/fs/cgroup/cpu").join(format!("whimbrel-cpu-{left}")).exists());
 }
 
+/// Two limits, and whichever way is expected to keep them.
+#[test]
+fn limits_are_kept_by_the_way_that_is_expected_to() {
+    let (cluster, guest) = stage(200);
+    let sla = |max_downtime_ms: &str, max_total_s: &str| {
+        let words = ["migrate", "vm1", "--to", "b", "--policy", "sla", "--max-downtime", max_downtime_ms];
+        cluster.a.cli(&[&words[..], &["--max-total", max_total_s]].concat()).last_json()
+    };
+    // In no way: a guest does not stand still for less than it takes to stop it.
+    let report = sla("1", "1");
+    assert_eq!(report["outcome"], "aborted", "{report:#}");
+    assert!(report["reason"].as_str().unwrap().contains("no time left"), "{report:#}");
+    assert!(matches!(is_replayed(&report).pop(), Some(Decision::GiveUp { .. })), "{report:#}");
+    assert!(guest.serial().check().unwrap().ok);
+    cluster.b.wait_settled();
+
+    // It writes ten times what the link carries: a tenth of its processor time would not be little enough.
+    let report = sla("300", "100");
+    assert_eq!(report["outcome"], "moved", "{report:#}\n{}", cluster.a.log());
+    assert!(matches!(is_replayed(&report).pop(), Some(Decision::PostCopy { .. })), "{report:#}");
+    assert!(report["post_copy"]["left_pages"].as_u64() > Some(0), "{report:#}");
+    let way = report["events"].as_array().unwrap().iter().rfind(|event| event["what"] == "way").unwrap();
+    assert!(way["detail"].as_str().unwrap().starts_with("post-copy; expected of "), "{way}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
+/// Where it has to be compared nothing can come after it.
+#[test]
+fn a_guest_is_slowed_down_where_that_keeps_the_limits() {
+    if !limits_processors() {
+        return;
+    }
+    let (cluster, _guest) = stage_of(5 * RATE, 96, 250);
+    let words = ["migrate", "vm1", "--to", "b", "--verify", "--policy", "sla", "--max-total", "600"];
+    let said = cluster.a.cli(&[&words[..], &["--compress", "none", "--deltas", "never"]].concat());
+    let report = said.last_json();
+    cluster.assert_moved("a", &report);
+    let decisions = is_replayed(&report);
+    assert!(matches!(decisions.last(), Some(Decision::StopAndCopy { .. })), "{report:#}");
+    assert!(decisions.iter().any(|decision| matches!(decision, Decision::NextRound { slow: true, .. })));
+    assert!(has_event(&report, "cpu-throttled"), "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
 /// Whatever ends the migration: the processors are let go.
 #[test]
 fn no_limit_on_processors_outlives_the_migration() {

@@ -161,6 +161,8 @@ pub struct Limits {
     pub resent_rounds: u32,
     /// Longest downtime, in milliseconds. Below it rounds go on as long as they make it shorter.
     pub max_downtime_ms: u64,
+    /// How long a migration may take with the policy `sla`, in milliseconds; 0 for as long as it takes.
+    pub max_total_ms: u64,
     /// Most rounds of pre-copy.
     pub max_rounds: u32,
     /// What to do when the rounds are used up.
@@ -225,6 +227,7 @@ impl Default for Limits {
             resent_percent: sampling.resent_percent,
             resent_rounds: sampling.history,
             max_downtime_ms: 300,
+            max_total_ms: 0,
             max_rounds: 30,
             on_limit: OnLimit::Abort,
             throttle_writes: ThrottleWrites::Off,

@@ -141,11 +141,14 @@ pub enum Outcome {
 /// What was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Objective {
-    /// When the guest was to be stopped (`pattern`, `target`, `rounds`).
+    /// When the guest was to be stopped (`pattern`, `target`, `rounds`, `hybrid`, `sla`).
     #[serde(default)]
     pub policy: String,
     /// Longest downtime allowed, in milliseconds.
     pub max_downtime_ms: u64,
+    /// How long all of it was allowed to take, in milliseconds; absent if it had time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_total_ms: Option<u64>,
     /// Most rounds of pre-copy.
     pub max_rounds: u32,
     /// What to do when the rounds are used up (`stop`, `abort`).

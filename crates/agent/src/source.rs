@@ -59,6 +59,8 @@ pub(crate) struct Aims {
     pub(crate) sampling: Sampling,
     /// Downtime to aim at, in milliseconds.
     pub(crate) max_downtime_ms: u64,
+    /// How long all of it may take, in milliseconds; none if it has time.
+    pub(crate) max_total_ms: Option<u64>,
     /// Most rounds of pre-copy.
     pub(crate) max_rounds: u32,
     /// What to do when the rounds are used up.
@@ -98,6 +100,7 @@ impl Aims {
             policy: request.policy.unwrap_or(limits.policy),
             sampling: limits.sampling(),
             max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
+            max_total_ms: Some(request.max_total_ms.unwrap_or(limits.max_total_ms)).filter(|ms| *ms > 0),
             max_rounds: request.max_rounds.unwrap_or(usual_rounds),
             on_limit: request.on_limit.unwrap_or(limits.on_limit),
             streams: request.streams.unwrap_or(limits.streams),
@@ -114,15 +117,22 @@ impl Aims {
         }
     }
 
-    /// Whether pages may come after the guest.
-    pub(crate) fn may_post_copy(&self) -> bool {
+    /// Whether pages have to be able to come after the guest.
+    pub(crate) fn needs_post_copy(&self) -> bool {
         self.policy == StopPolicy::Hybrid || self.on_limit == OnLimit::PostCopy
+    }
+
+    /// Whether they may, where the destination knows how.
+    pub(crate) fn may_post_copy(&self) -> bool {
+        // What comes when the guest runs cannot be compared.
+        self.needs_post_copy() || self.policy == StopPolicy::Sla && !self.verify
     }
 
     pub(crate) fn objective(&self) -> Objective {
         Objective {
             policy: self.policy.name().to_owned(),
             max_downtime_ms: self.max_downtime_ms,
+            max_total_ms: self.max_total_ms,
             max_rounds: self.max_rounds,
             on_limit: match self.on_limit {
                 OnLimit::Stop => "stop".to_owned(),
@@ -239,6 +249,8 @@ pub(crate) struct Driver {
     later: Option<serving::Later>,
     /// The connection for pages that somebody waits for, until it is of use; there is one where pages may come later.
     page_stream: Option<link::Connection>,
+    /// The destination has said that they may.
+    may_post_copy: bool,
     /// The destination was asked what is in its templates, and has not told all of it.
     seeking: bool,
     /// Who waits for an answer to the question that is being dealt with.
@@ -300,6 +312,7 @@ impl Driver {
             cargo: None,
             later: None,
             page_stream: None,
+            may_post_copy: false,
             seeking: false,
             asker: None,
             follow_ups: VecDeque::new(),

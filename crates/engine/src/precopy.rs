@@ -21,6 +21,7 @@
 //! going for ever. And beyond the allowed downtime it looks at how the guest writes (section VII, Algorithm 2): where
 //! a [`Pattern`] says that rounds do not help, it does not go on until a limit is reached.
 //!
+//! [`BySla`] has a limit of time beside that of the downtime, and picks the way that is expected to keep both.
 //! [`ByHybrid`] does not wait for the guest at all: what is left after the first way through memory goes after it.
 //! [`ByTarget`] is KVM's rule itself, [`ByRounds`] Xen's: to compare with.
 //!
@@ -34,6 +35,7 @@ mod forecast;
 mod hybrid;
 mod pace;
 mod pattern;
+mod sla;
 mod trace;
 
 use std::fmt;
@@ -45,6 +47,7 @@ pub use classic::{ByRounds, ByTarget};
 pub use forecast::{CostHistory, FixedCost};
 pub use hybrid::ByHybrid;
 pub use pattern::{ByPattern, Pattern, Sampling};
+pub use sla::{BySla, Outcome, Outlook, Way, Ways};
 pub use trace::{AnyPolicy, Trace, TraceEntry, Traced};
 
 /// What a policy is shown after a round: how it went, and what a scan right after it found.
@@ -79,6 +82,9 @@ pub struct RoundObservation {
     pub interval_ns: u64,
     /// How long the scan after the round took.
     pub scan_ns: u64,
+    /// Since the migration was asked for.
+    #[serde(default)]
+    pub elapsed_ns: u64,
 }
 
 impl RoundObservation {
@@ -101,12 +107,15 @@ pub struct Aim {
     pub max_downtime_ns: u64,
     /// After this many rounds the limit is reached.
     pub max_rounds: u32,
+    /// All of it is to be over so long after it was asked for; none if it has time.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_total_ns: Option<u64>,
 }
 
 impl Default for Aim {
-    /// 300 ms, as QEMU's own, and 30 rounds.
+    /// 300 ms, as QEMU's own, 30 rounds, and all the time there is.
     fn default() -> Self {
-        Self { max_downtime_ns: 300_000_000, max_rounds: 30 }
+        Self { max_downtime_ns: 300_000_000, max_rounds: 30, max_total_ns: None }
     }
 }
 
@@ -121,6 +130,9 @@ pub enum Decision {
         /// Send only so many pages and look again; none to send all.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         most_pages: Option<u64>,
+        /// Have the guest's processors be slower meanwhile.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        slow: bool,
     },
     /// Stop the guest and send the rest.
     StopAndCopy {
@@ -176,6 +188,8 @@ pub enum Limit {
     Rounds,
     /// Rounds no longer leave less than earlier ones did: the guest writes as fast as the link carries.
     NotShrinking,
+    /// The time after which all has to be over.
+    Total,
 }
 
 impl fmt::Display for GiveUp {
@@ -183,6 +197,7 @@ impl fmt::Display for GiveUp {
         let what = match self.limit {
             Limit::Rounds => "the limit of rounds is reached",
             Limit::NotShrinking => "rounds leave no less to send than the ones before",
+            Limit::Total => "there is no time left",
         };
         let tenths = |ns: u64| format!("{}.{}", ns / 1_000_000, ns / 100_000 % 10);
         write!(

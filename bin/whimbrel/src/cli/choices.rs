@@ -30,6 +30,7 @@ pub(crate) enum PolicyArg {
     Target,
     Rounds,
     Hybrid,
+    Sla,
 }
 
 impl From<PolicyArg> for StopPolicy {
@@ -39,6 +40,7 @@ impl From<PolicyArg> for StopPolicy {
             PolicyArg::Target => Self::Target,
             PolicyArg::Rounds => Self::Rounds,
             PolicyArg::Hybrid => Self::Hybrid,
+            PolicyArg::Sla => Self::Sla,
         }
     }
 }

@@ -34,6 +34,9 @@ pub enum StopPolicy {
     /// After all of memory went once: what is left then comes when the guest runs at the destination (post-copy). Until all
     /// is there the VM needs both hosts.
     Hybrid,
+    /// By whichever way is expected to keep two limits, that of the downtime and that of the time in all: by rounds, by rounds
+    /// with slower processors, or by post-copy.
+    Sla,
 }
 
 impl StopPolicy {
@@ -44,6 +47,7 @@ impl StopPolicy {
             Self::Target => "target",
             Self::Rounds => "rounds",
             Self::Hybrid => "hybrid",
+            Self::Sla => "sla",
         }
     }
 }

@@ -178,6 +178,9 @@ pub struct MigrateRequest {
     /// Most rounds of pre-copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_rounds: Option<u32>,
+    /// How long all of it may take, in milliseconds, with the policy [`StopPolicy::Sla`]; 0 for as long as it takes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_total_ms: Option<u64>,
     /// What to do when no more rounds are to be made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub on_limit: Option<OnLimit>,
@@ -235,6 +238,7 @@ impl MigrateRequest {
             policy: None,
             max_downtime_ms: None,
             max_rounds: None,
+            max_total_ms: None,
             on_limit: None,
             bandwidth_bytes_per_s: None,
             streams: None,

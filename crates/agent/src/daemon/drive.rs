@@ -12,7 +12,7 @@ use proto::{MigrationId, VmName};
 
 use super::{Daemon, Driven, Mail};
 use crate::api::{CheckReport, MigrateRequest, MigrationStatus};
-use crate::api::{Kind, Problem};
+use crate::api::{Kind, Problem, StopPolicy};
 use crate::journal::{Durability, JournalError, VmRecord};
 use crate::preflight;
 use crate::progress::Publisher;
@@ -193,7 +193,12 @@ impl Daemon {
                 "the witness is neither of the two hosts; move to another",
             ));
         }
-        if request.verify && Aims::new(request, &self.context.config.limits).may_post_copy() {
+        let aims = Aims::new(request, &self.context.config.limits);
+        if request.max_total_ms.is_some() && aims.policy != StopPolicy::Sla {
+            let error = format!("the policy `{}` keeps no limit of time", aims.policy.name());
+            return Err(Problem::new(Kind::BadRequest, error, "add --policy sla, or leave out --max-total"));
+        }
+        if request.verify && aims.needs_post_copy() {
             let error = "what comes when the VM runs at the other host cannot be compared";
             let advice = "leave out --verify, or choose another --policy and --on-limit";
             return Err(Problem::new(Kind::BadRequest, error, advice));

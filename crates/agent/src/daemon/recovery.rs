@@ -121,6 +121,7 @@ impl Daemon {
             policy: limits.policy,
             sampling: limits.sampling(),
             max_downtime_ms: limits.max_downtime_ms,
+            max_total_ms: None,
             max_rounds: limits.max_rounds,
             on_limit: limits.on_limit,
             streams: limits.streams,

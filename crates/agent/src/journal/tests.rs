@@ -172,6 +172,7 @@ fn vms_and_reports_are_kept() {
     let objective = Objective {
         policy: "pattern".into(),
         max_downtime_ms: 30,
+        max_total_ms: None,
         max_rounds: 30,
         on_limit: "abort".into(),
         streams: 1,

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ::memory::ram::RamError;
 use ::memory::{
@@ -12,7 +12,7 @@ use ::memory::{
 };
 use block::nbd::NbdError;
 use engine::precopy::{
-    Aim, ByHybrid, ByPattern, ByRounds, ByTarget, FixedCost, OnLimit, RoundObservation, Traced,
+    Aim, ByHybrid, ByPattern, ByRounds, BySla, ByTarget, FixedCost, OnLimit, RoundObservation, Traced, Ways,
 };
 use engine::throttle::Cap;
 use qemu::qmp::{Qmp, QmpError};
@@ -357,8 +357,8 @@ impl DirtyLog for Log<'_> {
 /// How often all of memory goes before the rest comes after the guest.
 const HYBRID_PASSES: u32 = 1;
 
-/// The policy that decides when to stop.
-pub(crate) fn policy(aims: &Aims, fixed: FixedCost) -> Traced {
+/// The policy that decides when to stop, for a guest to which so much can be done.
+pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
     let goal = aim(aims);
     let on_limit = match aims.on_limit {
         api::OnLimit::Stop => OnLimit::Stop,
@@ -375,12 +375,18 @@ pub(crate) fn policy(aims: &Aims, fixed: FixedCost) -> Traced {
         StopPolicy::Target => Traced::new(ByTarget::new(goal, on_limit)),
         StopPolicy::Rounds => Traced::new(ByRounds::default()),
         StopPolicy::Hybrid => Traced::new(ByHybrid::new(HYBRID_PASSES, fixed)),
+        StopPolicy::Sla => Traced::new(BySla::new(goal, ways, on_limit, fixed).sampling(aims.sampling)),
     }
 }
 
 /// What is aimed at now.
 pub(crate) fn aim(aims: &Aims) -> Aim {
-    Aim { max_downtime_ns: aims.max_downtime_ms.saturating_mul(1_000_000), max_rounds: aims.max_rounds }
+    let ns = |ms: u64| ms.saturating_mul(1_000_000);
+    Aim {
+        max_downtime_ns: ns(aims.max_downtime_ms),
+        max_rounds: aims.max_rounds,
+        max_total_ns: aims.max_total_ms.map(ns),
+    }
 }
 
 /// A round that was sent, and when the scan before it was made.
@@ -396,12 +402,13 @@ pub(crate) struct SentRound {
 }
 
 /// What the policy is shown after a round and the scan that followed it, which found so many dirty pages, and so many
-/// of which nothing is known.
+/// of which nothing is known, so long after the migration was asked for.
 pub(crate) fn observe(
     sent: &SentRound,
     scan: ScanStats,
     (dirty_pages, unknown_pages): (u64, u64),
     scanned_at: Instant,
+    elapsed: Duration,
 ) -> RoundObservation {
     let stats = &sent.stats;
     RoundObservation {
@@ -416,6 +423,7 @@ pub(crate) fn observe(
         duration_ns: stats.duration_us.saturating_mul(1000),
         interval_ns: scanned_at.duration_since(sent.scanned_at).as_nanos() as u64,
         scan_ns: scan.duration_us.saturating_mul(1000),
+        elapsed_ns: elapsed.as_nanos() as u64,
     }
 }
 

@@ -35,7 +35,7 @@ use super::slowing::Slowing;
 use super::sparing::Sparing;
 use super::vm::SourceVm;
 use super::{Details, Driver, memory};
-use crate::api::ThrottleCpu;
+use crate::api::{StopPolicy, ThrottleCpu};
 use crate::journal::Durability;
 use crate::progress::Phase;
 use crate::report::{Disk, Measured};
@@ -227,12 +227,13 @@ impl Driver {
                         format!("the destination does not say that it takes a copy of disk {}", disk.name);
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
-                if self.controls.aims().may_post_copy() && !post_copy {
+                if self.controls.aims().needs_post_copy() && !post_copy {
                     let reason = format!(
                         "pages cannot come after the guest: {why_not}. Choose another policy, or what to do at the limit"
                     );
                     return Err(Failure::new(SourceEvent::Failed, reason));
                 }
+                self.may_post_copy = post_copy && self.controls.aims().may_post_copy();
                 let codecs = codecs.iter().filter_map(|name| Codec::of_name(name)).collect();
                 Ok(Accepted { copied, references, templates, codecs, deltas })
             }
@@ -281,14 +282,20 @@ impl Driver {
         tracking.finish(self.vm()?).map_err(failed)
     }
 
-    /// From here on the guest's processors can be slowed down, where that was asked for.
+    /// From here on the guest's processors can be slowed down, where that was asked for or may be a way.
     fn may_slow(&mut self) -> Result<(), Failure> {
-        if self.controls.aims().throttle_cpu == ThrottleCpu::Off {
+        let aims = self.controls.aims();
+        let (is_wished, may_be) = (aims.throttle_cpu != ThrottleCpu::Off, aims.policy == StopPolicy::Sla);
+        if !is_wished && !may_be {
             return Ok(());
         }
-        let slowing = Slowing::begin(self.vm()?)
-            .map_err(|error| Failure::local("the guest's processors cannot be slowed down", &error))?;
-        self.slowing = Some(slowing);
+        match Slowing::begin(self.vm()?) {
+            Ok(slowing) => self.slowing = Some(slowing),
+            Err(error) if is_wished => {
+                return Err(Failure::local("the guest's processors cannot be slowed down", &error));
+            }
+            Err(error) => self.note("cpu-not-throttled", crate::chain(&error)),
+        }
         Ok(())
     }
 

@@ -312,6 +312,7 @@ impl Control for Fake {
         let objective = Objective {
             policy: "pattern".to_owned(),
             max_downtime_ms: 30,
+            max_total_ms: None,
             max_rounds: 30,
             on_limit: "abort".into(),
             streams: 4,

@@ -48,7 +48,7 @@ impl Policy for ByTarget {
                     max_downtime_ns: self.aim.max_downtime_ns,
                 },
             },
-            _ => Decision::NextRound { expected_downtime_ns, most_pages: None },
+            _ => Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false },
         }
     }
 }
@@ -91,7 +91,7 @@ impl Policy for ByRounds {
         if observed.round > 0 && is_over {
             Decision::StopAndCopy { expected_downtime_ns, pattern: None }
         } else {
-            Decision::NextRound { expected_downtime_ns, most_pages: None }
+            Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false }
         }
     }
 }
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn kvm_s_rule_is_the_allowed_downtime() {
-        let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 10 };
+        let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 10, ..Aim::default() };
         let mut policy = ByTarget::new(aim, OnLimit::Abort);
         assert!(!stops(policy.decide(&observed(0, 0, 5))));
         assert!(!stops(policy.decide(&observed(1, 30, 1_000))));

@@ -39,7 +39,7 @@ impl Policy for ByHybrid {
         let fixed_ns = self.fixed.downtime_ns(0).saturating_add(observed.scan_ns.saturating_mul(2));
         let stop_ns = self.fixed.downtime_ns(pages_ns).saturating_add(observed.scan_ns.saturating_mul(2));
         if observed.round < self.passes {
-            Decision::NextRound { expected_downtime_ns: fixed_ns, most_pages: None }
+            Decision::NextRound { expected_downtime_ns: fixed_ns, most_pages: None, slow: false }
         } else if pages_ns <= fixed_ns {
             Decision::StopAndCopy { expected_downtime_ns: stop_ns, pattern: None }
         } else {

@@ -241,7 +241,7 @@ impl Policy for ByPattern {
             self.link_bytes_per_s = self.link_bytes_per_s.max(observed.link_rate_bytes_per_s());
         }
         if observed.round == 0 {
-            return Decision::NextRound { expected_downtime_ns, most_pages: None };
+            return Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false };
         }
         let sampling = self.sampling;
         let interval = |beside_ns| sampling.interval_ns(self.link_bytes_per_s, observed.scan_ns, beside_ns);
@@ -269,7 +269,7 @@ impl Policy for ByPattern {
             (is_stuck && !has_patience).then_some(Limit::NotShrinking)
         };
 
-        let next = Decision::NextRound { expected_downtime_ns, most_pages };
+        let next = Decision::NextRound { expected_downtime_ns, most_pages, slow: false };
         let stop = Decision::StopAndCopy { expected_downtime_ns, pattern };
         if expected_downtime_ns <= self.aim.max_downtime_ns {
             return if is_worth_it { next } else { stop };

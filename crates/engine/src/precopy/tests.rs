@@ -15,6 +15,7 @@ pub(super) fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: 
         duration_ns: duration_ms * 1_000_000,
         interval_ns: duration_ms * 1_000_000,
         scan_ns: 0,
+        elapsed_ns: 0,
     }
 }
 
@@ -23,7 +24,11 @@ fn free() -> FixedCost {
 }
 
 pub(super) fn policy(max_downtime_ms: u64, max_rounds: u32, on_limit: OnLimit) -> ByPattern {
-    ByPattern::new(Aim { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds }, on_limit, free())
+    ByPattern::new(
+        Aim { max_downtime_ns: max_downtime_ms * 1_000_000, max_rounds, ..Aim::default() },
+        on_limit,
+        free(),
+    )
 }
 
 fn expected(decision: Decision) -> u64 {
@@ -116,7 +121,7 @@ fn agrees_with_kvm_s_rule_at_a_steady_rate() {
 
 /// 10 pages a millisecond are sent, and `dirty_per_ms` are written: how many rounds it takes to stop, and what is left.
 fn rounds_and_expected(fixed: FixedCost, max_rounds: u32, dirty_per_ms: u64) -> (u32, u64) {
-    let aim = Aim { max_downtime_ns: 300_000_000, max_rounds };
+    let aim = Aim { max_downtime_ns: 300_000_000, max_rounds, ..Aim::default() };
     let mut policy = ByPattern::new(aim, OnLimit::Abort, fixed);
     let (mut n, mut left) = (1, 10_000);
     loop {
@@ -240,7 +245,7 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
     let mut policy = Traced::new(policy(1, 100, OnLimit::Abort));
     let observed = |n| round(n, 1000, 10_000, 100);
     assert!(matches!(policy.decide(&observed(1)), Decision::NextRound { .. }));
-    let aim = Aim { max_downtime_ns: 10_000_000, max_rounds: 100 };
+    let aim = Aim { max_downtime_ns: 10_000_000, max_rounds: 100, ..Aim::default() };
     policy.aim(aim);
     policy.aim(aim);
     assert!(matches!(policy.decide(&observed(2)), Decision::StopAndCopy { .. }));
@@ -253,8 +258,11 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
 /// All policies, whatever they are shown, decide the same when they are asked again.
 #[test]
 fn every_policy_can_be_replayed() {
-    let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 5 };
-    let policies: [AnyPolicy; 3] = [
+    let aim = Aim { max_downtime_ns: 30_000_000, max_rounds: 5, ..Aim::default() };
+    let ways = Ways { slow_down: true, post_copy: true };
+    let policies: [AnyPolicy; 5] = [
+        ByHybrid::new(4, free()).into(),
+        BySla::new(aim, ways, OnLimit::Abort, free()).into(),
         ByPattern::new(aim, OnLimit::Stop, free()).into(),
         ByTarget::new(aim, OnLimit::Abort).into(),
         ByRounds::default().into(),
@@ -275,13 +283,14 @@ fn every_policy_can_be_replayed() {
 fn any_observation() -> impl Strategy<Value = RoundObservation> {
     let number = || prop_oneof![Just(0), Just(u64::MAX), any::<u64>(), 0..1_000_000_u64];
     let pages = (number(), number(), number(), number(), number(), number());
-    (pages, number(), number(), number(), number()).prop_map(
+    (pages, number(), number(), number(), number(), number()).prop_map(
         |(
             (dirty_pages, unknown_pages, pages_sent, spared_pages, left_pages, resent_pages),
             bytes_sent,
             duration_ns,
             interval_ns,
             scan_ns,
+            elapsed_ns,
         )| RoundObservation {
             round: 0,
             dirty_pages,
@@ -294,6 +303,7 @@ fn any_observation() -> impl Strategy<Value = RoundObservation> {
             duration_ns,
             interval_ns,
             scan_ns,
+            elapsed_ns,
         },
     )
 }
@@ -304,13 +314,14 @@ fn any_policy() -> impl Strategy<Value = ByPattern> {
         |(max_downtime_ns, max_rounds, stop, load_ns, stop_ns, patience)| {
             let on_limit = if stop { OnLimit::Stop } else { OnLimit::Abort };
             let fixed = FixedCost { stop_ns, load_ns, ..FixedCost::default() };
-            ByPattern::new(Aim { max_downtime_ns, max_rounds }, on_limit, fixed).with_patience(patience)
+            ByPattern::new(Aim { max_downtime_ns, max_rounds, ..Aim::default() }, on_limit, fixed)
+                .with_patience(patience)
         },
     )
 }
 
 /// Feeds observations as rounds 0 (first round incomplete), 1, 2, … until the policy ends it.
-fn run(policy: ByPattern, seen: &[RoundObservation]) -> Traced {
+fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> Traced {
     let mut policy = Traced::new(policy);
     for (n, observed) in (0..).zip(seen) {
         if !matches!(policy.decide(&RoundObservation { round: n, ..*observed }), Decision::NextRound { .. }) {
@@ -336,6 +347,31 @@ proptest! {
         let ended = ended.unwrap_or_default();
         prop_assert!(ended >= 1);
         prop_assert!(ended as u32 <= max_rounds.max(1));
+        prop_assert_eq!(traced.trace().replay(), decisions);
+    }
+
+    /// Whatever is observed: no way of keeping the limits goes on when the time is over, none begins before all memory
+    /// went once, and it says the same when asked again.
+    #[test]
+    fn limits_of_time_are_kept(
+        (max_downtime_ns, max_total_ns) in (0..1_000_000_000_u64, 0..100_000_000_000_u64),
+        (slow_down, post_copy, way_out) in (any::<bool>(), any::<bool>(), 0..3_u8),
+        seen in prop::collection::vec(any_observation(), 20),
+    ) {
+        let on_limit = [OnLimit::Stop, OnLimit::PostCopy, OnLimit::Abort][usize::from(way_out)];
+        let aim = Aim { max_downtime_ns, max_total_ns: Some(max_total_ns), ..Aim::default() };
+        let traced =
+            run(BySla::new(aim, Ways { slow_down, post_copy }, on_limit, FixedCost::default()), &seen);
+        let decisions = traced.trace().decisions();
+        for (round, (observed, decision)) in seen.iter().zip(&decisions).enumerate() {
+            let goes_on = matches!(decision, Decision::NextRound { .. });
+            prop_assert!(goes_on || round > 0, "{decision:?} before all of memory went");
+            prop_assert!(!goes_on || round == 0 || observed.elapsed_ns <= max_total_ns, "{observed:?}");
+            let slows = matches!(decision, Decision::NextRound { slow: true, .. });
+            let posts = matches!(decision, Decision::PostCopy { .. });
+            prop_assert!(slow_down || !slows);
+            prop_assert!(post_copy || !posts || on_limit == OnLimit::PostCopy);
+        }
         prop_assert_eq!(traced.trace().replay(), decisions);
     }
 

@@ -2,7 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Aim, ByHybrid, ByPattern, ByRounds, ByTarget, Decision, Policy, RoundObservation};
+use super::{
+    Aim, ByHybrid, ByPattern, ByRounds, BySla, ByTarget, Decision, Outlook, Policy, RoundObservation,
+};
 
 /// A policy of any kind, as a trace keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -13,6 +15,8 @@ pub enum AnyPolicy {
     Pattern(ByPattern),
     /// Pre-copy first, then post-copy.
     Hybrid(ByHybrid),
+    /// What keeps the limits.
+    Sla(BySla),
     /// KVM's rule.
     Target(ByTarget),
     /// Xen's rule.
@@ -24,6 +28,7 @@ impl Policy for AnyPolicy {
         match self {
             Self::Pattern(policy) => policy.aim(aim),
             Self::Hybrid(policy) => policy.aim(aim),
+            Self::Sla(policy) => policy.aim(aim),
             Self::Target(policy) => policy.aim(aim),
             Self::Rounds(policy) => policy.aim(aim),
         }
@@ -33,6 +38,7 @@ impl Policy for AnyPolicy {
         match self {
             Self::Pattern(policy) => policy.slowed(),
             Self::Hybrid(policy) => policy.slowed(),
+            Self::Sla(policy) => policy.slowed(),
             Self::Target(policy) => policy.slowed(),
             Self::Rounds(policy) => policy.slowed(),
         }
@@ -42,6 +48,7 @@ impl Policy for AnyPolicy {
         match self {
             Self::Pattern(policy) => policy.decide(observed),
             Self::Hybrid(policy) => policy.decide(observed),
+            Self::Sla(policy) => policy.decide(observed),
             Self::Target(policy) => policy.decide(observed),
             Self::Rounds(policy) => policy.decide(observed),
         }
@@ -57,6 +64,12 @@ impl From<ByPattern> for AnyPolicy {
 impl From<ByHybrid> for AnyPolicy {
     fn from(policy: ByHybrid) -> Self {
         Self::Hybrid(policy)
+    }
+}
+
+impl From<BySla> for AnyPolicy {
+    fn from(policy: BySla) -> Self {
+        Self::Sla(policy)
     }
 }
 
@@ -141,6 +154,14 @@ impl Traced {
     /// Whether it looks at pages that are sent again.
     pub fn has_history(&self) -> bool {
         matches!(self.policy, AnyPolicy::Pattern(_))
+    }
+
+    /// What a policy that looks ahead expected at its last look.
+    pub fn outlook(&self) -> Option<Outlook> {
+        match &self.policy {
+            AnyPolicy::Sla(policy) => policy.outlook(),
+            _ => None,
+        }
     }
 
     /// What happened so far.

@@ -9,6 +9,7 @@ pub(in crate::report) fn sample() -> Report {
     let objective = Objective {
         policy: "pattern".into(),
         max_downtime_ms: 30,
+        max_total_ms: None,
         max_rounds: 30,
         on_limit: "abort".into(),
         streams: 4,

@@ -22,6 +22,7 @@ fn aims() -> Aims {
         policy: crate::api::StopPolicy::Pattern,
         sampling: engine::precopy::Sampling::default(),
         max_downtime_ms: 30,
+        max_total_ms: None,
         max_rounds: 30,
         on_limit: OnLimit::Stop,
         streams: 1,

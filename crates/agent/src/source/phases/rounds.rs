@@ -6,11 +6,12 @@ use ::memory::{
     DataStream, DirtyBitmap, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent,
 };
 use engine::handover::source::SourceEvent;
-use engine::precopy::{Decision, Policy, RoundObservation, Trace, Traced};
+use engine::precopy::{Decision, Outlook, Policy, RoundObservation, Trace, Traced, Ways};
 use tracing::info;
 
 use super::course::{Course, Share};
 use super::{Ending, Failure};
+use crate::api::ThrottleCpu;
 use crate::progress::Phase;
 use crate::report::Round;
 use crate::source::memory::Cargo;
@@ -175,7 +176,8 @@ impl Driver {
     /// A course whose policy has seen nothing yet, after so many passes.
     fn new_course(&self, passes: u32) -> Course {
         let aims = self.controls.aims();
-        let policy = memory::policy(&aims, self.context.fixed_costs().estimate());
+        let ways = Ways { slow_down: self.slowing.is_some(), post_copy: self.may_post_copy };
+        let policy = memory::policy(&aims, ways, self.context.fixed_costs().estimate());
         self.controls.report(|report| report.traces.push(policy.trace().clone()));
         Course::new(policy, aims.sampling, passes)
     }
@@ -190,18 +192,20 @@ impl Driver {
     ) -> Result<Next, Failure> {
         let owed = looked.readable.owed();
         let pages = (owed.pages(), cargo.unknown_pages(owed));
-        let observed = memory::observe(sent, looked.scan, pages, looked.scanned_at);
-        policy.aim(memory::aim(&self.controls.aims()));
+        let elapsed = self.controls.requested.elapsed();
+        let observed = memory::observe(sent, looked.scan, pages, looked.scanned_at, elapsed);
+        let aims = self.controls.aims();
+        policy.aim(memory::aim(&aims));
+        let before = policy.outlook();
         let decision = policy.decide(&observed);
         self.decided(&observed, &decision, policy.trace());
+        self.tell_of_way(before, policy.outlook());
         match decision {
-            Decision::NextRound { most_pages, expected_downtime_ns } => {
+            Decision::NextRound { most_pages, expected_downtime_ns, slow } => {
                 // In the first pass it is not known yet how much will be left.
-                let max_downtime_ns = self.controls.aims().max_downtime_ms.saturating_mul(1_000_000);
-                if sent.pass > 0
-                    && expected_downtime_ns > max_downtime_ns
-                    && self.slow_down(&observed, looked.disk_pages)
-                {
+                let is_too_long = expected_downtime_ns > aims.max_downtime_ms.saturating_mul(1_000_000);
+                let is_wished = aims.throttle_cpu != ThrottleCpu::Off && sent.pass > 0 && is_too_long;
+                if (slow || is_wished) && self.slow_down(&observed, looked.disk_pages) {
                     policy.slowed();
                 }
                 Ok(Next::Round { most_pages })
@@ -218,6 +222,14 @@ impl Driver {
                 self.context.fixed_costs().forget();
                 Err(Failure::new(SourceEvent::Failed, reason.to_string()))
             }
+        }
+    }
+
+    /// Tells of another way than the one before, and why.
+    fn tell_of_way(&self, before: Option<Outlook>, now: Option<Outlook>) {
+        let Some(now) = now else { return };
+        if before.is_none_or(|before| (before.chosen, before.is_kept) != (now.chosen, now.is_kept)) {
+            self.note("way", now.to_string());
         }
     }
 

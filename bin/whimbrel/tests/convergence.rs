@@ -6,6 +6,7 @@
 mod common;
 
 use std::path::Path;
+use std::process::{Child, Command};
 
 use common::{Cluster, GuestSpec, Load, Setup, has_event, until};
 use engine::precopy::{Decision, Trace};
@@ -168,6 +169,50 @@ fn a_guest_is_slowed_down_where_that_keeps_the_limits() {
     assert!(matches!(decisions.last(), Some(Decision::StopAndCopy { .. })), "{report:#}");
     assert!(decisions.iter().any(|decision| matches!(decision, Decision::NextRound { slow: true, .. })));
     assert!(has_event(&report, "cpu-throttled"), "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
+/// Programs that want all of the processors that they can get.
+struct Crowd(Vec<Child>);
+
+impl Crowd {
+    fn come() -> Self {
+        let all = std::thread::available_parallelism().unwrap().get() * 2;
+        let one = |_| Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap();
+        Self((0..all).map(one).collect())
+    }
+}
+
+impl Drop for Crowd {
+    fn drop(&mut self) {
+        for one in &mut self.0 {
+            let _ = one.kill();
+            let _ = one.wait();
+        }
+    }
+}
+
+/// The host becomes busy while a guest is copied that needs its processor: it is seen to wait, and what copies gives way.
+#[test]
+fn copying_gives_way_to_a_guest_that_waits_for_processors() {
+    let (cluster, _guest) = stage(200);
+    let words = ["migrate", "vm1", "--to", "b", "--verify", "--max-rounds", "1000", "--compress", "none"];
+    let migration = cluster.a.begin(&words);
+    cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
+    let crowd = Crowd::come();
+    until("copying gives way as far as it can", || {
+        cluster.a.cli(&["report", "vm1"]).ok().json()["waiting"]["nicest"] == 11
+    });
+    drop(crowd);
+    // It writes too fast for the link.
+    cluster.a.cli(&["limit", "vm1", "--max-downtime", "600000"]).ok();
+    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    cluster.assert_moved("a", &report);
+    let waiting = |what: &str| report["waiting"][what].as_u64().unwrap();
+    assert!(waiting("most_permille") > waiting("before_permille") + 50, "{report:#}");
+    let text = cluster.a.text(&["report", "vm1"]).ok();
+    assert!(text.stdout.contains("copying nice 11"), "{text:?}");
     cluster.guest_is_whole("b", "vm1");
 }
 

@@ -171,6 +171,9 @@ pub struct Limits {
     pub throttle_writes: ThrottleWrites,
     /// How fast a guest's processors may be while it is moved.
     pub throttle_cpu: ThrottleCpu,
+    /// For how much more of the time than before a guest may wait for a processor while it is copied, in hundredths,
+    /// before copying gives way more; 0 if it does not.
+    pub guest_wait_percent: u32,
     /// Whether pages of disks that the destination has already are referred to, and not sent.
     pub references: bool,
     /// How pages are compressed.
@@ -232,6 +235,7 @@ impl Default for Limits {
             on_limit: OnLimit::Abort,
             throttle_writes: ThrottleWrites::Off,
             throttle_cpu: ThrottleCpu::Off,
+            guest_wait_percent: 5,
             references: true,
             compression: Compress::Auto,
             compression_least_ratio_percent: memory::Worth::default().least_ratio_percent,

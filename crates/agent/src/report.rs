@@ -67,6 +67,10 @@ pub struct Report {
     /// What the guest said of its memory; absent where nobody in it was asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub soft: Option<Soft>,
+    /// For how long the guest's processors waited for processors of the host while it was copied; absent where the kernel
+    /// does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub waiting: Option<Waiting>,
     /// Rounds of pre-copy and the last one, in order.
     pub rounds: Vec<Round>,
     /// What the policy of the stop was shown and what it decided: enough to decide it all again. A new one begins where
@@ -90,6 +94,20 @@ pub struct Report {
     pub findings: Vec<Finding>,
     /// What happened, in order.
     pub events: Vec<Event>,
+}
+
+/// For how much of the time in which they wanted to run the guest's processors waited, in thousandths; absent where they
+/// hardly wanted to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Waiting {
+    /// Before anything was copied.
+    pub before_permille: Option<u64>,
+    /// While it was.
+    pub permille: Option<u64>,
+    /// In the worst round.
+    pub most_permille: Option<u64>,
+    /// How nice (`nice(2)`) copying was at most.
+    pub nicest: u8,
 }
 
 /// Pages that came when the guest ran at the destination already.
@@ -450,6 +468,7 @@ impl Report {
             deltas: None,
             soft: None,
             post_copy: None,
+            waiting: None,
             rounds: Vec::new(),
             traces: Vec::new(),
             downtime: None,

@@ -13,6 +13,7 @@ mod inbox;
 mod leavings;
 mod memory;
 mod phases;
+mod pressure;
 mod references;
 mod serving;
 mod slowing;
@@ -241,6 +242,8 @@ pub(crate) struct Driver {
     control_lost: Option<String>,
     /// The last one, on which ABORT is on its way.
     parting: Option<phases::Control>,
+    /// What copying costs the guest, where that can be seen.
+    pressure: Option<pressure::Watch>,
     /// The guest's processors, where they may be slowed down.
     slowing: Option<slowing::Slowing>,
     /// The guest's memory and disks, once their writes are seen and no phase has them in hand.
@@ -308,6 +311,7 @@ impl Driver {
             control: None,
             control_lost: None,
             parting: None,
+            pressure: None,
             slowing: None,
             cargo: None,
             later: None,

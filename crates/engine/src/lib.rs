@@ -7,6 +7,7 @@
 //! - [`bulk`]: when disks have gone ahead far enough for memory to begin.
 //! - [`compression`]: which way to compress what is sent.
 //! - [`precopy`]: when to stop the guest.
+//! - [`pressure`]: how far copying gives way to its guest on a busy host.
 //! - [`push`]: post-copy: how much of what is left is sent at once.
 //! - [`throttle`]: how fast a guest may write to disks that are copied.
 //! - [`phase`]: the parts of a migration in their order, for progress and report.
@@ -16,5 +17,6 @@ pub mod compression;
 pub mod handover;
 pub mod phase;
 pub mod precopy;
+pub mod pressure;
 pub mod push;
 pub mod throttle;

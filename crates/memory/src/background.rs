@@ -1,26 +1,34 @@
 //! Threads that give way to guests.
 
-use rustix::process::{getpriority_process, nice, setpriority_process};
+use rustix::process::{getpriority_process, setpriority_process};
 
 /// By how much less the threads of the data plane get of a processor that is wanted by others: a third of an equal
 /// share. What is moved in the background is not to be felt by the guests that run on the host, the moving one first of
 /// all.
-const NICE: i32 = 5;
+pub(crate) const NICE: u8 = 5;
 
 /// This thread, and only it, gives way to others, until a guest waits for it.
 #[derive(Debug)]
 pub(crate) struct GivesWay {
     /// Its priority before; none if it is that again.
     before: Option<i32>,
+    nice: u8,
 }
 
 impl GivesWay {
     /// From here on, more than the agent does already, where that was told to.
     pub(crate) fn begin() -> Self {
-        let before = getpriority_process(None).ok();
-        // Without leave to do so it works on as before.
-        let _ = nice(NICE);
-        Self { before }
+        let mut gives_way = Self { before: getpriority_process(None).ok(), nice: 0 };
+        gives_way.by(NICE);
+        gives_way
+    }
+
+    /// From here on by so much more than the agent does (`nice(2)`), unless it has ended.
+    pub(crate) fn by(&mut self, nice: u8) {
+        let Some(before) = self.before.filter(|_| nice != self.nice) else { return };
+        self.nice = nice;
+        // Without leave to do so it works on as before: to give way by less than a moment ago takes a privilege.
+        let _ = setpriority_process(None, before + i32::from(nice));
     }
 
     /// A guest stands still, or soon may: others have no precedence any more.
@@ -42,11 +50,15 @@ mod tests {
         let there = std::thread::spawn(|| {
             let mut gives_way = GivesWay::begin();
             let meanwhile = getpriority_process(None).unwrap();
+            gives_way.by(9);
+            let more = getpriority_process(None).unwrap();
             gives_way.end();
-            (meanwhile, getpriority_process(None).unwrap())
+            gives_way.by(7);
+            (meanwhile, more, getpriority_process(None).unwrap())
         });
-        let (meanwhile, after) = there.join().unwrap();
-        assert_eq!(meanwhile, (before + NICE).min(19));
+        let (meanwhile, more, after) = there.join().unwrap();
+        assert_eq!(meanwhile, (before + i32::from(NICE)).min(19));
+        assert_eq!(more, (before + 9).min(19));
         if rustix::process::geteuid().is_root() {
             assert_eq!(after, before);
         }

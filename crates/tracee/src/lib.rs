@@ -46,7 +46,7 @@ pub use kernel::{Feature, Kernel, MissingFeatures};
 pub use lease::Lease;
 pub use missing::{MissingError, MissingPages};
 pub use pagemap::Pagemap;
-pub use process::{Process, ProcessError, Signal, Status};
+pub use process::{Process, ProcessError, Signal, Status, ThreadTimes};
 pub use ram_file::{FileRange, RamFile, RamFileError, RamFileKind};
 pub use range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 pub use remote::{RemoteError, RemoteMemory};

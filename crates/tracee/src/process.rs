@@ -81,6 +81,15 @@ pub struct Status {
     pub shadow_stack: bool,
 }
 
+/// What a thread has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ThreadTimes {
+    /// For how long it ran.
+    pub ran: Duration,
+    /// For how long it could have run, and waited for a processor.
+    pub waited: Duration,
+}
+
 /// One process, recognised for as long as this value lives.
 #[derive(Debug)]
 pub struct Process {
@@ -273,10 +282,18 @@ impl Process {
 
     /// How long a thread of it has run so far.
     pub fn thread_cpu_time(&self, thread: u32) -> Result<Duration, ProcessError> {
+        Ok(self.thread_times(thread)?.ran)
+    }
+
+    /// How long a thread of it has run so far, and how long it has waited until a processor was free.
+    pub fn thread_times(&self, thread: u32) -> Result<ThreadTimes, ProcessError> {
         let malformed = ProcessError::Malformed { pid: self.pid, file: "task/THREAD/schedstat" };
-        let times = self.read_of_thread(thread, "schedstat")?;
-        let ns = times.split_whitespace().next().and_then(|ns| ns.parse().ok());
-        ns.map(Duration::from_nanos).ok_or(malformed)
+        let text = self.read_of_thread(thread, "schedstat")?;
+        let mut times = text.split_whitespace().map_while(|ns| ns.parse().ok().map(Duration::from_nanos));
+        match (times.next(), times.next()) {
+            (Some(ran), Some(waited)) => Ok(ThreadTimes { ran, waited }),
+            _ => Err(malformed),
+        }
     }
 
     fn read_of_thread(&self, thread: u32, file: &str) -> Result<String, ProcessError> {

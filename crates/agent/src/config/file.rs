@@ -322,6 +322,10 @@ impl Checks<'_> {
             let what = format!("{} streams; choose 1 to {}", l.streams, limits::STREAMS);
             return Err(self.wrong(&["limits", "streams"], what));
         }
+        if l.guest_wait_percent > 100 {
+            let what = format!("{} hundredths; choose 1 to 100, or 0", l.guest_wait_percent);
+            return Err(self.wrong(&["limits", "guest_wait_percent"], what));
+        }
         if l.max_downtime_ms == 0 {
             return Err(self.wrong(&["limits", "max_downtime_ms"], "cannot be 0; the default is 300"));
         }

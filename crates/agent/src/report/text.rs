@@ -5,7 +5,7 @@ use std::iter;
 
 use proto::limits::PAGE_BYTES;
 
-use super::{Compression, Deltas, Downtime, Event, Outcome, PickedWay, PostCopy, Report, Round};
+use super::{Compression, Deltas, Downtime, Event, Outcome, PickedWay, PostCopy, Report, Round, Waiting};
 
 impl Outcome {
     /// The outcome in words.
@@ -89,6 +89,18 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
         for note in &soft.notes {
             writeln!(out, "              {note}")?;
         }
+    }
+    if let Some(Waiting { before_permille, permille: Some(meanwhile), most_permille, nicest }) =
+        report.waiting
+    {
+        let percent = |permille: u64| format!("{}.{}%", permille / 10, permille % 10);
+        let before = before_permille.map_or_else(|| "unknown".to_owned(), percent);
+        writeln!(
+            out,
+            "  waited      {} of its time for processors, {} at worst, {before} before; copying nice {nicest}",
+            percent(meanwhile),
+            percent(most_permille.unwrap_or(meanwhile))
+        )?;
     }
     if let Some(PostCopy { left_pages, wanted_pages, duration_us, .. }) = report.post_copy {
         let (left, took) = (bytes(left_pages.saturating_mul(PAGE_BYTES)), seconds(duration_us));

@@ -28,9 +28,10 @@ use link::Writer;
 use proto::message::{Acceptance, CopiedDisk, DiskWish, Finding, Message, ProposedDisk, Severity};
 use proto::packed::Codec;
 use proto::{Epoch, Incarnation};
-use tracing::warn;
+use tracing::{debug, warn};
 
 use super::memory::Cargo;
+use super::pressure;
 use super::slowing::Slowing;
 use super::sparing::Sparing;
 use super::vm::SourceVm;
@@ -122,6 +123,7 @@ impl Driver {
     /// All phases, one after the other.
     pub(crate) fn reach_ready(&mut self) -> Result<Ready, Failure> {
         self.may_slow()?;
+        self.watch_pressure();
         let accepted = self.prepare()?;
         let mut cargo = self.cargo(&accepted.copied)?;
         let ready = self.move_to_ready(&accepted, &mut cargo);
@@ -297,6 +299,17 @@ impl Driver {
             Err(error) => self.note("cpu-not-throttled", crate::chain(&error)),
         }
         Ok(())
+    }
+
+    /// From here on it is seen how long the guest waits for processors: before anything is copied, to compare with.
+    fn watch_pressure(&mut self) {
+        let allowed_permille = u64::from(self.context.config.limits.guest_wait_percent) * 10;
+        let watch = self.vm.as_mut().map(|vm| pressure::Watch::begin(vm, allowed_permille));
+        match watch.transpose() {
+            Ok(watch) => self.pressure = watch,
+            // A kernel that does not count it: nothing else is missing.
+            Err(error) => debug!(error = crate::chain(&error), "not seen how long the guest waits"),
+        }
     }
 
     fn vm(&mut self) -> Result<&mut SourceVm, Failure> {

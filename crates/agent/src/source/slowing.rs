@@ -41,15 +41,8 @@ impl Slowing {
     pub(crate) fn begin(vm: &mut SourceVm) -> Result<Self, SlowingError> {
         // What an agent before this one has left would be the home of this one's.
         CpuLimit::end_left(&vm.process)?;
-        let own = vm.cpu_threads()?;
+        let threads = vm.processor_threads()?;
         let process = vm.process.try_clone()?;
-        let mut threads = Vec::new();
-        for thread in process.threads()? {
-            // One that ends meanwhile is no processor.
-            if process.own_number(thread).is_ok_and(|number| own.contains(&number)) {
-                threads.push(thread);
-            }
-        }
         if threads.is_empty() {
             return Err(SlowingError::NoThreads);
         }

@@ -213,9 +213,15 @@ impl SourceVm {
         Ok(Some((connection, seen)))
     }
 
-    /// The threads in which its processors run, by the numbers that they have for QEMU.
-    pub(crate) fn cpu_threads(&mut self) -> Result<Vec<u32>, VmError> {
-        self.ask(qemu::control::cpu_threads)
+    /// The threads in which its processors run.
+    pub(crate) fn processor_threads(&mut self) -> Result<Vec<u32>, VmError> {
+        // By the numbers that they have for QEMU, which may be in a container.
+        let own = self.ask(qemu::control::cpu_threads)?;
+        let threads = self.process.threads()?;
+        // One that ends meanwhile is no processor.
+        let is_one =
+            |thread: &u32| self.process.own_number(*thread).is_ok_and(|number| own.contains(&number));
+        Ok(threads.into_iter().filter(is_one).collect())
     }
 
     /// Ends the limit on its processors that an agent before this one may have left.

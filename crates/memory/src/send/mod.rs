@@ -393,6 +393,11 @@ impl SenderHandle {
         self.0.of_blocks()
     }
 
+    /// From the next round on its threads give way to guests by so much (`nice(2)`), while the one that is moved runs.
+    pub fn gives_way_by(&self, nice: u8) {
+        self.0.nice.store(nice, Ordering::Relaxed);
+    }
+
     /// Whether a connection has failed or somebody has cancelled, so that the next round cannot be sent.
     pub fn is_broken(&self) -> bool {
         self.0.stopped.load(Ordering::Acquire)

@@ -1,7 +1,7 @@
 //! What the threads of a sender share, and what each of them does.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use proto::limits::CHUNK_PAGES;
 use proto::pages::{Ack, PagesHeader, ROUND_END_BYTES, encode_round_end};
 use proto::reference::decode_missing;
 
-use crate::background::GivesWay;
+use crate::background::{GivesWay, NICE};
 use crate::chunk::{Contents, Knowledge, Refer};
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
@@ -36,6 +36,8 @@ pub(super) struct Shared {
     /// Set together with the first failure: do nothing any more.
     pub(super) stopped: AtomicBool,
     counters: Counters,
+    /// By how much workers give way to guests.
+    pub(super) nice: AtomicU8,
 }
 
 #[derive(Default)]
@@ -73,6 +75,7 @@ impl Shared {
             settled: Condvar::new(),
             stopped: AtomicBool::new(false),
             counters,
+            nice: AtomicU8::new(NICE),
         };
         (shared, sources)
     }
@@ -162,9 +165,11 @@ impl Shared {
         let _guard = DeathGuard { shared: self, stream };
         let mut done = 0;
         while let Some(plan) = self.next_work(done) {
-            // The guest stands still.
             if plan.deadline.is_some() {
+                // The guest stands still.
                 gives_way.end();
+            } else {
+                gives_way.by(self.nice.load(Ordering::Relaxed));
             }
             self.send_share(stream, &plan);
             done = plan.round;

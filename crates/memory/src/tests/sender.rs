@@ -4,12 +4,14 @@ use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, mpsc};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use link::LinkError;
 use proto::Generation;
 use proto::frame::Kind;
 use proto::limits::CHUNK_PAGES;
 use proto::pages::{Ack, Content, PagesHeader};
+use rustix::process::{geteuid, getpriority_process};
 
 use super::fake_ram::{FakeRam, PAGE};
 use super::fake_wire::{Sink, WHOLE, connection, end};
@@ -49,6 +51,52 @@ fn memory_that_cannot_be_read_ends_the_round_and_its_pages_stay_owed() {
         assert!(!interrupted.cause.is_connection());
         assert!(interrupted.owed.blocks()[0].contains(pages - 2));
         assert_eq!(interrupted.owed.round(), 1);
+    }
+}
+
+/// Tells how nice the threads are that send.
+struct Watched(Box<dyn FrameSink>, mpsc::Sender<i32>);
+
+impl FrameSink for Watched {
+    fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.0.set_deadline(deadline);
+    }
+
+    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
+        self.1.send(getpriority_process(None).unwrap()).unwrap();
+        self.0.send(kind, payload)
+    }
+
+    fn flush(&mut self) -> Result<(), LinkError> {
+        self.0.flush()
+    }
+}
+
+#[test]
+fn workers_give_way_as_they_are_told_and_not_for_a_guest_that_stands_still() {
+    let ram = FakeRam::new(&[8 * CHUNK_PAGES]);
+    let destination = FakeRam::new(&[8 * CHUNK_PAGES]);
+    let mut receiver = Receiver::new(destination.writers(), 1, |_, _| {});
+    receiver.begin(Generation(1));
+    let (near, far) = connection(WHOLE, WHOLE);
+    receiver.attach(Generation(1), 0, far).unwrap();
+    let (tell, told) = mpsc::channel();
+    let near = DataStream { sink: Box::new(Watched(near.sink, tell)), ..near };
+    let mut sender = Sender::start(ram.readers(), vec![near]).unwrap();
+    let own = getpriority_process(None).unwrap();
+    // Only root may give way by less than before.
+    let back = if geteuid().is_root() { own } else { own + 11 };
+    for (nice, stands_still, expected) in [(5, false, own + 5), (11, false, own + 11), (11, true, back)] {
+        sender.handle().gives_way_by(nice);
+        (0..8 * CHUNK_PAGES).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
+        let sent = if stands_still {
+            sender.send_round_by(all(&ram), Instant::now() + Duration::from_mins(1)).unwrap()
+        } else {
+            sender.send_round(all(&ram)).unwrap()
+        };
+        let seen: Vec<_> = told.try_iter().collect();
+        assert!(!seen.is_empty() && seen.iter().all(|nice| *nice == expected.min(19)), "{seen:?}");
+        sender = sent.sender;
     }
 }
 

@@ -296,12 +296,16 @@ impl Driver {
             return Ok(SentOrCut { sender, owed: readable.give_up(), stats: None });
         }
         let pages = readable.pages();
+        if let Some(pressure) = &mut self.pressure {
+            pressure.copying();
+        }
         let sent = match until {
             Some(until) => sender.send_round_until(readable, until),
             None => sender.send_round(readable),
         };
         match sent {
             Ok(Sent { sender, owed, stats }) => {
+                self.look_at_pressure(&sender);
                 // Of a part what had its turn.
                 let (pages, disk_pages) = if until.is_some() {
                     (stats.contents.pages(), disk_pages.saturating_sub(cargo.disk_pages(&owed)))
@@ -328,6 +332,14 @@ impl Driver {
                 let sender = self.reconnect(cargo, crate::chain(&cause))?;
                 Ok(SentOrCut { sender, owed, stats: None })
             }
+        }
+    }
+
+    /// Has copying give way to the guest by as much as that suffers.
+    fn look_at_pressure(&mut self, sender: &Sender) {
+        let waiting = self.pressure.as_mut().and_then(|pressure| pressure.look(&sender.handle()));
+        if waiting.is_some() {
+            self.controls.report(|report| report.waiting = waiting);
         }
     }
 

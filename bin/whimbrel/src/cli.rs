@@ -127,6 +127,9 @@ pub(crate) enum Command {
         /// Most rounds of pre-copy
         #[arg(long, value_name = "N", group = "limits")]
         max_rounds: Option<u32>,
+        /// With `--policy sla`: how long all of it may take, in seconds from its beginning on; 0 for as long as it takes
+        #[arg(long, value_name = "SECONDS", group = "limits")]
+        max_total: Option<u64>,
     },
     /// Show the report of a migration, on the host that the VM left
     Report {

@@ -29,11 +29,13 @@ mod watching;
 
 use std::process::ExitCode;
 
+use agent::api::Limits;
 use clap::Parser;
 
 use cli::{Cli, Command, ImagesCommand, LabCommand, VmCommand};
 use failure::Failure;
 use output::Output;
+use rate::Rate;
 
 /// The hidden command under which the agent starts its injector.
 const INJECTOR: &str = "injector";
@@ -104,8 +106,14 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
         Command::Watch { vm } => migration::watch(&client()?, &vm, &cli.socket, output),
         Command::Migrations => migration::list(&client()?, output),
         Command::Cancel { vm } => migration::cancel(&client()?, &vm, output),
-        Command::Limit { vm, bandwidth, max_downtime, max_rounds } => {
-            migration::limit(&client()?, &vm, bandwidth, max_downtime, max_rounds, output)
+        Command::Limit { vm, bandwidth, max_downtime, max_rounds, max_total } => {
+            let limits = Limits {
+                bandwidth_bytes_per_s: bandwidth.map(|Rate(rate)| rate),
+                max_downtime_ms: max_downtime,
+                max_rounds,
+                max_total_ms: max_total.map(|seconds| seconds.saturating_mul(1000)),
+            };
+            migration::limit(&client()?, &vm, &limits, output)
         }
         Command::Report { vm, epoch, explain } => migration::report(&client()?, &vm, epoch, explain, output),
         Command::Images { command } => match command {

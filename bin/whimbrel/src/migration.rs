@@ -172,20 +172,8 @@ pub(crate) fn cancel(client: &Client, vm: &VmName, output: &Output) -> Result<Co
 }
 
 /// `whimbrel limit`.
-pub(crate) fn limit(
-    client: &Client,
-    vm: &VmName,
-    bandwidth: Option<Rate>,
-    max_downtime_ms: Option<u64>,
-    max_rounds: Option<u32>,
-    output: &Output,
-) -> Result<Code, Failure> {
-    let bandwidth_bytes_per_s = bandwidth.map(|Rate(rate)| rate);
-    let limits = client.set_limits(
-        vm,
-        Which::Latest,
-        &Limits { bandwidth_bytes_per_s, max_downtime_ms, max_rounds },
-    )?;
+pub(crate) fn limit(client: &Client, vm: &VmName, limits: &Limits, output: &Output) -> Result<Code, Failure> {
+    let limits = client.set_limits(vm, Which::Latest, limits)?;
     output.show(&limits, |limits: &Limits| {
         let cap = match limits.bandwidth_bytes_per_s {
             None | Some(0) => "none".to_owned(),
@@ -198,6 +186,9 @@ pub(crate) fn limit(
         }
         if let Some(rounds) = limits.max_rounds {
             text.line(format_args!("max rounds    {rounds}"));
+        }
+        if let Some(ms) = limits.max_total_ms {
+            text.line(format_args!("max total     {} s", ms / 1000));
         }
         text.finish()
     });

@@ -309,8 +309,12 @@ fn a_cut_at(point: &str, host: &str) {
     let said = migration.wait_with_output().unwrap();
     cluster.a.wait_settled();
     cluster.b.wait_settled();
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    let is_noticed = report["outcome"] == "aborted" || has_event(&report, "link-lost") || host == "b";
+    assert!(is_noticed, "{point}: {report:#}");
     if cluster.b.vm("vm1").is_none() {
         assert_eq!(host, "a", "{point}: {said:?}\n{}", cluster.a.log());
+        assert_eq!(report["outcome"], "aborted", "{point}: {report:#}");
         goes_on(guest.serial());
         cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     }

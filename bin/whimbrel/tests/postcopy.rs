@@ -9,7 +9,8 @@ use std::thread;
 use std::time::Duration;
 
 use common::draw::{Draw, seed};
-use common::{Cluster, GuestSpec, Load, Setup, has_event, until};
+use common::{Cluster, DEADLINE, GuestSpec, Load, Setup, has_event, until};
+use engine::handover::table::fault_points;
 use engine::precopy::{Decision, Trace};
 use lab::Direction;
 use serde_json::Value;
@@ -21,8 +22,12 @@ const HOT_MIB: u64 = 64;
 
 /// A guest on a link of 20 MiB/s.
 fn stage() -> (Cluster, lab::Guest) {
+    stage_with(Setup::default())
+}
+
+fn stage_with(setup: Setup) -> (Cluster, lab::Guest) {
     let link = lab::Link::Limited { rate_bytes_per_s: RATE };
-    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let cluster = Cluster::with(&Setup { link, ..setup });
     let load = Load { fill_mib: HOT_MIB + 16, wss_mib: HOT_MIB, rate_mib_per_s: 200, ..Load::default() };
     let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
     (cluster, guest)
@@ -192,6 +197,43 @@ fn agents_that_die_while_pages_come_are_no_harm() {
     for injury in [Injury::KillSource, Injury::KillDestination, Injury::KillBoth] {
         let (mut cluster, _guest) = stage();
         moves_through(&mut cluster, injury, 1 << 20, Duration::from_secs(1));
+        is_whole_and_goes_on(&cluster);
+    }
+}
+
+/// Transitions of the handover that there are only where pages come after the guest, on the way of an undisturbed move.
+const TRANSITIONS: [&str; 3] = [
+    "destination/starting/contd[missing]",
+    "source/committed/incomplete",
+    "destination/completing/completed",
+];
+
+/// An agent is killed where it stands: at three of these points, which are drawn, and at all of them in the long run.
+#[test]
+fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
+    let is_one = |point: &String| TRANSITIONS.iter().any(|name| point.starts_with(&format!("{name}:")));
+    let mut points: Vec<_> = fault_points().iter().map(ToString::to_string).filter(is_one).collect();
+    assert!(points.len() >= TRANSITIONS.len(), "{points:?}");
+    if std::env::var_os("WHIMBREL_SOAK").is_none() {
+        let mut draw = Draw(seed(23));
+        points = (0..3).map(|_| points.swap_remove(draw.below(points.len()))).collect();
+    }
+    for point in points {
+        println!("killed at {point}");
+        let (mut cluster, _guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });
+        cluster.faults.as_ref().unwrap().want(&point);
+        let migration = cluster.a.begin(&HYBRID);
+        // A destination that has not to be told twice does not come by each of them.
+        let Some(held) = cluster.faults.as_ref().unwrap().held(DEADLINE) else {
+            panic!("{point} was not reached\n{}\n---\n{}", cluster.a.log(), cluster.b.log())
+        };
+        cluster.agent_mut(held.agent).kill();
+        cluster.agent_mut(held.agent).start();
+        drop(migration.wait_with_output().unwrap());
+        cluster.a.wait_settled();
+        cluster.b.wait_settled();
+        let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+        came_after_the_guest(&report);
         is_whole_and_goes_on(&cluster);
     }
 }

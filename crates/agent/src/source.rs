@@ -97,11 +97,19 @@ impl Aims {
         let throttle_writes = request.throttle_writes.unwrap_or(limits.throttle_writes);
         // A guest whose writes become slower and slower gets there in the end.
         let usual_rounds = if throttle_writes == ThrottleWrites::Off { limits.max_rounds } else { u32::MAX };
+        let policy = request.policy.unwrap_or(limits.policy);
+        let is_sla = policy == StopPolicy::Sla;
+        let max_total_ms = request.max_total_ms.unwrap_or(limits.max_total_ms);
+        let soft_pages = match request.soft_pages.unwrap_or(limits.soft_pages) {
+            // How long a guest takes to give its page cache back cannot be foreseen.
+            SoftPages::Cold | SoftPages::All if is_sla => SoftPages::Free,
+            soft_pages => soft_pages,
+        };
         Self {
-            policy: request.policy.unwrap_or(limits.policy),
+            policy,
             sampling: limits.sampling(),
             max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
-            max_total_ms: Some(request.max_total_ms.unwrap_or(limits.max_total_ms)).filter(|ms| *ms > 0),
+            max_total_ms: Some(max_total_ms).filter(|ms| *ms > 0 && is_sla),
             max_rounds: request.max_rounds.unwrap_or(usual_rounds),
             on_limit: request.on_limit.unwrap_or(limits.on_limit),
             streams: request.streams.unwrap_or(limits.streams),
@@ -114,7 +122,7 @@ impl Aims {
             worth: limits.worth(),
             deltas: request.deltas.unwrap_or(limits.deltas),
             deltas_bytes: limits.deltas_bytes(),
-            soft_pages: request.soft_pages.unwrap_or(limits.soft_pages),
+            soft_pages,
         }
     }
 

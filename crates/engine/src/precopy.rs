@@ -85,6 +85,9 @@ pub struct RoundObservation {
     /// Since the migration was asked for.
     #[serde(default)]
     pub elapsed_ns: u64,
+    /// Those of `dirty_pages` that are of disks.
+    #[serde(default)]
+    pub disk_pages: u64,
 }
 
 impl RoundObservation {
@@ -203,12 +206,25 @@ impl fmt::Display for GiveUp {
         write!(
             f,
             "{what}; stopping now would take about {} ms ({} of them whatever is left to send) and {} are allowed: allow \
-             a longer downtime, a higher bandwidth or more rounds, or stop at the limit",
+             a longer downtime, a higher bandwidth or more {}, or stop at the limit",
             tenths(self.expected_downtime_ns),
             tenths(self.fixed_ns),
             tenths(self.max_downtime_ns),
+            if self.limit == Limit::Total { "time" } else { "rounds" },
         )
     }
+}
+
+/// How fast a guest's processors may be from now on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Held {
+    /// Slower than before.
+    Slower,
+    /// As fast as ever, until they are slowed down again: a link was cut.
+    Free,
+    /// As fast as ever, and nobody can slow them down any more.
+    ForGood,
 }
 
 /// Decides after each round.
@@ -216,8 +232,8 @@ pub trait Policy {
     /// Takes a changed aim; it holds from the next decision on.
     fn aim(&mut self, aim: Aim);
 
-    /// The guest was slowed down: what was seen of how it writes tells nothing of how it will.
-    fn slowed(&mut self);
+    /// The guest is as fast as it was no more: what was seen of how it writes tells nothing of how it will.
+    fn held(&mut self, held: Held);
 
     /// What to do after this round.
     fn decide(&mut self, observed: &RoundObservation) -> Decision;

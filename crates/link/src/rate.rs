@@ -18,6 +18,9 @@ const NS_PER_S: u128 = 1_000_000_000;
 /// nothing of the rate.
 const BURST: Duration = Duration::from_millis(50);
 
+/// The same where a link is to be kept from having queues: whoever sends something else waits behind a burst.
+const PACED_BURST: Duration = Duration::from_millis(3);
+
 /// Least burst, in bytes.
 const MIN_BURST_BYTES: u64 = 16 << 10;
 
@@ -29,6 +32,7 @@ const GRANT_BYTES: u64 = 256 << 10;
 pub struct Bucket {
     /// None: no limit.
     rate_bytes_per_s: Option<u64>,
+    burst: Duration,
     /// What is in the bucket, in bytes × 10⁹, so that no rounding adds up.
     level: u128,
     /// When the level was right, counted from any fixed point.
@@ -38,8 +42,12 @@ pub struct Bucket {
 impl Bucket {
     /// A full bucket. A rate of None or 0 is no limit.
     pub fn new(rate_bytes_per_s: Option<u64>, now: Duration) -> Self {
-        let mut bucket =
-            Self { rate_bytes_per_s: rate_bytes_per_s.filter(|rate| *rate > 0), level: 0, at: now };
+        let mut bucket = Self {
+            rate_bytes_per_s: rate_bytes_per_s.filter(|rate| *rate > 0),
+            burst: BURST,
+            level: 0,
+            at: now,
+        };
         bucket.level = bucket.capacity();
         bucket
     }
@@ -52,7 +60,7 @@ impl Bucket {
     /// Most bytes that are granted without any time passing.
     pub fn burst_bytes(&self) -> u64 {
         self.rate_bytes_per_s.map_or(0, |rate| {
-            let burst = u128::from(rate) * BURST.as_nanos() / NS_PER_S;
+            let burst = u128::from(rate) * self.burst.as_nanos() / NS_PER_S;
             u64::try_from(burst).unwrap_or(u64::MAX).max(MIN_BURST_BYTES)
         })
     }
@@ -61,6 +69,13 @@ impl Bucket {
     pub fn set_rate(&mut self, rate_bytes_per_s: Option<u64>, now: Duration) {
         self.refill(now);
         self.rate_bytes_per_s = rate_bytes_per_s.filter(|rate| *rate > 0);
+        self.level = self.level.min(self.capacity());
+    }
+
+    /// Changes how much may be made up for after a pause, from now on.
+    pub fn set_burst(&mut self, burst: Duration, now: Duration) {
+        self.refill(now);
+        self.burst = burst;
         self.level = self.level.min(self.capacity());
     }
 
@@ -103,15 +118,28 @@ pub struct RateLimit {
 #[derive(Debug)]
 struct State {
     bucket: Bucket,
+    /// What somebody does not want to be passed.
+    limit: Option<u64>,
+    /// What a link carries without a queue.
+    pace: Option<u64>,
     closed: bool,
+}
+
+impl State {
+    fn update(&mut self, now: Duration) {
+        let rate = self.limit.into_iter().chain(self.pace).min();
+        self.bucket.set_burst(if self.pace.is_some() { PACED_BURST } else { BURST }, now);
+        self.bucket.set_rate(rate, now);
+    }
 }
 
 impl RateLimit {
     /// A limit in bytes per second; None or 0 for none.
     pub fn new(rate_bytes_per_s: Option<u64>) -> Self {
-        let bucket = Bucket::new(rate_bytes_per_s, Duration::ZERO);
+        let limit = rate_bytes_per_s.filter(|rate| *rate > 0);
+        let bucket = Bucket::new(limit, Duration::ZERO);
         Self {
-            state: Mutex::new(State { bucket, closed: false }),
+            state: Mutex::new(State { bucket, limit, pace: None, closed: false }),
             changed: Condvar::new(),
             origin: Instant::now(),
         }
@@ -119,12 +147,25 @@ impl RateLimit {
 
     /// The limit in bytes per second; None for none.
     pub fn rate_bytes_per_s(&self) -> Option<u64> {
-        self.lock().bucket.rate_bytes_per_s()
+        self.lock().limit
     }
 
     /// Changes the limit. Threads that wait under the old one go by the new one at once.
     pub fn set_rate(&self, rate_bytes_per_s: Option<u64>) {
-        self.lock().bucket.set_rate(rate_bytes_per_s, self.origin.elapsed());
+        self.change(|state| state.limit = rate_bytes_per_s.filter(|rate| *rate > 0));
+    }
+
+    /// Has streams keep to a pace as well, in bytes per second, and to smaller bursts: so that what other streams send does
+    /// not wait behind theirs. None to let them go.
+    pub fn set_pace(&self, pace_bytes_per_s: Option<u64>) {
+        self.change(|state| state.pace = pace_bytes_per_s.filter(|rate| *rate > 0));
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        let mut state = self.lock();
+        change(&mut state);
+        state.update(self.origin.elapsed());
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -293,6 +334,23 @@ mod tests {
         assert!(bucket.take(1_000, Duration::from_secs(1)).is_err());
         assert!(bucket.take(1_000, Duration::from_secs(5)).is_err());
         assert!(bucket.take(1_000, Duration::from_secs(6)).is_ok());
+    }
+
+    #[test]
+    fn a_pace_is_kept_beside_a_limit() {
+        let rate = |limit: &RateLimit| {
+            let state = limit.lock();
+            (state.bucket.rate_bytes_per_s(), state.bucket.burst)
+        };
+        let limit = RateLimit::new(Some(1_000));
+        limit.set_pace(Some(2_000));
+        assert_eq!((rate(&limit), limit.rate_bytes_per_s()), ((Some(1_000), PACED_BURST), Some(1_000)));
+        limit.set_rate(None);
+        assert_eq!((rate(&limit), limit.rate_bytes_per_s()), ((Some(2_000), PACED_BURST), None));
+        limit.set_rate(Some(3_000));
+        assert_eq!(rate(&limit), (Some(2_000), PACED_BURST));
+        limit.set_pace(None);
+        assert_eq!(rate(&limit), (Some(3_000), BURST));
     }
 
     #[test]

@@ -13,21 +13,28 @@ pub(crate) struct GivesWay {
     /// Its priority before; none if it is that again.
     before: Option<i32>,
     nice: u8,
+    /// To give way by less than a moment ago takes a privilege.
+    may_return: bool,
 }
 
 impl GivesWay {
     /// From here on, more than the agent does already, where that was told to.
     pub(crate) fn begin() -> Self {
-        let mut gives_way = Self { before: getpriority_process(None).ok(), nice: 0 };
+        let mut gives_way = Self { before: getpriority_process(None).ok(), nice: 0, may_return: true };
         gives_way.by(NICE);
+        gives_way.may_return = gives_way.before.is_some_and(|before| {
+            let returned = setpriority_process(None, before).is_ok();
+            returned && setpriority_process(None, before + i32::from(NICE)).is_ok()
+        });
         gives_way
     }
 
-    /// From here on by so much more than the agent does (`nice(2)`), unless it has ended.
+    /// From here on by so much more than the agent does (`nice(2)`), unless it has ended. Nothing changes where there would
+    /// be no way back.
     pub(crate) fn by(&mut self, nice: u8) {
-        let Some(before) = self.before.filter(|_| nice != self.nice) else { return };
+        let Some(before) = self.before.filter(|_| nice != self.nice && self.may_return) else { return };
         self.nice = nice;
-        // Without leave to do so it works on as before: to give way by less than a moment ago takes a privilege.
+        // Without leave to do so it works on as before.
         let _ = setpriority_process(None, before + i32::from(nice));
     }
 
@@ -58,7 +65,7 @@ mod tests {
         });
         let (meanwhile, more, after) = there.join().unwrap();
         assert_eq!(meanwhile, (before + i32::from(NICE)).min(19));
-        assert_eq!(more, (before + 9).min(19));
+        assert_eq!(more, if rustix::process::geteuid().is_root() { (before + 9).min(19) } else { meanwhile });
         if rustix::process::geteuid().is_root() {
             assert_eq!(after, before);
         }

@@ -426,4 +426,8 @@ pub struct Limits {
     /// Most rounds of pre-copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_rounds: Option<u32>,
+    /// How long all of it may take, in milliseconds from its request on, with the policy [`StopPolicy::Sla`]; 0 for as long
+    /// as it takes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_total_ms: Option<u64>,
 }

@@ -9,7 +9,7 @@ use engine::handover::destination::DestinationEvent;
 use engine::handover::source::SourceEvent;
 use proto::{HostId, MigrationId, VmName};
 
-use super::drive::internal;
+use super::drive::{internal, keeps_time};
 use super::{Daemon, Mail};
 use crate::api::Control;
 use crate::api::{
@@ -179,18 +179,25 @@ impl Control for Users {
             };
             return Err(Problem::new(Kind::Conflict, error, advice));
         };
+        if limits.max_total_ms.is_some() {
+            keeps_time(&controls.aims())?;
+        }
         let aims = controls.change(|aims| {
             if let Some(rate) = limits.bandwidth_bytes_per_s {
                 aims.bandwidth_bytes_per_s = (rate > 0).then_some(rate);
             }
             aims.max_downtime_ms = limits.max_downtime_ms.unwrap_or(aims.max_downtime_ms);
             aims.max_rounds = limits.max_rounds.unwrap_or(aims.max_rounds);
+            if let Some(ms) = limits.max_total_ms {
+                aims.max_total_ms = Some(ms).filter(|ms| *ms > 0);
+            }
         });
         controls.rate.set_rate(aims.bandwidth_bytes_per_s);
         Ok(Limits {
             bandwidth_bytes_per_s: Some(aims.bandwidth_bytes_per_s.unwrap_or(0)),
             max_downtime_ms: Some(aims.max_downtime_ms),
             max_rounds: Some(aims.max_rounds),
+            max_total_ms: aims.max_total_ms,
         })
     }
 

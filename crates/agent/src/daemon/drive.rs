@@ -12,7 +12,7 @@ use proto::{MigrationId, VmName};
 
 use super::{Daemon, Driven, Mail};
 use crate::api::{CheckReport, MigrateRequest, MigrationStatus};
-use crate::api::{Kind, Problem, StopPolicy};
+use crate::api::{Kind, Problem, SoftPages, StopPolicy};
 use crate::journal::{Durability, JournalError, VmRecord};
 use crate::preflight;
 use crate::progress::Publisher;
@@ -194,9 +194,15 @@ impl Daemon {
             ));
         }
         let aims = Aims::new(request, &self.context.config.limits);
-        if request.max_total_ms.is_some() && aims.policy != StopPolicy::Sla {
-            let error = format!("the policy `{}` keeps no limit of time", aims.policy.name());
-            return Err(Problem::new(Kind::BadRequest, error, "add --policy sla, or leave out --max-total"));
+        if request.max_total_ms.is_some() {
+            keeps_time(&aims)?;
+        }
+        if aims.policy == StopPolicy::Sla
+            && matches!(request.soft_pages, Some(SoftPages::Cold | SoftPages::All))
+        {
+            let error =
+                "with --policy sla no page cache is given back: how long that takes cannot be foreseen";
+            return Err(Problem::new(Kind::BadRequest, error, "choose --soft-pages free or none"));
         }
         if request.verify && aims.needs_post_copy() {
             let error = "what comes when the VM runs at the other host cannot be compared";
@@ -281,4 +287,13 @@ impl Daemon {
 
 pub(super) fn internal(error: &JournalError) -> Problem {
     Problem::caused_by(Kind::Internal, error, "see the agent's log")
+}
+
+/// A limit of time is for the policy that keeps it.
+pub(super) fn keeps_time(aims: &Aims) -> Result<(), Problem> {
+    if aims.policy == StopPolicy::Sla {
+        return Ok(());
+    }
+    let error = format!("the policy `{}` keeps no limit of time", aims.policy.name());
+    Err(Problem::new(Kind::BadRequest, error, "choose --policy sla, or leave out --max-total"))
 }

@@ -401,20 +401,30 @@ pub(crate) struct SentRound {
     pub(crate) resent_pages: u64,
 }
 
-/// What the policy is shown after a round and the scan that followed it, which found so many dirty pages, and so many
-/// of which nothing is known, so long after the migration was asked for.
+/// Pages that are dirty after a round.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Dirty {
+    pub(crate) pages: u64,
+    /// Those of which nothing is known that would spare the link a part of them.
+    pub(crate) unknown: u64,
+    pub(crate) of_disks: u64,
+}
+
+/// What the policy is shown after a round and the scan that followed it, which found so many dirty pages, so long after
+/// the migration was asked for.
 pub(crate) fn observe(
     sent: &SentRound,
     scan: ScanStats,
-    (dirty_pages, unknown_pages): (u64, u64),
+    dirty: Dirty,
     scanned_at: Instant,
     elapsed: Duration,
 ) -> RoundObservation {
     let stats = &sent.stats;
     RoundObservation {
         round: sent.pass,
-        dirty_pages,
-        unknown_pages,
+        dirty_pages: dirty.pages,
+        unknown_pages: dirty.unknown,
+        disk_pages: dirty.of_disks,
         pages_sent: stats.contents.pages(),
         spared_pages: stats.contents.delta + stats.contents.reference + stats.contents.soft,
         left_pages: sent.left_pages,

@@ -19,7 +19,9 @@ pub(crate) struct Watch {
     /// None before anything was copied.
     policy: Option<Pressure>,
     waiting: Waiting,
+    /// What it did while it was copied and not held to a limit.
     since: Waited,
+    was_held: bool,
 }
 
 /// Why nobody can look.
@@ -44,8 +46,9 @@ impl Watch {
             policy: None,
             waiting: Waiting::default(),
             since: Waited::default(),
+            was_held: false,
         };
-        watch.last = watch.now()?;
+        watch.last = watch.now();
         Ok(watch)
     }
 
@@ -54,38 +57,50 @@ impl Watch {
         if self.policy.is_some() {
             return;
         }
-        let Ok(now) = self.now() else { return };
+        let now = self.now();
         let before = between(self.last, now);
         self.policy = Some(Pressure::new(self.allowed_permille, before));
         self.waiting.before_permille = before.permille();
-        (self.last, self.since) = (now, now);
+        self.last = now;
     }
 
-    /// Something was copied: has the sender give way by as much as follows. What it cost the guest so far is returned.
-    pub(crate) fn look(&mut self, sender: &SenderHandle) -> Option<Waiting> {
-        let now = self.now().ok()?;
-        let (last, since) = (between(self.last, now), between(self.since, now));
+    /// Something was copied: has the sender give way by as much as follows. What it cost the guest so far is returned. While
+    /// the guest is held to a limit it waits for that: the kernel does not tell one from the other.
+    pub(crate) fn look(&mut self, sender: &SenderHandle, is_held: bool) -> Option<Waiting> {
+        let now = self.now();
+        let last = between(self.last, now);
         let policy = self.policy.as_mut()?;
-        let nice = if self.allowed_permille > 0 { policy.decide(last) } else { policy.nice() };
-        sender.gives_way_by(nice);
-        self.last = now;
-        self.waiting.permille = since.permille();
-        self.waiting.most_permille = self.waiting.most_permille.max(last.permille());
-        self.waiting.nicest = self.waiting.nicest.max(nice);
+        if is_held || self.was_held {
+            (self.was_held, self.last) = (is_held, now);
+            return None;
+        }
+        if last.ran_ns + last.waited_ns >= LEAST_NS {
+            let nice = if self.allowed_permille > 0 { policy.decide(last) } else { policy.nice() };
+            self.last = now;
+            self.since.ran_ns += last.ran_ns;
+            self.since.waited_ns += last.waited_ns;
+            self.waiting.permille = self.since.permille();
+            self.waiting.most_permille = self.waiting.most_permille.max(last.permille());
+            self.waiting.nicest = self.waiting.nicest.max(nice);
+        }
+        // To one over new connections as well.
+        sender.gives_way_by(policy.nice());
         Some(self.waiting)
     }
 
-    /// All that the guest's processors did so far.
-    fn now(&self) -> Result<Waited, ProcessError> {
+    /// All that the guest's processors did so far. One that was unplugged does nothing.
+    fn now(&self) -> Waited {
         let mut all = Waited::default();
-        for thread in &self.threads {
-            let times = self.process.thread_times(*thread)?;
+        for times in self.threads.iter().filter_map(|thread| self.process.thread_times(*thread).ok()) {
             all.ran_ns += times.ran.as_nanos() as u64;
             all.waited_ns += times.waited.as_nanos() as u64;
         }
-        Ok(all)
+        all
     }
 }
+
+/// What is seen of less time is chance: a turn of the scheduler takes some milliseconds.
+const LEAST_NS: u64 = 100_000_000;
 
 fn between(before: Waited, now: Waited) -> Waited {
     Waited {

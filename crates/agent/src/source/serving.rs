@@ -16,8 +16,8 @@ use ::memory::{
     BadSet, Interrupted, RamError, Readable, Remaining, SendError, Sender, SenderHandle, Sent, SourceRam,
     decode_set,
 };
-use engine::push::Push;
-use link::{Connection, Handle, Incoming, LinkError, Reader, Writer};
+use engine::push::{Part, Push};
+use link::{Connection, Handle, Incoming, LinkError, RateLimit, Reader, Writer};
 use proto::Generation;
 use proto::awaited::encode_page;
 use proto::limits::PAGE_BYTES;
@@ -31,6 +31,8 @@ use super::telemetry::Left;
 pub(super) struct Later {
     pub(super) readers: SourceRam,
     pub(super) counted: Arc<Counted>,
+    /// What all data streams keep to.
+    rate: Arc<RateLimit>,
     /// When the guest ran on there for all that is known here.
     pub(super) began: Instant,
     /// None while there are no connections.
@@ -49,9 +51,9 @@ pub(super) struct Counted {
 }
 
 impl Later {
-    pub(super) fn new(readers: SourceRam, left: Left) -> Self {
+    pub(super) fn new(readers: SourceRam, left: Left, rate: Arc<RateLimit>) -> Self {
         let counted = Arc::new(Counted { wanted: AtomicU64::new(0), pushed: AtomicU64::new(0), left });
-        Self { readers, counted, began: Instant::now(), serving: None }
+        Self { readers, counted, rate, began: Instant::now(), serving: None }
     }
 
     /// Sends over these connections, until they end. The destination says first what is left, and so that it is there for
@@ -65,9 +67,10 @@ impl Later {
     ) -> std::io::Result<()> {
         let (handle, pushing) = (page_stream.handle(), sender.handle());
         let (readers, counted) = (SourceRam::clone(&self.readers), Arc::clone(&self.counted));
+        let rate = Arc::clone(&self.rate);
         let hang_up = handle.clone();
         let work = move || {
-            let ended = serve(&readers, sender, page_stream, &counted);
+            let ended = serve(&readers, sender, page_stream, &counted, &rate);
             hang_up.shutdown();
             let error = crate::chain(&ended);
             info!(%generation, error, "nothing more is sent over these connections");
@@ -98,6 +101,15 @@ impl Drop for EndsStream {
         if !self.all_pushed {
             self.handle.shutdown();
         }
+    }
+}
+
+/// Ends the pace to which what is pushed keeps.
+struct LetsGo<'a>(&'a RateLimit);
+
+impl Drop for LetsGo<'_> {
+    fn drop(&mut self) {
+        self.0.set_pace(None);
     }
 }
 
@@ -139,7 +151,13 @@ enum Ended {
     Thread(#[from] std::io::Error),
 }
 
-fn serve(readers: &SourceRam, sender: Sender, page_stream: Connection, counted: &Counted) -> Ended {
+fn serve(
+    readers: &SourceRam,
+    sender: Sender,
+    page_stream: Connection,
+    counted: &Counted,
+    rate: &RateLimit,
+) -> Ended {
     let hang_up = page_stream.handle();
     let (mut reader, mut writer) = page_stream.split();
     let remaining = match hear_what_is_left(&mut reader, readers) {
@@ -150,7 +168,7 @@ fn serve(readers: &SourceRam, sender: Sender, page_stream: Connection, counted: 
     thread::scope(|scope| {
         let push = || {
             let mut ends = EndsStream { handle: hang_up, all_pushed: false };
-            let pushed = push(sender, &remaining, counted);
+            let pushed = push(sender, &remaining, counted, rate);
             ends.all_pushed = pushed.is_ok();
             pushed
         };
@@ -189,8 +207,14 @@ fn hear_what_is_left(reader: &mut Reader, readers: &SourceRam) -> Result<Remaini
 }
 
 /// Pushes what is left, part by part.
-fn push(mut sender: Sender, remaining: &Remaining, counted: &Counted) -> Result<(), SendError> {
+fn push(
+    mut sender: Sender,
+    remaining: &Remaining,
+    counted: &Counted,
+    rate: &RateLimit,
+) -> Result<(), SendError> {
     let mut parts = Push::default();
+    let _lets_go = LetsGo(rate);
     while let Some(part) = remaining.take(parts.pages()) {
         counted.left.set(remaining.pages());
         let (pages, began) = (part.pages(), Instant::now());
@@ -202,7 +226,9 @@ fn push(mut sender: Sender, remaining: &Remaining, counted: &Counted) -> Result<
         sender = again;
         counted.pushed.fetch_add(stats.contents.pages(), Ordering::Relaxed);
         remaining.give_back(&owed);
-        parts.learn(pages, began.elapsed().as_nanos() as u64);
+        let duration_ns = began.elapsed().as_nanos() as u64;
+        parts.learn(Part { pages, wire_bytes: stats.wire_bytes, duration_ns });
+        rate.set_pace(parts.pace_bytes_per_s());
     }
     Ok(())
 }

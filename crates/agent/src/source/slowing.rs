@@ -51,12 +51,17 @@ impl Slowing {
         Ok(Self { process, threads, limit, policy, last: None, drained: Drained::default(), us_per_s: None })
     }
 
-    /// Looks at what the guest used since the last time, and has the kernel keep what follows from that and from the
-    /// round, after which so many of the dirty pages were of disks. Returns what has changed.
+    /// Whether the guest is held to a limit.
+    pub(crate) fn is_holding(&self) -> bool {
+        self.us_per_s.is_some()
+    }
+
+    /// Looks at what the guest used since the last time, and where it is to be slow has the kernel keep what follows from
+    /// that and from the round. Returns what has changed.
     pub(crate) fn look(
         &mut self,
         round: &RoundObservation,
-        disk_pages: u64,
+        slow: bool,
     ) -> Result<Option<Change>, SlowingError> {
         self.drained.learn(round.pages_sent, round.spared_pages, round.duration_ns / 1000);
         let mut ran = Duration::ZERO;
@@ -66,8 +71,12 @@ impl Slowing {
         let now = Instant::now();
         let Some((ran_before, then)) = self.last.replace((ran, now)) else { return Ok(None) };
         let Some(drained_bytes_per_s) = self.drained.bytes_per_s() else { return Ok(None) };
+        if !slow {
+            return Ok(None);
+        }
         // Slower processors write less to disks, too, but those have a throttle of their own.
-        let memory = RoundObservation { dirty_pages: round.dirty_pages.saturating_sub(disk_pages), ..*round };
+        let memory =
+            RoundObservation { dirty_pages: round.dirty_pages.saturating_sub(round.disk_pages), ..*round };
         let used = ran.saturating_sub(ran_before).as_secs_f64() / (now - then).as_secs_f64().max(1e-6);
         let us_per_s = self.policy.decide(&CpuObservation {
             used_us_per_s: (used * 1e6) as u64,

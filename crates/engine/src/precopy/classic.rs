@@ -3,7 +3,7 @@
 use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
-use super::{Aim, Decision, GiveUp, Limit, OnLimit, Policy, RoundObservation};
+use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 
 /// KVM's rule (Ibrahim et al., Algorithm 1): stops as soon as what is left takes less than the allowed downtime at the
 /// rate of the last round, and sends rounds for as long as it does not. Here there is a limit of rounds, as everywhere.
@@ -26,7 +26,7 @@ impl Policy for ByTarget {
     }
 
     /// It looks at the last round alone.
-    fn slowed(&mut self) {}
+    fn held(&mut self, _: Held) {}
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let expected_downtime_ns = at_the_last_rate(observed);
@@ -77,7 +77,7 @@ impl Policy for ByRounds {
     fn aim(&mut self, _: Aim) {}
 
     /// It counts rounds and pages, however fast the guest is.
-    fn slowed(&mut self) {}
+    fn held(&mut self, _: Held) {}
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         let expected_downtime_ns = at_the_last_rate(observed);

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
-use super::{Aim, Decision, Policy, RoundObservation};
+use super::{Aim, Decision, Held, Policy, RoundObservation};
 
 /// Sends all of memory once, or several times, while the guest runs here; what is left then is sent while it runs at the
 /// destination. In the first pass what the guest writes to is left for last, so that little goes twice.
@@ -31,7 +31,7 @@ impl Policy for ByHybrid {
     fn aim(&mut self, _: Aim) {}
 
     /// How fast the guest writes does not matter.
-    fn slowed(&mut self) {}
+    fn held(&mut self, _: Held) {}
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {
         self.forecast.learn(observed);

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast, gain_ns};
 use super::pace::Pace;
-use super::{Aim, Decision, GiveUp, Limit, OnLimit, Policy, RoundObservation};
+use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 
 /// How a guest writes when rounds do not make the downtime shorter any more (Ibrahim et al., section VII, Fig. 10).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -227,7 +227,10 @@ impl Policy for ByPattern {
         self.aim = aim;
     }
 
-    fn slowed(&mut self) {
+    fn held(&mut self, held: Held) {
+        if held != Held::Slower {
+            return;
+        }
         (self.looks, self.fewest_dirty) = (Looks::default(), None);
         (self.stuck_rounds, self.stuck_ns) = (0, 0);
     }

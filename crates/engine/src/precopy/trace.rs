@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Aim, ByHybrid, ByPattern, ByRounds, BySla, ByTarget, Decision, Outlook, Policy, RoundObservation,
+    Aim, ByHybrid, ByPattern, ByRounds, BySla, ByTarget, Decision, Held, Outlook, Policy, RoundObservation,
 };
 
 /// A policy of any kind, as a trace keeps it.
@@ -34,13 +34,13 @@ impl Policy for AnyPolicy {
         }
     }
 
-    fn slowed(&mut self) {
+    fn held(&mut self, held: Held) {
         match self {
-            Self::Pattern(policy) => policy.slowed(),
-            Self::Hybrid(policy) => policy.slowed(),
-            Self::Sla(policy) => policy.slowed(),
-            Self::Target(policy) => policy.slowed(),
-            Self::Rounds(policy) => policy.slowed(),
+            Self::Pattern(policy) => policy.held(held),
+            Self::Hybrid(policy) => policy.held(held),
+            Self::Sla(policy) => policy.held(held),
+            Self::Target(policy) => policy.held(held),
+            Self::Rounds(policy) => policy.held(held),
         }
     }
 
@@ -100,8 +100,11 @@ pub struct Trace {
 pub enum TraceEntry {
     /// The aim changed.
     Aim(Aim),
-    /// The guest was slowed down.
-    Slowed,
+    /// The guest's processors became slower, or were let go.
+    Held {
+        /// Which of it.
+        held: Held,
+    },
     /// A round was over.
     Round {
         /// What was seen.
@@ -119,7 +122,7 @@ impl Trace {
         for entry in &self.entries {
             match entry {
                 TraceEntry::Aim(aim) => policy.aim(*aim),
-                TraceEntry::Slowed => policy.slowed(),
+                TraceEntry::Held { held } => policy.held(*held),
                 TraceEntry::Round { observed, .. } => again.push(policy.decide(observed)),
             }
         }
@@ -129,7 +132,7 @@ impl Trace {
     /// The decisions as they were made.
     pub fn decisions(&self) -> Vec<Decision> {
         let decision = |entry: &TraceEntry| match entry {
-            TraceEntry::Aim(_) | TraceEntry::Slowed => None,
+            TraceEntry::Aim(_) | TraceEntry::Held { .. } => None,
             TraceEntry::Round { decision, .. } => Some(*decision),
         };
         self.entries.iter().filter_map(decision).collect()
@@ -179,9 +182,9 @@ impl Policy for Traced {
         }
     }
 
-    fn slowed(&mut self) {
-        self.trace.entries.push(TraceEntry::Slowed);
-        self.policy.slowed();
+    fn held(&mut self, held: Held) {
+        self.trace.entries.push(TraceEntry::Held { held });
+        self.policy.held(held);
     }
 
     fn decide(&mut self, observed: &RoundObservation) -> Decision {

@@ -331,7 +331,7 @@ impl Sender {
         let plan = Arc::new(Plan { until, ..plan });
         self.shared.begin(pages.owed.blocks, &plan);
         if plan.pages <= INLINE_PAGES {
-            (0..self.shared.stream_count()).for_each(|stream| self.shared.send_share(stream, &plan));
+            (0..self.shared.stream_count()).for_each(|stream| self.shared.send_share(stream, &plan, None));
         } else {
             self.shared.wake_workers(&plan);
         }

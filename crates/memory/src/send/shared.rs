@@ -165,13 +165,11 @@ impl Shared {
         let _guard = DeathGuard { shared: self, stream };
         let mut done = 0;
         while let Some(plan) = self.next_work(done) {
+            // The guest stands still.
             if plan.deadline.is_some() {
-                // The guest stands still.
                 gives_way.end();
-            } else {
-                gives_way.by(self.nice.load(Ordering::Relaxed));
             }
-            self.send_share(stream, &plan);
+            self.send_share(stream, &plan, Some(&mut gives_way));
             done = plan.round;
         }
     }
@@ -189,14 +187,19 @@ impl Shared {
         }
     }
 
-    /// Sends a stream's chunks of a round and the round's end.
-    pub(super) fn send_share(&self, stream: u16, plan: &Plan) {
+    /// Sends a stream's chunks of a round and the round's end; a worker gives way as it is told meanwhile.
+    pub(super) fn send_share(&self, stream: u16, plan: &Plan, mut worker: Option<&mut GivesWay>) {
         let mut outlet = lock(&self.streams[usize::from(stream)].outlet);
         // The workers' streams are closed at the deadline; who sends himself is waiting for them.
         outlet.sink.set_deadline(plan.deadline);
         let sent = plan
             .share(stream)
-            .try_for_each(|place| self.send_chunk(stream, &mut outlet, plan, *place))
+            .try_for_each(|place| {
+                if let Some(gives_way) = &mut worker {
+                    gives_way.by(self.nice.load(Ordering::Relaxed));
+                }
+                self.send_chunk(stream, &mut outlet, plan, *place)
+            })
             .and_then(|()| self.end_round(stream, &mut outlet, plan.round));
         if let Err(cause) = sent {
             self.fail(cause);

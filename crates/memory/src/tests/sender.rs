@@ -83,20 +83,22 @@ fn workers_give_way_as_they_are_told_and_not_for_a_guest_that_stands_still() {
     let (tell, told) = mpsc::channel();
     let near = DataStream { sink: Box::new(Watched(near.sink, tell)), ..near };
     let mut sender = Sender::start(ram.readers(), vec![near]).unwrap();
+    let mut owed = ram.everything();
     let own = getpriority_process(None).unwrap();
-    // Only root may give way by less than before.
-    let back = if geteuid().is_root() { own } else { own + 11 };
-    for (nice, stands_still, expected) in [(5, false, own + 5), (11, false, own + 11), (11, true, back)] {
+    // Only root may give way by less than before, and nobody gives way by more who has no way back.
+    let (more, back) = if geteuid().is_root() { (own + 11, own) } else { (own + 5, own + 5) };
+    for (nice, stands_still, expected) in [(5, false, own + 5), (11, false, more), (11, true, back)] {
         sender.handle().gives_way_by(nice);
         (0..8 * CHUNK_PAGES).for_each(|page| ram.0[0].guest_writes(page, page + 1, 0));
+        let readable = owed.clear_marks(&mut ram.log()).unwrap().stopped_before();
         let sent = if stands_still {
-            sender.send_round_by(all(&ram), Instant::now() + Duration::from_mins(1)).unwrap()
+            sender.send_round_by(readable, Instant::now() + Duration::from_mins(1)).unwrap()
         } else {
-            sender.send_round(all(&ram)).unwrap()
+            sender.send_round(readable).unwrap()
         };
         let seen: Vec<_> = told.try_iter().collect();
         assert!(!seen.is_empty() && seen.iter().all(|nice| *nice == expected.min(19)), "{seen:?}");
-        sender = sent.sender;
+        (sender, owed) = (sent.sender, sent.owed);
     }
 }
 

@@ -1,6 +1,7 @@
 //! Post-copy after COMMITTED: connections that were cut are made anew for as long as the destination needs pages, by the
 //! agent that began it or by the next one.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -31,7 +32,11 @@ impl Driver {
             while vm.is_alive() {
                 match ::memory::open_source(&vm.process, &regions) {
                     Ok(readers) => {
-                        self.later = Some(Later::new(readers.into(), self.telemetry.left()));
+                        self.later = Some(Later::new(
+                            readers.into(),
+                            self.telemetry.left(),
+                            Arc::clone(&self.controls.rate),
+                        ));
                         break;
                     }
                     Err(error) => {

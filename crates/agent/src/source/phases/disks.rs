@@ -19,6 +19,7 @@ use tracing::warn;
 
 use super::rounds::Looked;
 use super::{Failure, gone};
+use crate::api::OnLimit;
 use crate::disks::{DiskLog, LeavingDisk, SocketPath};
 use crate::guard::Guard;
 use crate::source::memory::{Cargo, CargoError};
@@ -145,7 +146,19 @@ impl Driver {
             let sent = self.send_in_parts(sender, looked, cargo)?;
             sent_bytes = sent.is_whole.then_some(dirty_bytes);
             (sender, owed) = (sent.sender, sent.owed);
+            self.has_time_for_memory()?;
         }
+    }
+
+    /// Where a limit of time is passed, and the guest is not to go on as it can, there is nothing to wait for.
+    fn has_time_for_memory(&self) -> Result<(), Failure> {
+        let aims = self.controls.aims();
+        let limit = aims.max_total_ms.filter(|_| aims.on_limit == OnLimit::Abort).map(Duration::from_millis);
+        if limit.is_some_and(|limit| self.controls.requested.elapsed() > limit) {
+            let reason = "there is no time left, and its memory is still to come: allow more time, or a higher bandwidth";
+            return Err(Failure::new(SourceEvent::Failed, reason));
+        }
+        Ok(())
     }
 
     /// Sends a round, with looks at the guest's writes in between where they are throttled: in a round of hours much

@@ -1,5 +1,6 @@
 //! The stop where what is left goes when the guest runs at the destination (post-copy).
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use ::memory::{DirtyBitmap, Owed, Readable, Sender, Sent, encode_set};
@@ -97,7 +98,9 @@ impl Driver {
             report.post_copy = Some(PostCopy { left_pages: pages, ..PostCopy::default() });
         });
         self.note("post-copy", format!("{pages} pages go when the guest runs there"));
-        let mut later = Later::new(cargo.readers(), self.telemetry.left());
+        // The guest does not run here any more; there it waits.
+        sender.handle().gives_way_by(0);
+        let mut later = Later::new(cargo.readers(), self.telemetry.left(), Arc::clone(&self.controls.rate));
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("no thread to send pages in", &error))?;

@@ -6,7 +6,7 @@ use ::memory::{
     DataStream, DirtyBitmap, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent,
 };
 use engine::handover::source::SourceEvent;
-use engine::precopy::{Decision, Outlook, Policy, RoundObservation, Trace, Traced, Ways};
+use engine::precopy::{Decision, Held, Outlook, Policy, RoundObservation, Trace, Traced, Ways};
 use tracing::info;
 
 use super::course::{Course, Share};
@@ -15,6 +15,7 @@ use crate::api::ThrottleCpu;
 use crate::progress::Phase;
 use crate::report::Round;
 use crate::source::memory::Cargo;
+use crate::source::slowing::Slowing;
 use crate::source::telemetry::Later;
 use crate::source::{Driver, VmError, memory};
 
@@ -115,6 +116,7 @@ impl Driver {
                         looked.readable = self.take_back(softening, looked.readable)?;
                         // The guest writes to what it keeps of each page that it gives back, for as long as that takes:
                         // neither that nor this round says anything of the rounds that follow.
+                        self.lift_slowing();
                         course = self.new_course(course.passes);
                         self.take_notices()?;
                         self.telemetry.begins(course.passes + 1, Later::default());
@@ -166,6 +168,10 @@ impl Driver {
                 cargo.end_references();
             }
             let pass = course.passes;
+            if sent.stats.is_none() {
+                // While there was no link the guest was as fast as ever.
+                course.policy.held(Held::Free);
+            }
             sent_before = sent.stats.map(|stats| {
                 self.tell_of_part(of_pass, left_pages, resent_pages);
                 memory::SentRound { stats, scanned_at, pass, left_pages, resent_pages }
@@ -191,9 +197,10 @@ impl Driver {
         cargo: &Cargo,
     ) -> Result<Next, Failure> {
         let owed = looked.readable.owed();
-        let pages = (owed.pages(), cargo.unknown_pages(owed));
+        let (pages, unknown) = (owed.pages(), cargo.unknown_pages(owed));
+        let dirty = memory::Dirty { pages, unknown, of_disks: looked.disk_pages };
         let elapsed = self.controls.requested.elapsed();
-        let observed = memory::observe(sent, looked.scan, pages, looked.scanned_at, elapsed);
+        let observed = memory::observe(sent, looked.scan, dirty, looked.scanned_at, elapsed);
         let aims = self.controls.aims();
         policy.aim(memory::aim(&aims));
         let before = policy.outlook();
@@ -205,8 +212,8 @@ impl Driver {
                 // In the first pass it is not known yet how much will be left.
                 let is_too_long = expected_downtime_ns > aims.max_downtime_ms.saturating_mul(1_000_000);
                 let is_wished = aims.throttle_cpu != ThrottleCpu::Off && sent.pass > 0 && is_too_long;
-                if (slow || is_wished) && self.slow_down(&observed, looked.disk_pages) {
-                    policy.slowed();
+                if let Some(held) = self.slow_down(&observed, slow || is_wished) {
+                    policy.held(held);
                 }
                 Ok(Next::Round { most_pages })
             }
@@ -233,21 +240,19 @@ impl Driver {
         }
     }
 
-    /// Has the guest's processors be as fast as the policy says, where that was asked for; whether they are slower from
-    /// now on.
-    fn slow_down(&mut self, observed: &RoundObservation, disk_pages: u64) -> bool {
-        let Some(slowing) = &mut self.slowing else { return false };
-        match slowing.look(observed, disk_pages) {
-            Ok(None) => false,
+    /// Has the guest's processors be as fast as the policy says, where they are to be slowed down; what that changes.
+    fn slow_down(&mut self, observed: &RoundObservation, slow: bool) -> Option<Held> {
+        match self.slowing.as_mut()?.look(observed, slow) {
+            Ok(None) => None,
             Ok(Some(change)) => {
                 self.note("cpu-throttled", format!("to {}% of what it usually uses", change.percent));
-                change.is_slower
+                change.is_slower.then_some(Held::Slower)
             }
             // Somebody else may have changed the groups: the guest is as fast as ever, and may still be moved.
             Err(error) => {
                 self.slowing = None;
                 self.note("cpu-not-throttled", crate::chain(&error));
-                false
+                Some(Held::ForGood)
             }
         }
     }
@@ -337,7 +342,8 @@ impl Driver {
 
     /// Has copying give way to the guest by as much as that suffers.
     fn look_at_pressure(&mut self, sender: &Sender) {
-        let waiting = self.pressure.as_mut().and_then(|pressure| pressure.look(&sender.handle()));
+        let is_held = self.slowing.as_ref().is_some_and(Slowing::is_holding);
+        let waiting = self.pressure.as_mut().and_then(|pressure| pressure.look(&sender.handle(), is_held));
         if waiting.is_some() {
             self.controls.report(|report| report.waiting = waiting);
         }

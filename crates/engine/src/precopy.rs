@@ -33,6 +33,7 @@
 mod classic;
 mod forecast;
 mod hybrid;
+mod leaving;
 mod pace;
 mod pattern;
 mod sla;
@@ -136,6 +137,9 @@ pub enum Decision {
         /// Have the guest's processors be slower meanwhile.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         slow: bool,
+        /// Send what is dirty of disks and nothing of memory: that comes after the guest.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        disks_alone: bool,
     },
     /// Stop the guest and send the rest.
     StopAndCopy {
@@ -193,6 +197,8 @@ pub enum Limit {
     NotShrinking,
     /// The time after which all has to be over.
     Total,
+    /// Memory may come after the guest, and what it writes to its disks does not become less.
+    Disks,
 }
 
 impl fmt::Display for GiveUp {
@@ -201,16 +207,23 @@ impl fmt::Display for GiveUp {
             Limit::Rounds => "the limit of rounds is reached",
             Limit::NotShrinking => "rounds leave no less to send than the ones before",
             Limit::Total => "there is no time left",
+            Limit::Disks => {
+                "memory may come after the VM, but what it has written to its disks goes before it and becomes no less"
+            }
         };
         let tenths = |ns: u64| format!("{}.{}", ns / 1_000_000, ns / 100_000 % 10);
         write!(
             f,
             "{what}; stopping now would take about {} ms ({} of them whatever is left to send) and {} are allowed: allow \
-             a longer downtime, a higher bandwidth or more {}, or stop at the limit",
+             a longer downtime, a higher bandwidth or {}, or stop at the limit",
             tenths(self.expected_downtime_ns),
             tenths(self.fixed_ns),
             tenths(self.max_downtime_ns),
-            if self.limit == Limit::Total { "time" } else { "rounds" },
+            match self.limit {
+                Limit::Total => "more time",
+                Limit::Disks => "have its writes throttled (--throttle-writes)",
+                Limit::Rounds | Limit::NotShrinking => "more rounds",
+            },
         )
     }
 }

@@ -3,7 +3,7 @@
 use super::case::{Case, Program};
 use super::contender::{Contender, Mode, Policy, Soft, Way};
 use super::nas;
-use super::result::{CaseResult, Measured, Quantity, Results, Spread};
+use super::result::{CaseResult, Measured, Quantity, Results, Run, Spread};
 
 /// A bar.
 #[derive(Clone, Debug, PartialEq)]
@@ -269,10 +269,15 @@ fn lost_work(result: &CaseResult) -> Option<Bar> {
     no_longer(result, Quantity::Lost, "lost work")
 }
 
-/// Agents stay small: the largest share of what each may have, over all cases.
+/// Agents stay small: the largest share of what each may have, over all cases. Rounds without end, which nobody but the
+/// laboratory sends, have a report without end.
 fn agents_memory(cases: &[CaseResult]) -> Option<Bar> {
     let may_have = |result: &CaseResult| f64::from(64 << 20) + (result.case.memory_mib << 20) as f64 / 1000.0;
     let share = |result: &CaseResult| {
+        let has_no_end = |run: &Run| run.contender == Contender::Policy(Policy::Endless);
+        if result.runs.iter().any(has_no_end) {
+            return None;
+        }
         let measured = result.runs.iter().filter_map(|run| run.measured.as_ref());
         let peaks = measured.flat_map(|m| [m.source_agent_peak_bytes, m.destination_agent_peak_bytes]);
         Some(peaks.max()? as f64 / may_have(result))

@@ -120,6 +120,7 @@ pub(super) fn plan(
             ));
             continue;
         }
+        plan.findings.extend(has_its_file_too(disk, &vm.disks));
         plan.findings
             .extend(snapshots_left(disk, wanted.leaves_snapshots).into_iter().chain(bitmaps_left(disk)));
         let place = pool.place(id, &wanted.name, disk.format.as_deref(), &unique());
@@ -140,6 +141,18 @@ pub(super) fn plan(
         plan.copied.push(Planned { name, bytes: wanted.bytes, needed_bytes, place });
     }
     plan
+}
+
+/// Two drives over one file see each other's writes; each with an image of its own would not.
+fn has_its_file_too(disk: &Disk, all: &[Disk]) -> Option<Finding> {
+    let file = disk.file.as_ref()?;
+    let other = all.iter().find(|other| other.name != disk.name && other.file.as_ref() == Some(file))?;
+    let what = format!(
+        "disks {} and {} are one file, {file}, and copies of them would be two",
+        disk.name, other.name
+    );
+    let advice = "put it on storage that both hosts see and say `--disk NAME=shared` of both";
+    Some(finding(Severity::Blocker, "disk-twice-copy", what, advice))
 }
 
 /// What travels is what the guest sees: the present content alone.
@@ -279,4 +292,38 @@ fn no_room(pool: &Pool, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
 
 fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Finding {
     Finding { severity, code: code.to_owned(), what, advice: advice.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk((name, file): (&str, &str)) -> Disk {
+        Disk {
+            name: name.to_owned(),
+            device: None,
+            file: Some(file.to_owned()),
+            format: Some("raw".to_owned()),
+            backing_files: Vec::new(),
+            read_only: false,
+            encrypted: false,
+            snapshots: Vec::new(),
+            bitmaps: Vec::new(),
+            direct: false,
+            removable: false,
+            bytes: Some(1 << 20),
+            used_bytes: None,
+            nodes: None,
+        }
+    }
+
+    #[test]
+    fn two_drives_over_one_file_do_not_become_two_images() {
+        let disks = [("one", "/srv/a.raw"), ("two", "/srv/a.raw"), ("three", "/srv/b.raw")].map(disk);
+        let found: Vec<_> =
+            disks.iter().map(|disk| has_its_file_too(disk, &disks).map(|it| it.what)).collect();
+        assert!(found[0].as_ref().is_some_and(|what| what.contains("two") && what.contains("/srv/a.raw")));
+        assert!(found[1].as_ref().is_some_and(|what| what.contains("one")));
+        assert_eq!(found[2], None);
+    }
 }

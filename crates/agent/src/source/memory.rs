@@ -374,7 +374,7 @@ pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
         }
         StopPolicy::Target => Traced::new(ByTarget::new(goal, on_limit)),
         StopPolicy::Rounds => Traced::new(ByRounds::default()),
-        StopPolicy::Hybrid => Traced::new(ByHybrid::new(HYBRID_PASSES, fixed)),
+        StopPolicy::Hybrid => Traced::new(ByHybrid::new(goal, HYBRID_PASSES, fixed)),
         StopPolicy::Sla => Traced::new(BySla::new(goal, ways, on_limit, fixed).sampling(aims.sampling)),
     }
 }

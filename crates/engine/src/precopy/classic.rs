@@ -3,6 +3,8 @@
 use proto::limits::PAGE_BYTES;
 use serde::{Deserialize, Serialize};
 
+use super::forecast::FixedCost;
+use super::leaving::Leaving;
 use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 
 /// KVM's rule (Ibrahim et al., Algorithm 1): stops as soon as what is left takes less than the allowed downtime at the
@@ -11,12 +13,17 @@ use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservatio
 pub struct ByTarget {
     aim: Aim,
     on_limit: OnLimit,
+    #[serde(skip)]
+    leaving: Leaving,
 }
+
+/// KVM's rule knows of nothing that a stop takes in any case.
+const NOTHING: FixedCost = FixedCost { stop_ns: 0, save_ns: 0, load_ns: 0, continue_ns: 0 };
 
 impl ByTarget {
     /// A new policy.
     pub fn new(aim: Aim, on_limit: OnLimit) -> Self {
-        Self { aim, on_limit }
+        Self { aim, on_limit, leaving: Leaving::default() }
     }
 }
 
@@ -38,7 +45,7 @@ impl Policy for ByTarget {
         match self.on_limit {
             OnLimit::Stop if is_last && observed.round > 0 => stop,
             OnLimit::PostCopy if is_last && observed.round > 0 => {
-                Decision::PostCopy { expected_downtime_ns: 0 }
+                self.leaving.decide(observed, expected_downtime_ns, &NOTHING, self.aim.max_downtime_ns)
             }
             OnLimit::Abort if is_last && observed.round > 0 => Decision::GiveUp {
                 reason: GiveUp {
@@ -48,7 +55,12 @@ impl Policy for ByTarget {
                     max_downtime_ns: self.aim.max_downtime_ns,
                 },
             },
-            _ => Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false },
+            _ => Decision::NextRound {
+                expected_downtime_ns,
+                most_pages: None,
+                slow: false,
+                disks_alone: false,
+            },
         }
     }
 }
@@ -91,7 +103,7 @@ impl Policy for ByRounds {
         if observed.round > 0 && is_over {
             Decision::StopAndCopy { expected_downtime_ns, pattern: None }
         } else {
-            Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false }
+            Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false, disks_alone: false }
         }
     }
 }

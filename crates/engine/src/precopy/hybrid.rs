@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
+use super::leaving::Leaving;
 use super::{Aim, Decision, Held, Policy, RoundObservation};
 
 /// Sends all of memory once, or several times, while the guest runs here; what is left then is sent while it runs at the
@@ -12,23 +13,28 @@ use super::{Aim, Decision, Held, Policy, RoundObservation};
 /// two hosts no longer than it has to.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ByHybrid {
+    aim: Aim,
     passes: u32,
     fixed: FixedCost,
     // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     forecast: Forecast,
+    #[serde(skip)]
+    leaving: Leaving,
 }
 
 impl ByHybrid {
     /// Post-copy after so many times all that is dirty; after 0 nothing is sent before the stop.
-    pub fn new(passes: u32, fixed: FixedCost) -> Self {
-        Self { passes, fixed, forecast: Forecast::default() }
+    pub fn new(aim: Aim, passes: u32, fixed: FixedCost) -> Self {
+        Self { aim, passes, fixed, forecast: Forecast::default(), leaving: Leaving::default() }
     }
 }
 
 impl Policy for ByHybrid {
-    /// What the guest stands still for is what it has to.
-    fn aim(&mut self, _: Aim) {}
+    /// What the guest stands still for is what it has to, and what of its disks cannot go before it.
+    fn aim(&mut self, aim: Aim) {
+        self.aim = aim;
+    }
 
     /// How fast the guest writes does not matter.
     fn held(&mut self, _: Held) {}
@@ -39,11 +45,16 @@ impl Policy for ByHybrid {
         let fixed_ns = self.fixed.downtime_ns(0).saturating_add(observed.scan_ns.saturating_mul(2));
         let stop_ns = self.fixed.downtime_ns(pages_ns).saturating_add(observed.scan_ns.saturating_mul(2));
         if observed.round < self.passes {
-            Decision::NextRound { expected_downtime_ns: fixed_ns, most_pages: None, slow: false }
+            Decision::NextRound {
+                expected_downtime_ns: fixed_ns,
+                most_pages: None,
+                slow: false,
+                disks_alone: false,
+            }
         } else if pages_ns <= fixed_ns {
             Decision::StopAndCopy { expected_downtime_ns: stop_ns, pattern: None }
         } else {
-            Decision::PostCopy { expected_downtime_ns: fixed_ns }
+            self.leaving.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
         }
     }
 }
@@ -62,7 +73,7 @@ mod tests {
     fn what_is_left_after_the_passes_goes_after_the_guest_unless_it_is_little() {
         for passes in [0, 1, 3] {
             for (dirty_pages, is_little) in [(100, true), (14_999, true), (15_001, false), (1 << 30, false)] {
-                let mut policy = ByHybrid::new(passes, FixedCost::default());
+                let mut policy = ByHybrid::new(Aim::default(), passes, FixedCost::default());
                 for round in 0..passes {
                     let next = policy.decide(&observed(round, dirty_pages));
                     assert!(matches!(next, Decision::NextRound { .. }), "{next:?}");

@@ -6,6 +6,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast, gain_ns};
+use super::leaving::Leaving;
 use super::pace::Pace;
 use super::{Aim, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 
@@ -155,6 +156,8 @@ pub struct ByPattern {
     stuck_rounds: u32,
     #[serde(skip)]
     stuck_ns: u64,
+    #[serde(skip)]
+    leaving: Leaving,
 }
 
 impl ByPattern {
@@ -177,6 +180,7 @@ impl ByPattern {
             passes: 0,
             stuck_rounds: 0,
             stuck_ns: 0,
+            leaving: Leaving::default(),
         }
     }
 
@@ -244,7 +248,12 @@ impl Policy for ByPattern {
             self.link_bytes_per_s = self.link_bytes_per_s.max(observed.link_rate_bytes_per_s());
         }
         if observed.round == 0 {
-            return Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false };
+            return Decision::NextRound {
+                expected_downtime_ns,
+                most_pages: None,
+                slow: false,
+                disks_alone: false,
+            };
         }
         let sampling = self.sampling;
         let interval = |beside_ns| sampling.interval_ns(self.link_bytes_per_s, observed.scan_ns, beside_ns);
@@ -272,16 +281,16 @@ impl Policy for ByPattern {
             (is_stuck && !has_patience).then_some(Limit::NotShrinking)
         };
 
-        let next = Decision::NextRound { expected_downtime_ns, most_pages, slow: false };
+        let next = Decision::NextRound { expected_downtime_ns, most_pages, slow: false, disks_alone: false };
         let stop = Decision::StopAndCopy { expected_downtime_ns, pattern };
         if expected_downtime_ns <= self.aim.max_downtime_ns {
             return if is_worth_it { next } else { stop };
         }
         match (self.on_limit, limit) {
             (OnLimit::Stop, limit) if is_over || limit.is_some() => stop,
-            (OnLimit::PostCopy, limit) if is_over || limit.is_some() => Decision::PostCopy {
-                expected_downtime_ns: self.fixed.downtime_ns(0).saturating_add(scans_ns),
-            },
+            (OnLimit::PostCopy, limit) if is_over || limit.is_some() || self.leaving.has_begun() => {
+                self.leaving.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
+            }
             (OnLimit::Abort, Some(limit)) => Decision::GiveUp {
                 reason: GiveUp {
                     limit,

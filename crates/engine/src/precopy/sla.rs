@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::forecast::{FixedCost, Forecast};
+use super::leaving::{Leaving, downtime_ns};
 use super::{Aim, ByPattern, Decision, GiveUp, Held, Limit, OnLimit, Policy, RoundObservation};
 use crate::throttle::processors::CpuDrain;
 
@@ -136,6 +137,8 @@ pub struct BySla {
     /// What a round leaves of what it sends was seen once.
     #[serde(skip)]
     has_seen: bool,
+    #[serde(skip)]
+    leaving: Leaving,
 }
 
 /// A round that leaves more than this share of what it sends, in thousandths, leads nowhere.
@@ -162,6 +165,7 @@ impl BySla {
             outlook: None,
             is_held: false,
             has_seen: false,
+            leaving: Leaving::default(),
         }
     }
 
@@ -216,14 +220,6 @@ impl BySla {
         Some(share.max(came_back))
     }
 
-    /// What the guest stands still for when pages come after it: those of disks do not.
-    fn post_copy_ns(&self, observed: &RoundObservation, pages_ns: u64) -> u64 {
-        let disks_ns = (u128::from(pages_ns) * u128::from(observed.disk_pages.min(observed.dirty_pages)))
-            .checked_div(observed.dirty_pages.into());
-        let disks_ns = u64::try_from(disks_ns.unwrap_or(0)).unwrap_or(u64::MAX);
-        self.fixed.downtime_ns(disks_ns).saturating_add(observed.scan_ns.saturating_mul(2))
-    }
-
     /// What each way comes to, and which is to be taken.
     fn look_ahead(&self, observed: &RoundObservation, pages_ns: u64) -> Outlook {
         let share = self.share(observed, pages_ns);
@@ -242,7 +238,7 @@ impl BySla {
         // What a slowed guest writes is seen already.
         let slowed_share = if self.is_held { share } else { share.map(slowed) };
         let slowed_down = slowed_share.filter(|_| self.ways.slow_down).and_then(outcome);
-        let downtime_ns = self.post_copy_ns(observed, pages_ns);
+        let downtime_ns = downtime_ns(observed, pages_ns, &self.fixed);
         let total_ns = observed.elapsed_ns.saturating_add(self.fixed.downtime_ns(0)).saturating_add(pages_ns);
         let post_copy = self.ways.post_copy.then_some(Outcome { downtime_ns, total_ns });
 
@@ -251,6 +247,11 @@ impl BySla {
         let patient = if self.ways.slow_down { Way::SlowedDown } else { Way::PreCopy };
         let (chosen, is_kept) = kept.map_or((patient, false), |(way, _)| (way, true));
         Outlook { chosen, is_kept, pre_copy, slowed_down, post_copy }
+    }
+
+    /// The guest leaves what is left of its memory behind.
+    fn leave(&mut self, observed: &RoundObservation, pages_ns: u64) -> Decision {
+        self.leaving.decide(observed, pages_ns, &self.fixed, self.aim.max_downtime_ns)
     }
 
     /// Whether there is no time for another look before all that is left has to go.
@@ -286,13 +287,9 @@ impl Policy for BySla {
         self.outlook = None;
         let decision = self.rounds.decide(observed);
         let Decision::NextRound { expected_downtime_ns, most_pages, .. } = decision else { return decision };
+        let (fixed_ns, max_downtime_ns) = (self.fixed.downtime_ns(0), self.aim.max_downtime_ns);
         let give_up = |limit| Decision::GiveUp {
-            reason: GiveUp {
-                limit,
-                expected_downtime_ns,
-                fixed_ns: self.fixed.downtime_ns(0),
-                max_downtime_ns: self.aim.max_downtime_ns,
-            },
+            reason: GiveUp { limit, expected_downtime_ns, fixed_ns, max_downtime_ns },
         };
         if observed.round == 0 {
             // Whatever comes after it is too late.
@@ -302,8 +299,12 @@ impl Policy for BySla {
         let pages_ns = self.forecast.pages_ns(observed);
         let is_last_moment = self.is_last_moment(observed, expected_downtime_ns);
         let stop = Decision::StopAndCopy { expected_downtime_ns, pattern: None };
-        let slow =
-            |way| Decision::NextRound { expected_downtime_ns, most_pages, slow: way == Way::SlowedDown };
+        let slow = |way| Decision::NextRound {
+            expected_downtime_ns,
+            most_pages,
+            slow: way == Way::SlowedDown,
+            disks_alone: false,
+        };
         if expected_downtime_ns <= self.aim.max_downtime_ns {
             // Another round would be worth it, where there is time for it.
             return if is_last_moment { stop } else { slow(self.way.unwrap_or(Way::PreCopy)) };
@@ -322,17 +323,16 @@ impl Policy for BySla {
         }
         self.way = Some(outlook.chosen);
         self.outlook = Some(outlook);
-        let post_copy = Decision::PostCopy { expected_downtime_ns: self.post_copy_ns(observed, pages_ns) };
         let is_last_round = observed.round >= self.aim.max_rounds;
-        if outlook.chosen == Way::PostCopy {
-            return post_copy;
+        if outlook.chosen == Way::PostCopy || self.leaving.has_begun() {
+            return self.leave(observed, pages_ns);
         }
         if !is_last_round && (outlook.is_kept || !is_last_moment) {
             return slow(outlook.chosen);
         }
         match self.on_limit {
             OnLimit::Stop => stop,
-            OnLimit::PostCopy => post_copy,
+            OnLimit::PostCopy => self.leave(observed, pages_ns),
             OnLimit::Abort => give_up(if is_last_round { Limit::Rounds } else { Limit::Total }),
         }
     }

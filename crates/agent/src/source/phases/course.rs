@@ -21,6 +21,8 @@ pub(super) struct Course {
     cold: Option<Vec<DirtyBitmap>>,
     /// So many pages at most go in a round.
     pub(super) most_pages: Option<u64>,
+    /// Nothing of memory goes in the next round.
+    pub(super) disks_alone: bool,
     /// How long the next part of it takes.
     part: Duration,
     shortest_part: Duration,
@@ -50,6 +52,7 @@ impl Course {
             passes,
             cold: None,
             most_pages: None,
+            disks_alone: false,
             part: shortest_part,
             shortest_part,
             place: Place::default(),
@@ -79,6 +82,15 @@ impl Course {
             let until = Some(Instant::now() + self.part.max(least));
             let (looked, later) = looked.divided(cargo, |readable| readable.only(cold));
             return Share { looked, later: Some(later), until };
+        }
+        if std::mem::take(&mut self.disks_alone) {
+            let mut of_disks = looked.readable.owed().blocks().to_vec();
+            for of_memory in of_disks.iter_mut().take(cargo.ram_blocks()) {
+                of_memory.clear(0..of_memory.pages());
+            }
+            self.next = Some((self.place, false));
+            let (looked, later) = looked.divided(cargo, |readable| readable.only(&of_disks));
+            return Share { looked, later: Some(later), until: None };
         }
         let Some(pages) = self.most_pages.filter(|most| *most < looked.readable.pages()) else {
             self.next = None;

@@ -61,8 +61,8 @@ pub(super) struct SentOrCut {
 /// What comes after a look.
 #[derive(Clone, Copy)]
 enum Next {
-    /// A round, of so many pages at most.
-    Round { most_pages: Option<u64> },
+    /// A round, of so many pages at most, or of disks alone.
+    Round { most_pages: Option<u64>, disks_alone: bool },
     /// The stop, and what follows it.
     Stop { expected_downtime: Duration, ending: Ending },
 }
@@ -111,7 +111,9 @@ impl Driver {
                 sent.pass = course.passes;
                 let next = self.decide(&mut course.policy, &sent, &looked, cargo)?;
                 match (next, &mut softening) {
-                    (Next::Round { most_pages }, _) => course.most_pages = most_pages,
+                    (Next::Round { most_pages, disks_alone }, _) => {
+                        (course.most_pages, course.disks_alone) = (most_pages, disks_alone);
+                    }
                     (Next::Stop { .. }, Some(softening)) if softening.has_put_off() => {
                         looked.readable = self.take_back(softening, looked.readable)?;
                         // The guest writes to what it keeps of each page that it gives back, for as long as that takes:
@@ -134,7 +136,7 @@ impl Driver {
                             return Ok((sender, looked.readable.give_up(), ending));
                         }
                         // The guest does not stand still for a link that is cut.
-                        course.most_pages = None;
+                        (course.most_pages, course.disks_alone) = (None, false);
                     }
                 }
             }
@@ -208,14 +210,14 @@ impl Driver {
         self.decided(&observed, &decision, policy.trace());
         self.tell_of_way(before, policy.outlook());
         match decision {
-            Decision::NextRound { most_pages, expected_downtime_ns, slow } => {
+            Decision::NextRound { most_pages, expected_downtime_ns, slow, disks_alone } => {
                 // In the first pass it is not known yet how much will be left.
                 let is_too_long = expected_downtime_ns > aims.max_downtime_ms.saturating_mul(1_000_000);
                 let is_wished = aims.throttle_cpu != ThrottleCpu::Off && sent.pass > 0 && is_too_long;
                 if let Some(held) = self.slow_down(&observed, slow || is_wished) {
                     policy.held(held);
                 }
-                Ok(Next::Round { most_pages })
+                Ok(Next::Round { most_pages, disks_alone })
             }
             Decision::StopAndCopy { expected_downtime_ns, .. } => {
                 let expected_downtime = Duration::from_nanos(expected_downtime_ns);

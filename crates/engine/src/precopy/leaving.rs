@@ -1,0 +1,103 @@
+//! Post-copy of a guest whose disks are copied.
+
+use super::forecast::FixedCost;
+use super::{Decision, GiveUp, Limit, RoundObservation};
+
+/// What is left of memory may come after the guest; what is left of its disks may not, for QEMU would read what is not there
+/// yet. So rounds of disks alone go before it, for as long as each leaves less than the one before.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Leaving {
+    last_disks_ns: Option<u64>,
+}
+
+/// A part of the downtime that is not felt, beside what it takes in any case.
+const LITTLE: u64 = 8;
+
+impl Leaving {
+    /// Whether it was decided that the guest leaves its memory behind: until it does nothing else is decided.
+    pub(super) fn has_begun(&self) -> bool {
+        self.last_disks_ns.is_some()
+    }
+
+    /// What is next, where all that is dirty would take `pages_ns`.
+    pub(super) fn decide(
+        &mut self,
+        observed: &RoundObservation,
+        pages_ns: u64,
+        fixed: &FixedCost,
+        max_downtime_ns: u64,
+    ) -> Decision {
+        let disks_ns = disks_ns(observed, pages_ns);
+        let expected_downtime_ns = downtime_ns(observed, pages_ns, fixed);
+        let is_little = disks_ns <= fixed.downtime_ns(0) / LITTLE;
+        let is_less = self.last_disks_ns.is_none_or(|last| disks_ns < last - last / 8);
+        self.last_disks_ns = Some(disks_ns);
+        if !is_little && is_less {
+            Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false, disks_alone: true }
+        } else if is_little || expected_downtime_ns <= max_downtime_ns {
+            Decision::PostCopy { expected_downtime_ns }
+        } else {
+            let (limit, fixed_ns) = (Limit::Disks, fixed.downtime_ns(0));
+            Decision::GiveUp { reason: GiveUp { limit, expected_downtime_ns, fixed_ns, max_downtime_ns } }
+        }
+    }
+}
+
+/// How long the dirty pages of disks take, where all that is dirty takes `pages_ns`.
+fn disks_ns(observed: &RoundObservation, pages_ns: u64) -> u64 {
+    let disk_pages = observed.disk_pages.min(observed.dirty_pages);
+    let ns = (u128::from(pages_ns) * u128::from(disk_pages)).checked_div(observed.dirty_pages.into());
+    u64::try_from(ns.unwrap_or(0)).unwrap_or(u64::MAX)
+}
+
+/// What the guest stands still for when its memory comes after it.
+pub(super) fn downtime_ns(observed: &RoundObservation, pages_ns: u64, fixed: &FixedCost) -> u64 {
+    fixed.downtime_ns(disks_ns(observed, pages_ns)).saturating_add(observed.scan_ns.saturating_mul(2))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    /// What is decided when so many pages of disks are left, of a hundred a millisecond.
+    fn decided(leaving: &mut Leaving, disk_pages: u64) -> Decision {
+        let observed = RoundObservation { disk_pages, dirty_pages: 100_000, ..RoundObservation::default() };
+        leaving.decide(&observed, 1_000 * MS, &FixedCost::default(), 300 * MS)
+    }
+
+    #[test]
+    fn disks_go_ahead_for_as_long_as_they_become_less() {
+        let mut leaving = Leaving::default();
+        assert!(!leaving.has_begun());
+        for disk_pages in [90_000, 40_000, 20_000, 1_000] {
+            let next = decided(&mut leaving, disk_pages);
+            assert!(matches!(next, Decision::NextRound { disks_alone: true, .. }), "{disk_pages}: {next:?}");
+            assert!(leaving.has_begun());
+        }
+        let next = decided(&mut leaving, 100);
+        assert_eq!(next, Decision::PostCopy { expected_downtime_ns: 15 * MS }, "less than saving takes");
+    }
+
+    #[test]
+    fn what_is_left_of_them_is_waited_for_where_that_is_allowed() {
+        let mut leaving = Leaving::default();
+        decided(&mut leaving, 20_000);
+        assert_eq!(
+            decided(&mut leaving, 20_000),
+            Decision::PostCopy { expected_downtime_ns: 213 * MS },
+            "no less than before"
+        );
+        let mut leaving = Leaving::default();
+        decided(&mut leaving, 40_000);
+        let Decision::GiveUp { reason } = decided(&mut leaving, 40_000) else { panic!("too long") };
+        assert_eq!(reason.limit, Limit::Disks);
+        assert!(reason.to_string().contains("--throttle-writes"), "{reason}");
+    }
+
+    #[test]
+    fn a_guest_without_disks_leaves_at_once() {
+        assert_eq!(decided(&mut Leaving::default(), 0), Decision::PostCopy { expected_downtime_ns: 15 * MS });
+    }
+}

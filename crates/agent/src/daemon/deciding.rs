@@ -1,12 +1,16 @@
 //! What an operator is told of a migration in doubt, and what becomes of a decision.
 
+use std::path::PathBuf;
+
+use engine::handover::Terms;
 use engine::handover::destination::DestinationEvent;
 use engine::handover::recover::{Advice, Choice, Decision, advise_destination, advise_source};
 use engine::handover::source::SourceEvent;
-use proto::MigrationId;
+use proto::{HostId, MigrationId};
 
 use super::{Daemon, Mail};
 use crate::api::{Problem, RecoverAction, RecoverReport, RecoverRequest, RegisterSay};
+use crate::destination::DestinationDetails;
 use crate::journal::{MigrationRecord, State};
 use crate::progress::Standing;
 use crate::{destination, source};
@@ -23,7 +27,8 @@ impl Daemon {
             State::Source(state) => advise_source(&record.terms, state),
             State::Destination(state) => advise_destination(&record.terms, state),
         };
-        let known = advice.known.iter().chain(&advice.unknown).cloned().collect();
+        let known =
+            advice.known.iter().chain(&advice.unknown).cloned().chain(self.copied_disks(&record)).collect();
         let mut risked = Vec::new();
         let (done, message) = match wanted(request) {
             None => {
@@ -52,6 +57,24 @@ impl Daemon {
         Ok(RecoverReport { status: self.status(id)?, known, risked, done, message })
     }
 
+    /// Where the disks are that were copied. There are two images of each, and which one to start the guest from depends on
+    /// where it ran last.
+    fn copied_disks(&self, record: &MigrationRecord) -> Option<String> {
+        let Terms { source, destination, .. } = &record.terms;
+        let images = match &record.state {
+            State::Source(_) => {
+                let report = self.context.journal.report(record.id()).ok()??;
+                report.disks.into_iter().map(|disk| disk.path).collect()
+            }
+            State::Destination(_) => {
+                let details: DestinationDetails = serde_json::from_value(record.details.clone()).ok()?;
+                let path = |image: PathBuf| image.display().to_string();
+                details.traces.images.into_iter().map(path).collect::<Vec<_>>()
+            }
+        };
+        (!images.is_empty()).then(|| copied_to(&images, source, destination))
+    }
+
     /// Tells a driver what was decided, and waits until that is done, or known to be impossible.
     fn carry_out(&self, before: &MigrationRecord, decision: Decision) {
         let id = before.id();
@@ -75,6 +98,15 @@ impl Daemon {
             status.standing.is_over() || refused
         });
     }
+}
+
+/// What is known of disks that have another image at the destination.
+fn copied_to(images: &[String], source: &HostId, destination: &HostId) -> String {
+    format!(
+        "its disks were copied to {destination}: {}. If the guest has run there, these are its disks, and the images at {source} \
+         are what they were when it was stopped; if it has not, its disks are those at {source}",
+        images.join(", ")
+    )
 }
 
 /// The decision that is asked for; none to ask the others once more.
@@ -114,5 +146,19 @@ fn options(decision: Decision) -> &'static str {
         Decision::RunElsewhere => "--give-up",
         Decision::WithoutRegister { run_here: true } => "--run-here --without-the-register",
         Decision::WithoutRegister { run_here: false } => "--give-up --without-the-register",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn images_are_named_with_the_host_where_they_are_right() {
+        let host = |name| HostId::new(name).unwrap();
+        let images = ["/pool/one.raw", "/pool/two.raw"].map(str::to_owned);
+        let told = copied_to(&images, &host("a"), &host("b"));
+        assert!(told.starts_with("its disks were copied to b: /pool/one.raw, /pool/two.raw. If"), "{told}");
+        assert!(told.ends_with("if it has not, its disks are those at a"), "{told}");
     }
 }

@@ -54,7 +54,7 @@ impl Driver {
             }
             SourceReport::MemoryLost => format!(
                 "the VM runs at {to}, and some of its memory was only here and is lost: it waits there for good. Start it \
-                 again from its disks"
+                 again there, from the disks that it has at {to}"
             ),
             SourceReport::Done => format!("the VM is at {to}"),
             SourceReport::TooLate => "too late to cancel: the point of no return has been passed".to_owned(),

@@ -50,8 +50,9 @@ pub struct Advice {
     pub choices: Vec<Choice>,
 }
 
-const TWO: &str = "If it does run there, two copies write to the same disks and destroy them. Make sure that the \
-                   other host is off or cut from storage and network before you decide this";
+const TWO: &str = "If it does run there, two copies write to the same disks and destroy them, or each to images of its own \
+                   where disks were copied. Make sure that the other host is off or cut from storage and network before \
+                   you decide this";
 
 const GONE: &str = "only if the register is lost for good, or has been made anew: one that comes back does not know of \
                     this decision, and may give the VM to the other host";
@@ -202,7 +203,7 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
             settled(format!("the guest is this host's since epoch {epoch}"))
         }
         DestinationState::Crashed { ran: true } => settled(format!(
-            "the guest was this host's since epoch {epoch} and crashed here; start it from its disks"
+            "the guest was this host's since epoch {epoch} and crashed here; start it from the disks that it has here"
         )),
         DestinationState::Crashed { ran: false } => settled(format!(
             "this host's copy of epoch {epoch} is gone and may have run; {there} may hold the guest's memory as it was \

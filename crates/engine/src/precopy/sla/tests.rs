@@ -1,0 +1,198 @@
+use proto::limits::PAGE_BYTES;
+
+use super::*;
+
+const MS: u64 = 1_000_000;
+const ALL: Ways = Ways { slow_down: true, post_copy: true };
+const NOTHING: Ways = Ways { slow_down: false, post_copy: false };
+
+/// A guest of 200,000 pages, on a link that carries 100 of them in a millisecond.
+#[derive(Clone, Copy)]
+struct Writer {
+    /// To how many pages of its own it writes, one after the other.
+    own_pages: u64,
+    /// How many of them in a millisecond, while it is not slowed down.
+    pages_per_ms: u64,
+}
+
+const PAGES: u64 = 200_000;
+const SENT_PER_MS: u64 = 100;
+
+/// How such a migration ends: the last decision, when, and whether the guest was slowed down on the way. As the agent
+/// does it, what is written to waits until the rest has gone, and goes in parts after that.
+fn moved(writer: Writer, policy: BySla) -> (Decision, u64, bool) {
+    let mut policy = policy;
+    let own = writer.own_pages as f64;
+    let (mut round, mut cold, mut hot, mut elapsed_ms) = (0, PAGES, own, 0);
+    let (mut slow, mut was_slow, mut most_pages) = (false, false, None);
+    loop {
+        let is_first = cold > 0;
+        let sent =
+            if is_first { cold.min(50_000) } else { most_pages.unwrap_or(u64::MAX).min(hot as u64).max(1) };
+        let ms = (sent / SENT_PER_MS).max(1);
+        let rate = if slow { writer.pages_per_ms.min(SENT_PER_MS / 2) } else { writer.pages_per_ms };
+        // Pages at random: those that were clean all the time, and those that were sent, for half of it.
+        let written = |pages: f64, ms: f64| pages * (1.0 - (-(rate as f64) * ms / own).exp());
+        let came = if is_first {
+            // What is written to leaves the part that goes first.
+            0.0
+        } else {
+            written((own - hot).max(0.0), ms as f64) + written(sent as f64, ms as f64 / 2.0)
+        };
+        let left = if is_first { hot } else { (hot - sent as f64).max(0.0) };
+        hot = (left + came).min(own);
+        cold -= if is_first { sent } else { 0 };
+        elapsed_ms += ms;
+        round += u32::from(cold == 0 && (is_first || left < 1.0));
+        let observed = RoundObservation {
+            round: round.max(u32::from(cold == 0)),
+            dirty_pages: hot as u64 + cold,
+            unknown_pages: hot as u64 + cold,
+            pages_sent: sent,
+            left_pages: left as u64 + cold,
+            bytes_sent: sent * PAGE_BYTES,
+            duration_ns: ms * MS,
+            interval_ns: ms * MS,
+            elapsed_ns: elapsed_ms * MS,
+            ..RoundObservation::default()
+        };
+        match policy.decide(&observed) {
+            Decision::NextRound { most_pages: most, slow: is_slow, .. } => {
+                most_pages = most;
+                if is_slow && !slow {
+                    policy.held(Held::Slower);
+                }
+                slow = is_slow;
+                was_slow |= slow;
+            }
+            end => return (end, elapsed_ms, was_slow),
+        }
+        assert!(elapsed_ms < 1_000_000, "it goes on for ever");
+    }
+}
+
+fn sla(max_downtime_ms: u64, max_total_ms: u64, ways: Ways, on_limit: OnLimit) -> BySla {
+    let max_total_ns = Some(max_total_ms * MS);
+    let aim = Aim { max_downtime_ns: max_downtime_ms * MS, max_total_ns, ..Aim::default() };
+    BySla::new(aim, ways, on_limit, FixedCost::default())
+}
+
+const CALM: Writer = Writer { own_pages: 100_000, pages_per_ms: 20 };
+const FAST: Writer = Writer { own_pages: 100_000, pages_per_ms: 150 };
+
+#[test]
+fn a_calm_guest_goes_by_rounds() {
+    let (end, ms, was_slow) = moved(CALM, sla(100, 10_000, ALL, OnLimit::Abort));
+    assert!(
+        matches!(end, Decision::StopAndCopy { expected_downtime_ns, .. } if expected_downtime_ns <= 100 * MS)
+    );
+    assert!(!was_slow && ms <= 10_000, "{end:?} after {ms}");
+}
+
+#[test]
+fn one_that_writes_faster_than_the_link_carries_is_slowed_down_where_there_is_time() {
+    let (end, ms, was_slow) = moved(FAST, sla(100, 20_000, ALL, OnLimit::Abort));
+    assert!(
+        matches!(end, Decision::StopAndCopy { expected_downtime_ns, .. } if expected_downtime_ns <= 100 * MS)
+    );
+    assert!(was_slow && ms <= 20_000, "{end:?} after {ms}");
+}
+
+/// 2 s are taken by the first pass, and 1 s by what it leaves; slowed down it would be longer.
+#[test]
+fn where_there_is_not_pages_come_after_it() {
+    let (end, ms, was_slow) = moved(FAST, sla(100, 3_500, ALL, OnLimit::Abort));
+    assert!(matches!(end, Decision::PostCopy { .. }), "{end:?} after {ms}");
+    assert!(!was_slow && ms + 1_000 <= 3_500, "after {ms}");
+    // Nor is there another way for a guest that must not be slowed down.
+    let (end, ms, _) = moved(FAST, sla(100, 60_000, Ways { slow_down: false, ..ALL }, OnLimit::Abort));
+    assert!(matches!(end, Decision::PostCopy { .. }), "{end:?} after {ms}");
+}
+
+#[test]
+fn where_nothing_keeps_the_limits_what_was_said_is_done_in_time() {
+    let at_limit = |on_limit| moved(FAST, sla(100, 8_000, NOTHING, on_limit));
+    let (end, ms, _) = at_limit(OnLimit::Abort);
+    assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Total, .. } }), "{end:?}");
+    assert!((6_000..8_000).contains(&ms), "after {ms}");
+    let (end, ms, _) = at_limit(OnLimit::Stop);
+    let Decision::StopAndCopy { expected_downtime_ns, .. } = end else { panic!("{end:?}") };
+    assert!(expected_downtime_ns > 100 * MS && ms + expected_downtime_ns / MS <= 8_000, "after {ms}");
+    assert!(matches!(at_limit(OnLimit::PostCopy).0, Decision::PostCopy { .. }));
+}
+
+#[test]
+fn there_may_be_all_the_time_there_is() {
+    let aim = Aim { max_downtime_ns: 100 * MS, ..Aim::default() };
+    let policy = BySla::new(aim, ALL, OnLimit::Abort, FixedCost::default());
+    assert!(matches!(moved(FAST, policy), (Decision::StopAndCopy { .. }, _, true)));
+}
+
+/// One look in which a guest writes a lot is no reason to slow it down.
+#[test]
+fn one_look_may_be_chance() {
+    let mut policy = sla(50, 60_000, ALL, OnLimit::Abort);
+    let look = |round, dirty_pages, elapsed_ms| RoundObservation {
+        elapsed_ns: elapsed_ms * MS,
+        ..super::super::tests::round(round, dirty_pages, 100_000, 1_000)
+    };
+    let slow = |decision| matches!(decision, Decision::NextRound { slow: true, .. });
+    assert!(!slow(policy.decide(&look(1, 150_000, 1_000))));
+    assert_eq!(
+        policy.outlook().map(|outlook| (outlook.chosen, outlook.pre_copy)),
+        Some((Way::PreCopy, None))
+    );
+    assert!(!slow(policy.decide(&look(2, 10_000, 2_000))));
+    assert!(!slow(policy.decide(&look(3, 150_000, 3_000))));
+    assert!(slow(policy.decide(&look(4, 150_000, 4_000))));
+    // And stays so, whatever two looks say of the guest as it was before.
+    policy.held(Held::Slower);
+    assert!(slow(policy.decide(&look(5, 150_000, 5_000))));
+    policy.held(Held::Free);
+    assert!(slow(policy.decide(&look(6, 150_000, 6_000))));
+    // Until nobody can.
+    policy.held(Held::ForGood);
+    assert!(!slow(policy.decide(&look(7, 150_000, 7_000))));
+}
+
+/// Of what the first pass has left to the end nothing is known.
+#[test]
+fn nothing_is_expected_of_rounds_before_one_was_seen() {
+    let first = RoundObservation {
+        left_pages: 99_990,
+        elapsed_ns: 1_000 * MS,
+        ..super::super::tests::round(1, 100_000, 100_000, 1_000)
+    };
+    let mut policy = sla(50, 60_000, ALL, OnLimit::Abort);
+    assert!(matches!(policy.decide(&first), Decision::NextRound { slow: false, .. }));
+    let outlook = policy.outlook().unwrap();
+    assert_eq!((outlook.pre_copy, outlook.slowed_down), (None, None));
+    // Where there is no time for a look, what keeps the limits without one is taken.
+    let mut policy = sla(50, 2_500, ALL, OnLimit::Abort);
+    assert!(matches!(policy.decide(&first), Decision::PostCopy { .. }));
+}
+
+/// A downtime that nobody can keep, and all the time there is.
+#[test]
+fn rounds_have_a_limit_too() {
+    let aim = Aim { max_downtime_ns: MS, ..Aim::default() };
+    let (end, ..) = moved(FAST, BySla::new(aim, ALL, OnLimit::Abort, FixedCost::default()));
+    assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Rounds, .. } }), "{end:?}");
+}
+
+/// What is dirty of disks goes while the guest stands still, and slower processors write no less to them.
+#[test]
+fn pages_of_disks_do_not_come_after_the_guest() {
+    let mut policy = sla(300, 60_000, ALL, OnLimit::Abort);
+    for (number, disk_pages, comes_after) in
+        [(1, 100_000, false), (2, 100_000, false), (3, 0, false), (4, 0, true)]
+    {
+        let observed = RoundObservation {
+            disk_pages,
+            elapsed_ns: u64::from(number) * 1_000 * MS,
+            ..super::super::tests::round(number, 1_000_000, 100_000, 1_000)
+        };
+        let decision = policy.decide(&observed);
+        assert_eq!(matches!(decision, Decision::PostCopy { .. }), comes_after, "{number}: {decision:?}");
+    }
+}

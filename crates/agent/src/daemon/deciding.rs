@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 
 use engine::handover::Terms;
-use engine::handover::destination::DestinationEvent;
+use engine::handover::destination::{DestinationEvent, DestinationState};
 use engine::handover::recover::{Advice, Choice, Decision, advise_destination, advise_source};
-use engine::handover::source::SourceEvent;
+use engine::handover::source::{SourceEvent, SourceState};
 use proto::{HostId, MigrationId};
 
 use super::{Daemon, Mail};
@@ -58,14 +58,26 @@ impl Daemon {
     }
 
     /// Where the disks are that were copied. There are two images of each, and which one to start the guest from depends on
-    /// where it ran last.
+    /// where it ran last. None where nothing came of it: the images at the destination are gone then.
     fn copied_disks(&self, record: &MigrationRecord) -> Option<String> {
         let Terms { source, destination, .. } = &record.terms;
         let images = match &record.state {
-            State::Source(_) => {
+            State::Source(
+                SourceState::Committed { .. }
+                | SourceState::Reclaiming { .. }
+                | SourceState::Bereft { .. }
+                | SourceState::Done { .. },
+            ) => {
                 let report = self.context.journal.report(record.id()).ok()??;
                 report.disks.into_iter().map(|disk| disk.path).collect()
             }
+            State::Source(_)
+            | State::Destination(
+                DestinationState::Idle
+                | DestinationState::Prepared
+                | DestinationState::Refused
+                | DestinationState::Discarded,
+            ) => return None,
             State::Destination(_) => {
                 let details: DestinationDetails = serde_json::from_value(record.details.clone()).ok()?;
                 let path = |image: PathBuf| image.display().to_string();

@@ -2,8 +2,12 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+
+use crate::emulator::Settings;
+use crate::lab::Link;
 
 /// A guest that does something, on a link.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,6 +20,9 @@ pub struct Case {
     pub memory_mib: u64,
     /// Bytes per second that the link lets through.
     pub link_bytes_per_s: u64,
+    /// From one host to the other and back, milliseconds; 0 for a rack's link.
+    #[serde(default, skip_serializing_if = "is_nothing")]
+    pub round_trip_ms: u64,
     /// A migration that has not ended by then is given up, seconds.
     pub patience_s: u64,
 }
@@ -112,7 +119,27 @@ impl Workload {
     }
 }
 
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "as serde wants it")]
+fn is_nothing(ms: &u64) -> bool {
+    *ms == 0
+}
+
 impl Case {
+    /// The link between the two hosts. One with a delay is emulated, and lets wait what comes in two round trips.
+    pub(super) fn link(&self) -> Link {
+        let rate_bytes_per_s = self.link_bytes_per_s;
+        if self.round_trip_ms == 0 {
+            return Link::Limited { rate_bytes_per_s };
+        }
+        let waits_bytes = rate_bytes_per_s * 2 * self.round_trip_ms / 1000;
+        Link::Emulated(Settings {
+            rate_bytes_per_s: Some(rate_bytes_per_s),
+            delay: Duration::from_millis(self.round_trip_ms) / 2,
+            queue_bytes: usize::try_from(waits_bytes).unwrap_or(usize::MAX),
+            ..Settings::default()
+        })
+    }
+
     /// What it is, in a few words.
     pub fn describe(&self) -> String {
         let what = match self.workload {
@@ -124,7 +151,12 @@ impl Case {
             Workload::Writer => "fio rewrites 256 MiB at random in blocks of 64 KiB, 40 MiB/s",
             Workload::Io => "fio rewrites 256 MiB at random in blocks of 4 KiB, one after the other",
         };
-        format!("{what}; {} MiB of memory, {} Mb/s", self.memory_mib, self.link_bytes_per_s * 8 / 1_000_000)
+        let megabits = self.link_bytes_per_s * 8 / 1_000_000;
+        let far = match self.round_trip_ms {
+            0 => String::new(),
+            ms => format!(", {ms} ms there and back"),
+        };
+        format!("{what}; {} MiB of memory, {megabits} Mb/s{far}", self.memory_mib)
     }
 }
 
@@ -136,8 +168,11 @@ pub fn cases() -> Vec<(Case, Vec<Mover>)> {
         workload,
         memory_mib: 512,
         link_bytes_per_s: megabits * 1_000_000 / 8,
+        round_trip_ms: 0,
         patience_s: 600,
     };
+    // The paper's delay between London and the east coast of America, section 4.2.
+    let far = |case: Case| Case { round_trip_ms: 100, patience_s: 3600, ..case };
     // The first pass of the disk takes a minute; whoever is not done after four times that will not be.
     let diabolical = Case { patience_s: 240, ..case("diabolical", Workload::Writer, 100) };
     let live = vec![MemoryOnly, Whimbrel, Mirror];
@@ -150,7 +185,9 @@ pub fn cases() -> Vec<(Case, Vec<Mover>)> {
         (diabolical, vec![Whimbrel, WhimbrelThreshold, WhimbrelDrain, Mirror]),
         (case("io", Workload::Io, 100), Vec::new()),
         (case("static-1g", Workload::Static, 1000), live.clone()),
-        (case("dynamic-1g", Workload::Board, 1000), live),
+        (case("dynamic-1g", Workload::Board, 1000), live.clone()),
+        (far(case("dynamic-wan", Workload::Board, 20)), live.clone()),
+        (far(case("dynamic-wan-5m", Workload::Board, 5)), live),
     ]
 }
 

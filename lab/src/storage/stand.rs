@@ -63,8 +63,7 @@ impl Stand {
     pub fn prepare(prefix: &str, case: Case, whimbrel: &Path) -> Result<Self> {
         let environment = Environment::discover();
         let qemu = environment.qemu(QEMU)?;
-        let lab = Lab::up(&LabConfig::new(prefix))?;
-        lab.set_rate(Some(case.link_bytes_per_s))?;
+        let lab = Lab::up(&LabConfig { link: case.link(), ..LabConfig::new(prefix) })?;
         // Nobody encrypts but `ssh`, which cannot do without.
         let agents = Agents::new(&lab, &environment, whimbrel).with_qemu(QEMU).plain();
         agents.write()?;

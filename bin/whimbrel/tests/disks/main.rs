@@ -2,7 +2,10 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod cuts;
+mod faults;
 
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
@@ -10,9 +13,9 @@ use std::process::{Child, Command};
 
 use common::{
     Cluster, Device, Disk, Guest, GuestSpec, Load, LoopDevice, QemuVersion, Serial, Setup, SmallFileSystem,
-    entries, has_event, until,
+    entries, until,
 };
-use lab::{Direction, disk};
+use lab::disk;
 use serde_json::{Value, json};
 
 /// A guest that reads and writes its disk all the while, and knows what has to be there.
@@ -116,7 +119,6 @@ fn a_busy_qcow2_disk_there_and_back_with_a_newer_qemu() {
     a_busy_disk(QemuVersion::Newer, "qcow2");
 }
 
-/// Byte for byte, seen by a program that had no part in it: the guest stands still before and after.
 /// Its disk is there when it runs; of its memory the rest comes after it.
 #[test]
 fn a_disk_comes_before_the_guest_and_the_rest_of_its_memory_after_it() {
@@ -143,6 +145,7 @@ fn a_disk_comes_before_the_guest_and_the_rest_of_its_memory_after_it() {
     goes_on(&cluster.serial("a", "vm1"));
 }
 
+/// Byte for byte, seen by a program that had no part in it: the guest stands still before and after.
 #[test]
 fn the_disk_is_the_one_that_it_left() {
     for version in [QemuVersion::Installed, QemuVersion::Newer] {
@@ -154,7 +157,16 @@ fn the_disk_is_the_one_that_it_left() {
         guest.monitor().unwrap().command("stop", &json!({})).unwrap();
         let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
         assert!(same(&image, &image_of(&report)));
-        assert_eq!(cluster.b.vm("vm1").unwrap()["state"], "paused");
+        let show = || cluster.b.cli(&["vm", "show", "vm1"]).ok().json();
+        let shown = show();
+        assert_eq!(shown["state"], "paused");
+        // Whoever looks after it has ended finds its disk all the same.
+        let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap();
+        monitor.command("quit", &json!({})).unwrap();
+        until("it has ended", || show()["state"] == "gone");
+        let shown = show();
+        let disk = &shown["description"]["disks"][0];
+        assert_eq!(disk["file"], image_of(&report).to_str().unwrap(), "{disk}");
     }
 }
 
@@ -249,101 +261,6 @@ fn a_cancelled_migration_leaves_no_image_and_no_bitmap() {
         assert_eq!(image_of(&report).parent(), Some(pool(&cluster, "b").as_path()));
         cluster.guest_is_whole("b", "vm1");
     }
-}
-
-/// The guest's clock goes on and it writes to its disk, for as long as a cut is to last: a minute in `make soak`.
-#[track_caller]
-fn works_on_while_cut(serial: &Serial) {
-    let cut_ms = if std::env::var_os("WHIMBREL_SOAK").is_some() { 60_000 } else { 2_000 };
-    let mut before = serial.next_tick().unwrap();
-    let until_ms = before.uptime_ms + cut_ms;
-    while before.uptime_ms < until_ms {
-        let tick = serial.next_tick().unwrap();
-        assert!(tick.disk_writes > before.disk_writes, "the guest writes on: {tick:?}");
-        before = tick;
-    }
-}
-
-/// The link is cut while a disk is sent, and once more when memory goes along: a minute each in `make soak`. The
-/// guest writes on, and by its own clock; what was sent and not acknowledged is sent again.
-#[test]
-fn a_link_that_is_cut_while_a_disk_and_memory_are_sent() {
-    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    let (cluster, guest, _image) =
-        with_disk_and(QemuVersion::Installed, "raw", Setup { link, ..Setup::default() });
-    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify", "--on-limit", "stop"];
-    let migration = cluster.a.begin(&words);
-    let serial = guest.serial();
-    // The second is more than any round of the disk alone.
-    for round_bytes in [16_u64 << 20, 66 << 20] {
-        cluster.wait_for_progress(|progress| {
-            let left = progress["remaining_bytes"].as_u64().unwrap();
-            progress["phase"] == "pre-copy"
-                && progress["round_bytes"].as_u64().unwrap() >= round_bytes
-                && left > 8 << 20
-        });
-        cluster.lab.cut(Direction::AToB).unwrap();
-        cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
-        works_on_while_cut(serial);
-        cluster.lab.heal().unwrap();
-        cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
-    }
-    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
-    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-    assert!(report["reconnections"].as_u64().unwrap() >= 2, "{report:#}");
-    assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
-    cluster.guest_is_whole("b", "vm1");
-    goes_on(&cluster.serial("b", "vm1"));
-}
-
-/// The link is cut when a migration stands at a fault point; the guest is at that host then, and works on.
-fn a_cut_at(point: &str, host: &str) {
-    let extra = "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 600000\npeer_silence_ms = 2000\nstandstill_ms = 3000\n";
-    let setup = Setup { fault_harness: true, extra: extra.to_owned(), ..Setup::default() };
-    let (cluster, guest, _image) = with_disk_and(QemuVersion::Installed, "raw", setup);
-    let faults = cluster.faults.as_ref().unwrap();
-    faults.want(point);
-    let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify"]);
-    let held = faults.held(common::DEADLINE).unwrap();
-    cluster.lab.cut_both().unwrap();
-    held.release();
-    if host == "a" {
-        works_on_while_cut(guest.serial());
-    } else {
-        until("the destination has it", || cluster.b.vm("vm1").is_some_and(|vm| vm["state"] == "running"));
-        works_on_while_cut(&cluster.serial("b", "vm1"));
-    }
-    cluster.lab.heal().unwrap();
-    let said = migration.wait_with_output().unwrap();
-    cluster.a.wait_settled();
-    cluster.b.wait_settled();
-    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-    let is_noticed = report["outcome"] == "aborted" || has_event(&report, "link-lost") || host == "b";
-    assert!(is_noticed, "{point}: {report:#}");
-    if cluster.b.vm("vm1").is_none() {
-        assert_eq!(host, "a", "{point}: {said:?}\n{}", cluster.a.log());
-        assert_eq!(report["outcome"], "aborted", "{point}: {report:#}");
-        goes_on(guest.serial());
-        cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
-    }
-    cluster.guest_is_whole("b", "vm1");
-    goes_on(&cluster.serial("b", "vm1"));
-}
-
-#[test]
-fn a_link_that_is_cut_while_the_destination_prepares() {
-    a_cut_at("destination/idle/prepare:before-effects", "a");
-}
-
-/// It stands still at the source until that has found out.
-#[test]
-fn a_link_that_is_cut_while_the_guest_stands_still() {
-    a_cut_at("destination/prepared/loaded:before-effects", "a");
-}
-
-#[test]
-fn a_link_that_is_cut_when_the_guest_has_arrived() {
-    a_cut_at("destination/starting/contd:before-effects", "b");
 }
 
 /// The guest stays where it is, unharmed, and room is given back.
@@ -471,53 +388,88 @@ fn an_encrypted_disk_is_not_copied() {
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
 }
 
-/// A `qemu-nbd` whose image fails like a disk that is about to die: all of one kind of what it is asked for.
-fn with_failing_images(cluster: &mut Cluster, fails: &str) {
-    let directory = cluster.b.directory.join("bin");
-    std::fs::create_dir_all(&directory).unwrap();
-    let program = directory.join("qemu-nbd");
-    let real = Command::new("sh").args(["-c", "command -v qemu-nbd"]).output().unwrap();
-    let real = String::from_utf8(real.stdout).unwrap();
-    // Of what it is called with only the format is said otherwise; the image comes last.
-    let text = format!(
-        r#"#!/bin/sh
-words=
-while [ $# -gt 1 ]; do
-    case $1 in
-    --format) format=$2; shift ;;
-    *) words="$words $1" ;;
-    esac
-    shift
-done
-exec {} $words --image-opts "driver=$format,file.driver=blkdebug,file.image.driver=file,file.image.filename=$1,file.inject-error.0.event=none,file.inject-error.0.iotype={fails},file.inject-error.0.errno=5"
-"#,
-        real.trim()
-    );
-    std::fs::write(&program, text).unwrap();
-    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    let path = format!("PATH={}:{}", directory.display(), std::env::var("PATH").unwrap());
-    cluster.b.kill();
-    cluster.b.starter = vec!["env".to_owned(), path];
-    cluster.b.start();
+/// Writes to a disk from below its guest, through QEMU's own block layer: what no program in the guest does.
+fn qemu_io(guest: &Guest, disk: &str, what: &str) {
+    let command = json!({ "command-line": format!("qemu-io {disk} \"{what}\"") });
+    let said = guest.monitor().unwrap().command("human-monitor-command", &command).unwrap();
+    assert!(!said.to_string().contains("failed"), "{what}: {said}");
 }
 
-/// What does not come to be on stable storage is not handed over, and nobody is hurt by it.
+/// A range that is written with zeros, or discarded, while the disk is copied, is zeros there, and takes no room.
 #[test]
-fn an_image_that_cannot_be_written_or_flushed_is_not_handed_over() {
-    for fails in ["write", "flush"] {
-        let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "raw");
-        with_failing_images(&mut cluster, fails);
-        // So slowly that a flush has been tried long before the end.
-        let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "24M"];
-        let failed = cluster.a.cli(&[&words[..], &["--on-limit", "stop"]].concat());
-        assert_eq!(failed.code, 1, "{fails}: {failed:?}");
+fn what_is_zeroed_and_discarded_meanwhile_is_a_hole_there() {
+    for format in ["raw", "qcow2"] {
+        let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+        let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
+        let image = |name: &str| cluster.lab.shared_directory().unwrap().join(format!("{name}.{format}"));
+        let mut spec = busy(QemuVersion::Installed);
+        // The guest works on the first of them, and leaves the other one alone.
+        for name in ["disk0", "disk1"] {
+            disk::known_content(&qemu, &image(name), format, 64).unwrap();
+            let drive =
+                format!("file={},format={format},if=none,id={name},discard=unmap", image(name).display());
+            let device = format!("virtio-blk-pci,drive={name}");
+            spec.extra.extend(["-drive", &drive, "-device", &device].map(str::to_owned));
+        }
+        let guest = cluster.guest(&spec);
+        let words =
+            ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "24M", "--on-limit", "stop"];
+        let migration = cluster.a.begin(&words);
+        // All of the disks has gone once.
+        cluster.wait_for_sent(129 << 20);
+        let holes: [(u64, u64); 2] = [(8 << 20, 3 << 20), (40 << 20, 5 << 20)];
+        qemu_io(&guest, "disk1", &format!("write -z -u {} {}", holes[0].0, holes[0].1));
+        qemu_io(&guest, "disk1", &format!("discard {} {}", holes[1].0, holes[1].1));
+        assert_eq!(cluster.a.cli(&["limit", "vm1", "--bandwidth", "1G"]).code, 0);
+        let said = migration.wait_with_output().unwrap();
+        assert!(said.status.success(), "{said:?}\n{}", cluster.a.log());
+        cluster.guest_is_whole("b", "vm1");
+        goes_on(&cluster.serial("b", "vm1"));
         let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-        let reason = report["reason"].as_str().unwrap();
-        assert!(reason.contains("Input/output error"), "{fails}: {reason}\n{}", cluster.b.log());
-        assert!(!has_event(&report, "stopped"), "{fails}: the guest stood still for it: {report:#}");
-        cluster.a.wait_settled();
-        cluster.b.wait_settled();
-        assert_eq!(entries(&pool(&cluster, "b")), [""; 0], "{}", cluster.b.log());
-        goes_on(guest.serial());
+        let copied = report["disks"].as_array().unwrap();
+        let there = copied.iter().find(|copied| copied["name"] == "disk1").unwrap()["path"].as_str().unwrap();
+        assert!(same(&image("disk1"), Path::new(there)));
+        let map = Command::new("qemu-img").args(["map", "-U", "--output=json", there]).output().unwrap();
+        let map: Value = serde_json::from_slice(&map.stdout).unwrap();
+        for (start, length) in holes {
+            let is_in_it = |part: &&Value| {
+                let (from, bytes) = (part["start"].as_u64().unwrap(), part["length"].as_u64().unwrap());
+                from < start + length && start < from + bytes
+            };
+            for part in map.as_array().unwrap().iter().filter(is_in_it) {
+                assert!(part["zero"] == true && part["data"] == false, "{format}: {part} in {map:#}");
+            }
+        }
+    }
+}
+
+/// A disk that a thread of its own works on. QEMU 7.2 would crash if it were read through it, so it is not.
+#[test]
+fn a_disk_with_an_iothread_is_copied_where_that_does_not_end_the_guest() {
+    for version in [QemuVersion::Installed, QemuVersion::Newer] {
+        let mut cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+        let qemu = cluster.environment.qemu(version).unwrap();
+        let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
+        disk::known_content(&qemu, &image, "qcow2", 64).unwrap();
+        let mut spec = busy(version);
+        let drive = format!("file={},format=qcow2,if=none,id=disk0", image.display());
+        let device = "virtio-blk-pci,drive=disk0,iothread=io0";
+        let words = ["-object", "iothread,id=io0", "-drive", &drive, "-device", device];
+        spec.extra = words.map(str::to_owned).to_vec();
+        let guest = cluster.guest(&spec);
+        if version == QemuVersion::Installed {
+            let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
+            assert_eq!(refused.code, 1, "{refused:?}");
+            assert!(refused.stdout.contains("iothread"), "{refused:?}");
+            goes_on(guest.serial());
+            cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
+        } else {
+            // All connections are lost at once, and the guest does not mind.
+            faults::lose_the_source_agent(&mut cluster, &guest);
+            let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+            assert_eq!(image_of(&report).parent(), Some(pool(&cluster, "b").as_path()));
+        }
+        cluster.guest_is_whole("b", "vm1");
+        goes_on(&cluster.serial("b", "vm1"));
     }
 }

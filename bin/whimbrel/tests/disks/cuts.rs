@@ -1,0 +1,101 @@
+//! The link is cut, in every phase of a migration that copies disks.
+
+use lab::Direction;
+
+use crate::common::{self, QemuVersion, Serial, Setup, has_event, until};
+use crate::{goes_on, with_disk_and};
+
+/// The guest's clock goes on and it writes to its disk, for as long as a cut is to last: a minute in `make soak`.
+#[track_caller]
+fn works_on_while_cut(serial: &Serial) {
+    let cut_ms = if std::env::var_os("WHIMBREL_SOAK").is_some() { 60_000 } else { 2_000 };
+    let mut before = serial.next_tick().unwrap();
+    let until_ms = before.uptime_ms + cut_ms;
+    while before.uptime_ms < until_ms {
+        let tick = serial.next_tick().unwrap();
+        assert!(tick.disk_writes > before.disk_writes, "the guest writes on: {tick:?}");
+        before = tick;
+    }
+}
+
+/// The link is cut while a disk is sent, and once more when memory goes along: a minute each in `make soak`. The
+/// guest writes on, and by its own clock; what was sent and not acknowledged is sent again.
+#[test]
+fn a_link_that_is_cut_while_a_disk_and_memory_are_sent() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let (cluster, guest, _image) =
+        with_disk_and(QemuVersion::Installed, "raw", Setup { link, ..Setup::default() });
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify", "--on-limit", "stop"];
+    let migration = cluster.a.begin(&words);
+    let serial = guest.serial();
+    // The second is more than any round of the disk alone.
+    for round_bytes in [16_u64 << 20, 66 << 20] {
+        cluster.wait_for_progress(|progress| {
+            let left = progress["remaining_bytes"].as_u64().unwrap();
+            progress["phase"] == "pre-copy"
+                && progress["round_bytes"].as_u64().unwrap() >= round_bytes
+                && left > 8 << 20
+        });
+        cluster.lab.cut(Direction::AToB).unwrap();
+        cluster.wait_for_progress(|progress| progress["phase"] == "reconnecting");
+        works_on_while_cut(serial);
+        cluster.lab.heal().unwrap();
+        cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
+    }
+    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(report["reconnections"].as_u64().unwrap() >= 2, "{report:#}");
+    assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+    goes_on(&cluster.serial("b", "vm1"));
+}
+
+/// The link is cut when a migration stands at a fault point; the guest is at that host then, and works on.
+fn a_cut_at(point: &str, host: &str) {
+    let extra = "[timeouts]\nretry_ms = 100\ngive_up_after_ms = 600000\npeer_silence_ms = 2000\nstandstill_ms = 3000\n";
+    let setup = Setup { fault_harness: true, extra: extra.to_owned(), ..Setup::default() };
+    let (cluster, guest, _image) = with_disk_and(QemuVersion::Installed, "raw", setup);
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want(point);
+    let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--verify"]);
+    let held = faults.held(common::DEADLINE).unwrap();
+    cluster.lab.cut_both().unwrap();
+    held.release();
+    if host == "a" {
+        works_on_while_cut(guest.serial());
+    } else {
+        until("the destination has it", || cluster.b.vm("vm1").is_some_and(|vm| vm["state"] == "running"));
+        works_on_while_cut(&cluster.serial("b", "vm1"));
+    }
+    cluster.lab.heal().unwrap();
+    let said = migration.wait_with_output().unwrap();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    let is_noticed = report["outcome"] == "aborted" || has_event(&report, "link-lost") || host == "b";
+    assert!(is_noticed, "{point}: {report:#}");
+    if cluster.b.vm("vm1").is_none() {
+        assert_eq!(host, "a", "{point}: {said:?}\n{}", cluster.a.log());
+        assert_eq!(report["outcome"], "aborted", "{point}: {report:#}");
+        goes_on(guest.serial());
+        cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    }
+    cluster.guest_is_whole("b", "vm1");
+    goes_on(&cluster.serial("b", "vm1"));
+}
+
+#[test]
+fn a_link_that_is_cut_while_the_destination_prepares() {
+    a_cut_at("destination/idle/prepare:before-effects", "a");
+}
+
+/// It stands still at the source until that has found out.
+#[test]
+fn a_link_that_is_cut_while_the_guest_stands_still() {
+    a_cut_at("destination/prepared/loaded:before-effects", "a");
+}
+
+#[test]
+fn a_link_that_is_cut_when_the_guest_has_arrived() {
+    a_cut_at("destination/starting/contd:before-effects", "b");
+}

@@ -76,6 +76,8 @@ pub(crate) struct Driver {
     look_again: bool,
     /// Its questions to the register.
     register: owners::Desk,
+    /// Images that were not removed, and whose they are.
+    left_behind: Option<ending::Left>,
     /// Why the migration ended, for the source.
     reason: Option<String>,
     /// The last thing that people were told, and in which state: not again at every repetition.
@@ -135,6 +137,7 @@ impl Driver {
             not_taken: None,
             look_again: false,
             register: owners::Desk::default(),
+            left_behind: None,
             reason: None,
             told: None,
         }

@@ -153,6 +153,7 @@ fn kernel_finding() -> Option<Finding> {
 /// A proposal that can be taken.
 pub(crate) struct Considered {
     pub(crate) terms: Terms,
+    /// The VM is described with the images that it will have here.
     pub(crate) proposal: Proposal,
     pub(crate) launch: Launch,
     pub(crate) traces: Traces,
@@ -257,6 +258,10 @@ pub(crate) fn destination(
         witness: proposal.witness.clone(),
     };
     let qemu_version = ours.qemu_version.clone();
+    let disks_here = theirs.vm.disks.iter().map(|disk| disks::as_here(disk.clone(), &here)).collect();
+    let described = serde_json::to_value(VmDescription { disks: disks_here, ..theirs.vm.clone() });
+    let description = described.map_err(|error| unreadable("the description cannot be kept", &error))?;
+    let proposal = Proposal { description, ..proposal };
     let images = here.images.into_values().map(|image| image.path).collect();
     let compared = Compared { theirs, ours, images, copies: disks.findings };
     let copied = disks.copied;

@@ -272,6 +272,8 @@ pub(crate) struct Driver {
     effects_failed: bool,
     /// What the journal did not take and has to take before the end.
     unjournalled: Option<SourceState>,
+    /// QEMU was asked to record its guest's writes no more, and has not answered.
+    still_records: bool,
     /// HELD was sent: the destination may have all that it needs.
     held_said: bool,
     proposal: Option<Proposal>,
@@ -330,6 +332,7 @@ impl Driver {
             follow_ups: VecDeque::new(),
             effects_failed: false,
             unjournalled: None,
+            still_records: false,
             held_said: false,
             proposal: None,
             register: owners::Desk::default(),

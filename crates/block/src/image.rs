@@ -185,16 +185,28 @@ impl Server {
         Self::spawn(command, path.as_os_str(), path, socket, u32::from(connections), patience)
     }
 
-    /// Serves an image for reading to one connection, by QEMU's own options for it; `image` is what to call it.
+    /// Serves an image of this format for reading to one connection, by QEMU's own options for it; `image` is what to
+    /// call it.
     pub(crate) fn start_reading(
         options: &str,
         image: &Path,
+        format: &str,
         socket: &Path,
         patience: Duration,
     ) -> Result<Self, ImageError> {
-        let mut command = Command::new("qemu-nbd");
-        command.args(["--read-only", "--image-opts"]);
-        Self::spawn(command, OsStr::new(options), image, socket, 1, patience)
+        let start = |cache| {
+            let mut command = Command::new("qemu-nbd");
+            command.args(["--read-only", "--cache", cache, "--image-opts"]);
+            Self::spawn(command, OsStr::new(options), image, socket, 1, patience)
+        };
+        if takes_direct_io(image, Format::of(format).unwrap_or(Format::Qcow2)) {
+            match start("none") {
+                // It has ended: what the image stands on may be on a file system that does not take it.
+                Err(ImageError::Tool { .. }) => {}
+                started => return started,
+            }
+        }
+        start("writeback")
     }
 
     fn spawn(
@@ -331,8 +343,8 @@ impl Drop for Server {
     }
 }
 
-/// Whether an image can be written past the page cache. QEMU wants a raw one to be whole blocks of the file system
-/// then, which for one of 4 KiB is not every disk.
+/// Whether an image can be read and written past the page cache. QEMU wants a raw one to be whole blocks of the file
+/// system then, which for one of 4 KiB is not every disk.
 fn takes_direct_io(path: &Path, format: Format) -> bool {
     const O_DIRECT: i32 = 0o40000;
     const LARGEST_BLOCK_BYTES: u64 = 4096;

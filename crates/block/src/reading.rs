@@ -28,7 +28,7 @@ impl Reading {
         let file = image.replace(',', ",,");
         let size = disk_bytes.map_or_else(String::new, |bytes| format!(",size={bytes}"));
         let options = format!("driver={format}{size},file.filename={file},force-share=on");
-        let server = Server::start_reading(&options, Path::new(image), socket, patience)?;
+        let server = Server::start_reading(&options, Path::new(image), format, socket, patience)?;
         let client = server.client_for(Some(ALLOCATION))?;
         Ok(Self { server, client })
     }

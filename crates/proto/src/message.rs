@@ -264,8 +264,11 @@ pub enum Verdict {
         /// Whether the guest is to run on, or was paused by its user and stays so.
         run: bool,
     },
-    /// The source runs on; discard.
+    /// The source runs on, and this copy was never told to run; discard.
     Aborted,
+    /// The source runs on after all: the copy's refusal, the register or an operator has decided so after COMMITTED.
+    /// Discard, unless nobody knows whether the copy has run meanwhile.
+    Returned,
     /// Nothing yet: ask again.
     Undecided,
 }

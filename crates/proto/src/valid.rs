@@ -162,7 +162,7 @@ impl Message {
             | Self::Inquire { .. }
             | Self::Abort { .. }
             | Self::Ask { .. }
-            | Self::Verdict { verdict: Verdict::Aborted | Verdict::Undecided, .. }
+            | Self::Verdict { verdict: Verdict::Aborted | Verdict::Returned | Verdict::Undecided, .. }
             | Self::Ping
             | Self::Pong
             | Self::Register(RegisterRequest::Read { .. })

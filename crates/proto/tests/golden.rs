@@ -232,6 +232,7 @@ fn messages() -> Vec<Message> {
         Message::Ask { epoch },
         Message::Verdict { epoch, verdict: committed },
         Message::Verdict { epoch, verdict: Verdict::Aborted },
+        Message::Verdict { epoch, verdict: Verdict::Returned },
         Message::Verdict { epoch, verdict: Verdict::Undecided },
         Message::Ping,
         Message::Pong,

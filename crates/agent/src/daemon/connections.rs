@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEffect, DestinationEvent, DestinationState, destination};
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
-use engine::handover::{Step, Terms};
+use engine::handover::{Illegal, Move, Step, Terms};
 use link::{Arrival, Connection, Incoming, Rejected};
 use proto::message::{Message, Verdict};
 use proto::{Epoch, Generation, MigrationId, Purpose};
@@ -84,9 +84,7 @@ impl Daemon {
                 }
             }
             Some(Mail::Source(_)) => arrival.refuse(format!("{id} leaves from here")),
-            None if generation != Generation(1) => {
-                arrival.refuse(format!("migration {id} is not under way here any more"));
-            }
+            None if generation != Generation(1) => self.too_late(arrival, id),
             None => {
                 let Some(mut connection) = accepted(arrival) else { return };
                 match connection.recv(Some(Instant::now() + PROPOSAL_PATIENCE)) {
@@ -97,6 +95,25 @@ impl Daemon {
                     Err(error) => warn!(migration = %id, %error, "no proposal came"),
                 }
             }
+        }
+    }
+
+    /// A source comes back to a migration that is over here. That this side has given up it may not have heard, and
+    /// would try again and again.
+    fn too_late(&self, arrival: Arrival, id: &MigrationId) {
+        let said = self.as_journalled(id, &DestinationEvent::Asked { epoch: id.epoch });
+        match said.into_iter().find(|said| matches!(said, Message::Refused { .. })) {
+            Some(refused) => {
+                let Some(mut connection) = accepted(arrival) else { return };
+                if let Err(error) = connection.send(&refused) {
+                    warn!(migration = %id, error = crate::chain(&error), "the source was not told that this is over");
+                }
+                // Were it closed with something unread in it, the word could be lost.
+                let until =
+                    Instant::now() + Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+                while connection.recv(Some(until)).is_ok() {}
+            }
+            None => arrival.refuse(format!("migration {id} is not under way here any more")),
         }
     }
 
@@ -180,7 +197,7 @@ impl Daemon {
         }
         let verdict = match self.context.journal.migration(id) {
             Ok(Some(record)) => match &record.state {
-                State::Source(state) => decided(&record.terms, state, epoch),
+                State::Source(state) => return decided(&record.terms, state, epoch),
                 State::Destination(_) => Verdict::Undecided,
             },
             // PREPARED is journalled before the destination hears of a migration: whoever asks about one that is not
@@ -199,9 +216,9 @@ impl Daemon {
 
     /// What this side, as the destination, answers about a migration that no driver is at work on.
     fn as_journalled(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
-        let (terms, state) = match self.context.journal.migration(id) {
+        let (terms, state, why) = match self.context.journal.migration(id) {
             Ok(Some(record)) => match record.state {
-                State::Destination(state) => (record.terms, state),
+                State::Destination(state) => (record.terms, state, record.message),
                 State::Source(_) => return vec![],
             },
             // PREPARED is synced before the source hears of it, and the source asks only what has accepted: this
@@ -215,26 +232,41 @@ impl Daemon {
                 return vec![];
             }
         };
-        said(&terms, &state, event)
+        said(&terms, &state, event, why.as_deref())
     }
 }
 
 /// What the engine lets a source that is over answer.
-fn decided(terms: &Terms, state: &SourceState, epoch: Epoch) -> Verdict {
-    if let Ok(Step::Moved(step)) = source(terms, state, &SourceEvent::Asked { epoch }) {
-        for effect in step.effects {
-            if let SourceEffect::Answer(verdict) = effect {
-                return verdict;
-            }
-        }
+fn decided(terms: &Terms, state: &SourceState, epoch: Epoch) -> Message {
+    let answer = |effect| match effect {
+        SourceEffect::Answer(verdict) => Some(Message::Verdict { epoch, verdict }),
+        SourceEffect::AskDestination => Some(Message::Inquire { epoch }),
+        _ => None,
+    };
+    let step = moved(source(terms, state, &SourceEvent::Asked { epoch })).filter(|step| step.to == *state);
+    step.and_then(|step| step.effects.into_iter().find_map(answer))
+        .unwrap_or(Message::Verdict { epoch, verdict: Verdict::Undecided })
+}
+
+fn moved<S, E>(step: Result<Step<S, E>, Illegal>) -> Option<Move<S, E>> {
+    match step {
+        Ok(Step::Moved(moved)) => Some(moved),
+        _ => None,
     }
-    Verdict::Undecided
 }
 
 /// What the engine lets a destination that is over answer.
-fn said(terms: &Terms, state: &DestinationState, event: &DestinationEvent) -> Vec<Message> {
+fn said(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+    why: Option<&str>,
+) -> Vec<Message> {
     let epoch = terms.epoch();
-    let Ok(Step::Moved(step)) = destination(terms, state, event) else { return vec![] };
+    // What changes the state is its driver's to say, after the journal has it.
+    let Some(step) = moved(destination(terms, state, event)).filter(|step| step.to == *state) else {
+        return vec![];
+    };
     step.effects
         .iter()
         .filter_map(|effect| match effect {
@@ -246,7 +278,7 @@ fn said(terms: &Terms, state: &DestinationState, event: &DestinationEvent) -> Ve
                 agent_cpu_us: None,
             }),
             DestinationEffect::SendRefused => {
-                Some(Message::Refused { epoch, reason: "this copy was given up".to_owned() })
+                Some(Message::Refused { epoch, reason: why.unwrap_or("this copy was given up").to_owned() })
             }
             DestinationEffect::SendCrashed => Some(Message::Crashed {
                 epoch,

@@ -55,10 +55,14 @@ impl Control for Users {
     }
 
     fn vms(&self) -> Result<Vec<VmSummary>, Problem> {
+        let open = || self.context.journal.open_migrations().map_err(|error| internal(&error));
+        for decided in open()?.iter().filter(|record| record.state.is_final()) {
+            self.let_the_last_one_end(&decided.terms.migration.vm)?;
+        }
         let records = self.context.journal.vms().map_err(|error| internal(&error))?;
         let mut known: Vec<_> = records.iter().map(|record| self.summary(record)).collect();
         // VMs on their way here have no record yet.
-        for record in self.context.journal.open_migrations().map_err(|error| internal(&error))? {
+        for record in open()? {
             let vm = &record.terms.migration.vm;
             if matches!(record.state, State::Destination(_)) && known.iter().all(|summary| summary.vm != *vm)
             {

@@ -166,12 +166,8 @@ impl Daemon {
 
     /// A VM of this host's. One that has just arrived is entered in a moment.
     pub(super) fn known(&self, vm: &VmName) -> Result<VmRecord, Problem> {
-        let look = || self.context.journal.vm(vm).map_err(|error| internal(&error));
-        let mut found = look()?;
-        if found.is_none() {
-            self.let_the_last_one_end(vm)?;
-            found = look()?;
-        }
+        self.let_the_last_one_end(vm)?;
+        let found = self.context.journal.vm(vm).map_err(|error| internal(&error))?;
         found.ok_or_else(|| {
             let error = format!("no VM {vm} here");
             Problem::new(

@@ -173,7 +173,8 @@ impl Daemon {
                 driver.started(vm, images).map(|no_post_copy| (version, findings, no_post_copy))
             });
             if started.is_err() {
-                left.remove_images();
+                // What stays is tried again when this migration ends, a moment from now.
+                drop(left.remove_images());
             }
             match started {
                 Ok((qemu_version, mut findings, no_post_copy)) => {

@@ -134,8 +134,10 @@ impl Traces {
         context.journal.set_details(migration, &details, durability)
     }
 
-    /// Removes what was made of its images. Nobody must have run it with them.
-    pub(crate) fn remove_images(&self) {
+    /// Removes what was made of its images, and returns those that are left with the reason. Nobody must have run it
+    /// with them.
+    pub(crate) fn remove_images(&self) -> Vec<(PathBuf, String)> {
+        let mut left = Vec::new();
         for image in &self.images {
             match pool::remove(image) {
                 Ok(true) => {
@@ -143,10 +145,13 @@ impl Traces {
                 }
                 Ok(false) => {}
                 Err(error) => {
-                    warn!(image = %image.display(), error = crate::chain(&error), "left behind");
+                    let why = crate::chain(&error);
+                    warn!(image = %image.display(), error = why, "left behind");
+                    left.push((image.clone(), why));
                 }
             }
         }
+        left
     }
 
     /// What the journal has of a migration, or what was planned for it.
@@ -195,6 +200,9 @@ impl Traces {
         remove_directory(&self.directory);
     }
 }
+
+/// How the names of the sockets begin at which images and templates are served.
+const SERVED: [&str; 3] = ["disk-", "compare.", "template-"];
 
 /// A QEMU that waits for its guest.
 pub(crate) struct Arriving {
@@ -373,7 +381,7 @@ fn kill(process: &Process) {
 fn remove_directory(directory: &Path) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        if name.to_string_lossy().starts_with("disk-") {
+        if SERVED.iter().any(|served| name.to_string_lossy().starts_with(served)) {
             block::image::end_unused(&entry.path());
         }
     }

@@ -1,21 +1,27 @@
 //! What people get to know of an arriving VM, and the last entries.
 
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationReport, DestinationState};
+use proto::MigrationId;
 use tracing::{error, info, warn};
 
 use super::Driver;
+use super::arriving::Traces;
+use crate::context::Context;
 use crate::journal::{Durability, VmRecord};
 use crate::progress::{Phase, Standing};
 
 impl Driver {
     pub(super) fn tell_user(&mut self, report: DestinationReport) {
         let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
+        let why = self.reason.as_ref().map_or_else(String::new, |reason| format!(": {reason}"));
         let text = match report {
             DestinationReport::Discarded => {
-                "the migration ended before the VM was complete; nothing is left here".into()
+                format!("the migration ended before the VM was complete, and nothing is left here{why}")
             }
             DestinationReport::SourceKept => format!("{from} keeps the VM; nothing is left here"),
             DestinationReport::OperatorNeeded => format!(
@@ -29,13 +35,23 @@ impl Driver {
                 "the VM waits for memory that is still at {from}, which cannot be reached: mend the link, or start its agent"
             ),
             DestinationReport::Active => "the VM is here".to_owned(),
-            DestinationReport::Refused => format!("this copy could not run and has not; {from} keeps the VM"),
+            DestinationReport::Refused => {
+                format!("this copy could not run and has not; {from} keeps the VM{why}")
+            }
             DestinationReport::Crashed => {
-                "QEMU ended after it was told to run; the VM crashed here".to_owned()
+                let disks =
+                    self.images_here().map_or_else(String::new, |disks| format!("; its disks are {disks}"));
+                format!("QEMU ended after it was told to run; the VM crashed here{disks}")
             }
-            DestinationReport::Bereft => {
-                format!("the host was booted with {vm} on its way here: the copy is gone")
+            DestinationReport::Lost => {
+                let right = self.images_here().map_or_else(String::new, |disks| {
+                    format!("; if so, its disks are {disks}, and if not, those at {from} are right")
+                });
+                format!("the copy of {vm} is gone, and nobody knows whether it has run here{right}")
             }
+            DestinationReport::Bereft => format!(
+                "the host was booted with {vm} on its way here: the copy is gone; asking what became of it"
+            ),
             DestinationReport::ContFailed => "QEMU does not continue the guest; trying again".to_owned(),
             DestinationReport::RegisterForeign => {
                 format!(
@@ -57,8 +73,33 @@ impl Driver {
             }
             progress.message = Some(text.clone());
         });
-        if !again && let Err(error) = self.context.journal.set_message(&self.terms.migration, &text) {
-            warn!(error = crate::chain(&error), "the message is not in the journal");
+        if !again {
+            tell(&self.context, &self.terms.migration, &text);
+        }
+    }
+
+    /// Where the disks that were copied here are; none if none was. A volume may not be to be seen yet after a boot.
+    fn images_here(&self) -> Option<String> {
+        let images = Traces::of(&self.context, &self.terms.migration).images;
+        let images: Vec<_> = images.iter().map(|path| path.display().to_string()).collect();
+        (!images.is_empty()).then(|| images.join(", "))
+    }
+
+    /// Says which images stayed, and sees to it that they are tried again: storage that is slow today holds up nobody.
+    fn remove_left(&mut self) {
+        let Some(left) = self.left_behind.take() else { return };
+        let said = left.said();
+        let before = self.publisher.now().message;
+        self.publisher.update(|progress| progress.message = Some(said.clone()));
+        let (context, migration) = (Arc::clone(&self.context), self.terms.migration.clone());
+        tell(&context, &migration, &said);
+        let try_again = move || {
+            if left.try_again(&context) {
+                tell(&context, &migration, before.as_deref().unwrap_or("nothing is left here"));
+            }
+        };
+        if let Err(error) = thread::Builder::new().name("clear-up".to_owned()).spawn(try_again) {
+            warn!(migration = %self.terms.migration, %error, "no thread to remove images");
         }
     }
 
@@ -99,9 +140,46 @@ impl Driver {
             // The state that ended it may be missing, too.
             entered = journal.record_destination(id, &self.state, Durability::Synced).and_then(|()| enter());
         }
+        self.remove_left();
         self.publisher.update(|progress| {
             progress.phase = Phase::Ended;
             progress.standing = if active { Standing::Done } else { Standing::Failed };
         });
+    }
+}
+
+/// Images that could not be removed, with the reasons.
+pub(super) struct Left {
+    pub(super) traces: Traces,
+    pub(super) images: Vec<(PathBuf, String)>,
+}
+
+impl Left {
+    fn said(&self) -> String {
+        let each = self.images.iter().map(|(image, why)| format!("{} ({why})", image.display()));
+        let each = each.collect::<Vec<_>>().join(", ");
+        format!(
+            "the VM did not come, and what was made for its disks is left here: {each}; remove it by hand if it stays"
+        )
+    }
+
+    /// As long as storage may take; whether nothing is left.
+    fn try_again(&self, context: &Context) -> bool {
+        let timeouts = &context.config.timeouts;
+        let until = Instant::now() + Duration::from_millis(timeouts.stall_ms);
+        loop {
+            thread::sleep(Duration::from_millis(timeouts.retry_ms));
+            let gone = self.traces.remove_images().is_empty();
+            if gone || Instant::now() >= until {
+                return gone;
+            }
+        }
+    }
+}
+
+/// What people find of a migration afterwards.
+fn tell(context: &Context, migration: &MigrationId, text: &str) {
+    if let Err(error) = context.journal.set_message(migration, text) {
+        warn!(%migration, error = crate::chain(&error), "the message is not in the journal");
     }
 }

@@ -4,7 +4,8 @@ use std::path::{Path, PathBuf};
 
 use proto::MigrationId;
 use proto::message::{CopiedDisk, DiskWish, Finding, ProposedDisk, Severity};
-use qemu::command::NewImage;
+use qemu::cmdline::Given;
+use qemu::command::{HostRules, NewImage};
 use qemu::describe::{Disk, VmDescription};
 use qemu::preflight::DiskSight;
 use qemu::preflight::files::NeededFile;
@@ -72,6 +73,20 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
     Ok(written.into_iter().map(proposed).collect())
 }
 
+/// The disk with the image that it will have here, as the journal has it until the VM's QEMU is asked itself.
+pub(super) fn as_here(mut disk: Disk, here: &HostRules) -> Disk {
+    if let Some(image) = here.images.get(&disk.name) {
+        disk.file = Some(image.path.display().to_string());
+        disk.format = Some(image.format.clone());
+        // Only what the guest sees was copied.
+        (disk.backing_files, disk.snapshots, disk.bitmaps) = <_>::default();
+    } else {
+        let files = disk.file.iter_mut().chain(&mut disk.backing_files);
+        files.for_each(|file| *file = here.path_here(file));
+    }
+    disk
+}
+
 /// What becomes of a guest's disks.
 #[derive(Debug, Default)]
 pub(super) struct DiskPlan {
@@ -120,7 +135,7 @@ pub(super) fn plan(
             ));
             continue;
         }
-        plan.findings.extend(has_its_file_too(disk, &vm.disks));
+        plan.findings.extend(has_its_file_too(disk, &vm.disks).or_else(|| is_read_at_its_peril(disk, vm)));
         plan.findings
             .extend(snapshots_left(disk, wanted.leaves_snapshots).into_iter().chain(bitmaps_left(disk)));
         let place = pool.place(id, &wanted.name, disk.format.as_deref(), &unique());
@@ -153,6 +168,27 @@ fn has_its_file_too(disk: &Disk, all: &[Disk]) -> Option<Finding> {
     );
     let advice = "put it on storage that both hosts see and say `--disk NAME=shared` of both";
     Some(finding(Severity::Blocker, "disk-twice-copy", what, advice))
+}
+
+/// Up to QEMU 8 the server from which a disk is read ends QEMU (`nbd_blockdev_client_closed: Assertion
+/// qemu_in_main_thread() failed`) when a connection to a disk that an iothread works on is closed: seen with 7.2, and
+/// not with 10.0.
+fn is_read_at_its_peril(disk: &Disk, vm: &VmDescription) -> Option<Finding> {
+    const SAFE_SINCE: u32 = 9;
+    let major = vm.program.version.split('.').next().and_then(|major| major.parse::<u32>().ok());
+    let is_iothread = |option: &Given| {
+        option.name == "object" && option.value.as_ref().is_some_and(|value| value.contains("iothread"))
+    };
+    if major.is_some_and(|major| major >= SAFE_SINCE) || !vm.options.iter().any(is_iothread) {
+        return None;
+    }
+    let what = format!(
+        "QEMU {} crashes, guest and all, when a disk of a guest with iothreads is read through it, as disk {} would be",
+        vm.program.version, disk.name
+    );
+    let advice = "start the VM with QEMU 9.0 or newer, or without iothreads; or put the disk on storage that both hosts \
+                  see and say `--disk NAME=shared`";
+    Some(finding(Severity::Blocker, "disk-iothread-copy", what, advice))
 }
 
 /// What travels is what the guest sees: the present content alone.
@@ -325,5 +361,29 @@ mod tests {
         assert!(found[0].as_ref().is_some_and(|what| what.contains("two") && what.contains("/srv/a.raw")));
         assert!(found[1].as_ref().is_some_and(|what| what.contains("one")));
         assert_eq!(found[2], None);
+    }
+
+    #[test]
+    fn a_disk_is_entered_as_it_is_here() {
+        let image = NewImage {
+            path: "/pool/one.qcow2".into(),
+            format: "qcow2".to_owned(),
+            cut_to_bytes: None,
+            is_device: false,
+        };
+        let mut here = HostRules::new("qemu", "/run");
+        here.disk_dirs.push(("/srv".into(), "/mnt".into()));
+        here.images.insert("one".to_owned(), image);
+        let over_base = |given| Disk {
+            backing_files: vec!["/srv/base.raw".to_owned()],
+            bitmaps: vec!["backup".to_owned()],
+            ..disk(given)
+        };
+        let copied = as_here(over_base(("one", "/srv/a.raw")), &here);
+        let wanted = disk(("one", "/pool/one.qcow2"));
+        assert_eq!(copied, Disk { format: Some("qcow2".to_owned()), ..wanted });
+        let shared = as_here(over_base(("two", "/srv/b.raw")), &here);
+        let wanted = over_base(("two", "/mnt/b.raw"));
+        assert_eq!(shared, Disk { backing_files: vec!["/mnt/base.raw".to_owned()], ..wanted });
     }
 }

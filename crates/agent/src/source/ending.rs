@@ -1,7 +1,7 @@
 //! What people get to know of a migration, and its last entries.
 
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use engine::handover::source::{SourceReport, SourceState};
 use tracing::{error, info, warn};
@@ -126,6 +126,7 @@ impl Driver {
         if let Some(state) = self.unjournalled.take() {
             self.journal_at_last(&state);
         }
+        self.end_recording();
         let standing = match self.state {
             SourceState::Done { .. } => Standing::Done,
             _ => Standing::Failed,
@@ -176,6 +177,27 @@ impl Driver {
             journal.remove_vm(&id.vm)?;
         }
         if self.state == SourceState::Idle { Ok(()) } else { journal.close(id) }
+    }
+
+    /// Asks a QEMU that was too slow for it once more to record no writes, as long as one may take to answer. After that a
+    /// user has to know.
+    fn end_recording(&mut self) {
+        let until = Instant::now() + Duration::from_millis(self.context.config.timeouts.qmp_ms);
+        while self.still_records && Instant::now() < until {
+            thread::sleep(self.contact.retry);
+            let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) else { return };
+            self.still_records = !vm.forget_recording(None);
+        }
+        if !self.still_records {
+            return;
+        }
+        let text = "QEMU does not say that it records no writes any more, and a limit of them may be left: the next \
+                    migration that copies its disks ends both";
+        warn!(migration = %self.terms.migration, text);
+        self.telemetry.update(|progress| {
+            let before = progress.message.take().map_or_else(String::new, |before| before + "; ");
+            progress.message = Some(before + text);
+        });
     }
 
     /// Waits until the destination has read ABORT, or a moment.

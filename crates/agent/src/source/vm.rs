@@ -302,8 +302,9 @@ impl SourceVm {
         Ok(())
     }
 
-    /// Has a QEMU that keeps its guest record no more writes: neither for this agent nor for one before it.
-    pub(crate) fn forget_recording(&mut self, disks: Option<DiskLog>) {
+    /// Has a QEMU that keeps its guest record no more writes: neither for this agent nor for one before it. False if it
+    /// may go on: it is to be asked again.
+    pub(crate) fn forget_recording(&mut self, disks: Option<DiskLog>) -> bool {
         let ended = match disks {
             Some(disks) => self.ask(|qmp| disks.end(qmp)),
             None => self.end_left_recording(),
@@ -313,7 +314,9 @@ impl SourceVm {
                 error = crate::chain(&error),
                 "QEMU may go on recording what its guest writes, and holding it to a throttle: see query-block"
             );
+            return false;
         }
+        true
     }
 
     /// Whether anything was plugged or unplugged since the start (design, trap 12), or a drive has another disk: the

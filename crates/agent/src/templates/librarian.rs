@@ -17,6 +17,8 @@ use super::{Shelf, State, Template, lock};
 /// Ending of a catalogue's name, and digits before it.
 const CATALOGUE: &str = "catalogue";
 const NAME_DIGITS: usize = 32;
+/// The socket at which a template is served while it is read.
+const READING: &str = "reading.sock";
 /// Of an image of that name QEMU is told that it is qcow2, of all others that they are raw. What their first bytes say
 /// is not believed: a guest may have written them.
 const QCOW2: &str = "qcow2";
@@ -52,6 +54,8 @@ impl Librarian {
         for place in places.iter().filter(|place| !place.exists()) {
             warn!(place = %place.display(), "there are no templates: see [disks] templates in the configuration");
         }
+        // Of an agent that was killed as it began to read.
+        block::image::end_unused(&directory.join(READING));
         Self { places, directory, patience, shelf }
     }
 
@@ -131,7 +135,7 @@ impl Librarian {
         let file = self.catalogue_of(path);
         let keep = |source| CatalogueError::Keep { path: file.clone(), source };
         fs::create_dir_all(&self.directory).map_err(keep)?;
-        let socket = self.directory.join("reading.sock");
+        let socket = self.directory.join(READING);
         let mut reading = open(path, &socket, self.patience).map_err(CatalogueError::from)?;
         Ok(Catalogue::make(&mut reading, identity, &file)?)
     }

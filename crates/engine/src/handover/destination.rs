@@ -8,8 +8,7 @@
 //!                         ▼
 //!                      refused
 //!
-//! bereft: the host has booted since PREPARED, and the register is asked what happened after;
-//!         without one that is not known, and the state is crashed
+//! bereft: the host has booted since PREPARED, and the register is asked what happened after, or the source
 //! ```
 //!
 //! *Completing* is there in post-copy alone: the guest runs here, and is this host's, but some of its memory is at the
@@ -80,7 +79,8 @@ pub enum DestinationState {
     Refused,
     /// The source runs on; what was here is removed.
     Discarded,
-    /// The host has booted since PREPARED: the copy is gone, and the register is being asked whether it can have run.
+    /// The host has booted since PREPARED: the copy is gone, and the register, or the source where there is none, is
+    /// being asked whether it can have run.
     Bereft,
     /// The copy is gone, and may have run: `cont` had been sent, or nobody knows.
     Crashed {
@@ -228,6 +228,8 @@ pub enum DestinationReport {
     Refused,
     /// The guest crashed here, as it may on any host; its disks are here.
     Crashed,
+    /// The copy is gone, and nobody knows whether it has run here.
+    Lost,
     /// The host was booted anew with a migration under way: the copy is gone, and whether it had run is not known.
     Bereft,
     /// QEMU did not continue the guest; it will be tried again.
@@ -265,10 +267,11 @@ impl DestinationState {
         matches!(self, Self::Ready { .. } | Self::Taking { .. })
     }
 
-    /// Whether its journal entry is synced before the next effect. A host that loses later entries has lost its RAM
-    /// too, and wakes up `Bereft`.
+    /// Whether its journal entry is synced before the next effect. A host that loses entries between these two has
+    /// lost its RAM too, and wakes up `Bereft`. COMPLETING lasts, and is the proof that the copy has run. CRASHED, once said,
+    /// must not be forgotten: a source that was bereft has aborted since, and its word would count.
     fn durable(&self) -> bool {
-        matches!(self, Self::Prepared)
+        matches!(self, Self::Prepared | Self::Completing { .. } | Self::Crashed { .. })
     }
 }
 

@@ -170,11 +170,25 @@ pub fn advise_destination(terms: &Terms, state: &DestinationState) -> Advice {
                 risk: GONE.to_owned(),
             }],
         },
+        DestinationState::Bereft if terms.register.is_none() => Advice {
+            known: vec!["this host was booted anew, and its copy of the guest is gone".to_owned()],
+            unknown: vec![format!("whether the guest had run here: {there} may know, and is being asked")],
+            choices: vec![Choice {
+                decision: Decision::RunElsewhere,
+                then: format!(
+                    "{there} is not asked any more: it keeps what it has, what becomes of that is decided there, and what \
+                     copied disks left here stays"
+                ),
+                risk: format!(
+                    "none for the guest: this host has nothing to run. Decide so if {there} is gone for good"
+                ),
+            }],
+        },
         DestinationState::Bereft => Advice {
             known: vec!["this host was booted anew, and its copy of the guest is gone".to_owned()],
-            unknown: vec![
-                "whether the guest had run here: the register of owners knows, and is being asked".to_owned(),
-            ],
+            unknown: vec![format!(
+                "whether the guest had run here: the register of owners is being asked, and {there}"
+            )],
             choices: vec![Choice {
                 decision: Decision::WithoutRegister { run_here: false },
                 then: format!(

@@ -343,6 +343,7 @@ impl SourceEffect {
             Self::SendAbort => "send-abort",
             Self::Answer(Verdict::Committed { .. }) => "answer-committed",
             Self::Answer(Verdict::Aborted) => "answer-aborted",
+            Self::Answer(Verdict::Returned) => "answer-returned",
             Self::Answer(Verdict::Undecided) => "answer-undecided",
             Self::AskDestination => "ask-destination",
             Self::Register { why, .. } => why.name(),

@@ -296,7 +296,7 @@ fn destination_events(terms: &Terms) -> Vec<DestinationEvent> {
         events.push(On::Go { epoch, incarnation: incarnation(pid), run });
         events.push(says(Verdict::Committed { incarnation: incarnation(pid), run }));
     }
-    events.extend([says(Verdict::Aborted), says(Verdict::Undecided)]);
+    events.extend([says(Verdict::Aborted), says(Verdict::Returned), says(Verdict::Undecided)]);
     events.extend([On::AbortReceived { epoch }, On::AbortReceived { epoch: BASE }, On::Asked { epoch }]);
     events.extend([On::Failed, On::Cancel, On::PeerSilent, On::PeerLost, On::ContactLostForGood]);
     events.extend([On::QemuDied, On::Contd { missing: false }, On::Contd { missing: true }, On::Completed]);

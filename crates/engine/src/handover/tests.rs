@@ -218,10 +218,10 @@ fn every_advised_decision_is_legal() {
         }
         let ready = DestinationState::Ready { incarnation: incarnation(1), run: true };
         let again = DestinationState::Starting { incarnation: incarnation(1), again: true };
-        let mut states = vec![ready, again];
+        let mut states = vec![ready, again, DestinationState::Bereft];
         if register.is_some() {
             let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
-            states.extend([taking, DestinationState::Refusing, DestinationState::Bereft]);
+            states.extend([taking, DestinationState::Refusing]);
         }
         for state in states {
             for choice in advise_destination(&terms, &state).choices {
@@ -264,6 +264,34 @@ fn a_register_that_is_lost_leaves_a_way_out() {
         for state in destinations {
             assert_eq!(without(advise_destination(&terms, &state).choices), expected, "{state:?}");
         }
+    }
+}
+
+/// What a half-made image waits for, where a host was booted anew and there is no register: the source's word.
+#[test]
+fn a_rebooted_destination_asks_the_source_and_clears_up_if_that_has_aborted() {
+    let terms = terms(None);
+    let ready = DestinationState::Ready { incarnation: incarnation(1), run: true };
+    for before in [DestinationState::Prepared, ready] {
+        let booted = moved(destination(&terms, &before, &DestinationEvent::Restarted(Found::Rebooted)));
+        assert_eq!(booted.to, DestinationState::Bereft);
+        assert!(booted.effects.contains(&DestinationEffect::AskSource));
+    }
+    let bereft = DestinationState::Bereft;
+    let says = |verdict| DestinationEvent::SourceSays { epoch: EPOCH, verdict };
+    let kept = moved(destination(&terms, &bereft, &says(Verdict::Aborted)));
+    assert_eq!(kept.to, DestinationState::Discarded);
+    assert!(kept.effects.contains(&DestinationEffect::Discard));
+    // It may have run, and its disks may be the only ones that are right: nothing is removed.
+    let committed = Verdict::Committed { incarnation: incarnation(1), run: true };
+    for (verdict, to) in [
+        (Verdict::Undecided, DestinationState::Bereft),
+        (committed, DestinationState::Crashed { ran: false }),
+        (Verdict::Returned, DestinationState::Crashed { ran: false }),
+    ] {
+        let told = moved(destination(&terms, &bereft, &says(verdict)));
+        assert_eq!(told.to, to);
+        assert!(!told.effects.contains(&DestinationEffect::Discard));
     }
 }
 
@@ -352,12 +380,13 @@ proptest! {
 
     /// What a peer sends is answered or refused, never a panic: any verdict in any state.
     #[test]
-    fn no_verdict_panics(generation in 0..3_u64, run in any::<bool>(), which in 0..3_usize, state in 0..11_usize) {
+    fn no_verdict_panics(generation in 0..3_u64, run in any::<bool>(), which in 0..4_usize, state in 0..11_usize) {
         let terms = terms(Some(Epoch(3)));
         let one = || incarnation(1);
         let verdict = [
             Verdict::Committed { incarnation: incarnation(generation), run },
             Verdict::Aborted,
+            Verdict::Returned,
             Verdict::Undecided,
         ][which].clone();
         let state = [

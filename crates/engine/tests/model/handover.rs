@@ -211,6 +211,7 @@ impl Model for Handover {
             Property::<Self>::always(TWO_HISTORIES, |_, world| !world.two_histories()),
             Property::<Self>::always(ALONE, |_, world| !world.ghost.decided_alone),
             Property::<Self>::always(DISCARDED, |_, world| !world.ghost.ran_discarded),
+            Property::<Self>::always(THREW_AWAY, |_, world| !world.ghost.threw_away),
             Property::<Self>::always(LOST_PAGES, |_, world| !world.lost_pages()),
             Property::<Self>::always(STILL_WAITS, |_, world| !world.ghost.still_waits),
             // After an operator's word the two sides may contradict one another: the connection is closed then.
@@ -242,6 +243,7 @@ impl Model for Handover {
 pub(crate) const TWO_RUNNING: &str = "never two running";
 pub(crate) const TWO_HISTORIES: &str = "never two histories";
 pub(crate) const ALONE: &str = "nobody in doubt decides alone";
+pub(crate) const THREW_AWAY: &str = "what has run is never thrown away";
 pub(crate) const DISCARDED: &str = "a discarded copy is never run";
 pub(crate) const LOST_PAGES: &str = "what a guest that runs elsewhere still needs is not thrown away";
 pub(crate) const STILL_WAITS: &str = "an operator's word without the register ends the waiting for it";

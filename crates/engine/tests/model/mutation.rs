@@ -285,6 +285,36 @@ pub(crate) fn destination_trusts_a_rebooted_journal(
     }
 }
 
+/// A destination whose host was booted anew says that it has crashed while it asks a source that may be bereft, too.
+pub(crate) fn destination_says_crashed_while_it_asks(
+    terms: &Terms,
+    state: &DestinationState,
+    event: &DestinationEvent,
+) -> DestinationStep {
+    let step = destination(terms, state, event);
+    match (state, event) {
+        (DestinationState::Bereft, DestinationEvent::Repeat) => {
+            change(step, |effects| effects.insert(0, DestinationEffect::SendCrashed))
+        }
+        _ => step,
+    }
+}
+
+/// A source that runs on after COMMITTED says the same as one that has never committed.
+pub(crate) fn source_says_aborted_after_it_returned(
+    terms: &Terms,
+    state: &SourceState,
+    event: &SourceEvent,
+) -> SourceStep {
+    change(source(terms, state, event), |effects| {
+        for effect in effects {
+            if *effect == SourceEffect::Answer(Verdict::Returned) {
+                *effect = SourceEffect::Answer(Verdict::Aborted);
+            }
+        }
+    })
+}
+
 /// A destination that has crashed says REFUSED.
 pub(crate) fn destination_refuses_after_cont(
     terms: &Terms,

@@ -1,6 +1,6 @@
 //! Planted errors, each found by the property that is meant for it.
 
-use crate::handover::{ALONE, DISCARDED, LOST_PAGES, ONE_RUNS, TWO_HISTORIES, TWO_RUNNING};
+use crate::handover::{ALONE, DISCARDED, LOST_PAGES, ONE_RUNS, THREW_AWAY, TWO_HISTORIES, TWO_RUNNING};
 use crate::mutation::{self, HONEST, Rules};
 use crate::world::Budget;
 use crate::{NONE, TWO_ATTEMPTS_AND_A_CRASH, found};
@@ -119,6 +119,19 @@ fn finds_a_destination_that_refuses_after_cont() {
 fn finds_a_rebooted_journal_that_is_trusted() {
     let rules = Rules { destination: mutation::destination_trusts_a_rebooted_journal, ..HONEST };
     found(rules, Budget { host_crashes: 1, ..NONE }, false, &[TWO_HISTORIES]);
+}
+
+#[test]
+fn finds_a_destination_that_says_crashed_while_it_asks() {
+    let rules = Rules { destination: mutation::destination_says_crashed_while_it_asks, ..HONEST };
+    found(rules, Budget { host_crashes: 2, in_flight: 2, ..NONE }, false, &[THREW_AWAY]);
+}
+
+#[test]
+fn finds_a_source_that_says_aborted_after_it_returned() {
+    let rules = Rules { source: mutation::source_says_aborted_after_it_returned, ..HONEST };
+    let budget = Budget { host_crashes: 1, decisions: 1, troubles: 1, in_flight: 2, ..NONE };
+    found(rules, budget, false, &[THREW_AWAY]);
 }
 
 #[test]

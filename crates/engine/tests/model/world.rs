@@ -113,6 +113,7 @@ pub(crate) enum Packet {
     Go(u8),
     Committed(u8),
     Aborted(u8),
+    Returned(u8),
     Undecided(u8),
     Abort(u8),
     Running(u8),
@@ -135,6 +136,7 @@ pub(crate) struct Ghost {
     /// Violations found while doing an effect.
     pub(crate) decided_alone: bool,
     pub(crate) ran_discarded: bool,
+    pub(crate) threw_away: bool,
     /// An operator has decided against the register or without it.
     pub(crate) word: bool,
     /// Waits for the register although an operator has decided without it.

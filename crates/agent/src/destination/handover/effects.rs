@@ -11,6 +11,7 @@ use proto::message::{Message, RegisterRequest};
 use tracing::{error, warn};
 
 use crate::cpu::CpuTime;
+use crate::destination::ending::Left;
 use crate::destination::inbox::Notice;
 use crate::destination::{Continued, Driver, Traces};
 use crate::disks::Images;
@@ -229,7 +230,8 @@ impl Driver {
         };
         // A guest that may have run has left its marks on its disks.
         if !matches!(self.state, DestinationState::Crashed { .. }) {
-            traces.remove_images();
+            let images = traces.remove_images();
+            self.left_behind = (!images.is_empty()).then_some(Left { traces, images });
         }
     }
 }

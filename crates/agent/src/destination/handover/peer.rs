@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
 use link::Incoming;
-use proto::message::{Acceptance, Finding, Message, Severity, Verdict};
+use proto::message::{Acceptance, Finding, Message, Severity};
 use proto::{Epoch, Purpose};
 use tracing::warn;
 
@@ -114,7 +114,7 @@ impl Driver {
         let (mailbox, address) = (self.inbox.mailbox(), self.proposal.reply_to.clone());
         let ask = move || {
             let event = match question(&context, &terms, &address) {
-                Ok(verdict) => DestinationEvent::SourceSays { epoch: terms.epoch(), verdict },
+                Ok(event) => event,
                 Err(error) => {
                     warn!(source = %terms.source, error, "the source does not answer");
                     DestinationEvent::PeerLost
@@ -135,12 +135,12 @@ fn kind(message: &Message) -> String {
     value["type"].as_str().unwrap_or_default().to_owned()
 }
 
-/// Asks the source's journal.
+/// Asks the source's journal, which may know no more and ask back.
 fn question(
     context: &crate::context::Context,
     terms: &engine::handover::Terms,
     address: &str,
-) -> Result<Verdict, String> {
+) -> Result<DestinationEvent, String> {
     let purpose = Purpose::Handover { migration: terms.migration.clone() };
     let patience = Duration::from_millis(context.config.timeouts.peer_silence_ms);
     let mut connection = peers::connect(context, &terms.source, Some(address), purpose)
@@ -150,7 +150,10 @@ fn question(
     loop {
         match connection.recv(Some(deadline)).map_err(|error| crate::chain(&error))? {
             Incoming::Message(Message::Verdict { epoch, verdict }) if epoch == terms.epoch() => {
-                return Ok(verdict);
+                return Ok(DestinationEvent::SourceSays { epoch, verdict });
+            }
+            Incoming::Message(Message::Inquire { epoch }) if epoch == terms.epoch() => {
+                return Ok(DestinationEvent::Asked { epoch });
             }
             Incoming::Message(_) => {}
             Incoming::Blob(_) => return Err("the source sent device state".to_owned()),

@@ -6,12 +6,12 @@ use std::thread;
 use engine::handover::destination::DestinationState;
 use engine::handover::recover::Decision;
 use engine::handover::register::RegisterAnswer;
-use proto::message::{Message, Ownership};
+use proto::message::{Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
 use crate::destination::{Inbox, Traces};
-use crate::journal::State;
+use crate::journal::{Durability, State};
 use crate::progress::Publisher;
 use crate::testing::{PATIENCE, Peer, Qemu, SlowRegister, World, host, id, proposal, terms};
 
@@ -277,4 +277,47 @@ fn a_source_that_only_asks_does_not_keep_a_copy_waiting() {
         thread::sleep(Duration::from_millis(5));
     }
     assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
+}
+
+/// Storage that does not let an image go holds up nobody; it is named, and tried again.
+#[test]
+fn an_image_that_stays_is_named_until_it_is_gone() {
+    let world = World::new();
+    let (driver, mut source) = driver(&world, DestinationState::Prepared, None);
+    let image = world.folder.path().join("web@1-disk0.raw");
+    // Cannot be removed as a file is.
+    std::fs::create_dir(&image).unwrap();
+    let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
+    traces.images.push(image.clone());
+    traces.keep(&world.context, &id(1), Durability::Process).unwrap();
+
+    let settled = thread::spawn(move || driver.run());
+    source.say(&Message::Abort { epoch: Epoch(1), reason: "enough".to_owned() });
+    assert_eq!(settled.join().unwrap(), DestinationState::Discarded);
+    let record = || world.context.journal.migration(&id(1)).unwrap().unwrap();
+    assert!(!record().open, "it is over all the same");
+    let message = record().message.unwrap();
+    assert!(message.contains(&format!("is left here: {}", image.display())), "{message}");
+
+    std::fs::remove_dir(&image).unwrap();
+    crate::testing::eventually("it is gone", || record().message.unwrap().contains("nothing is left here"));
+}
+
+/// Nobody knows whether it has run: the images stay, and are not called those of a VM that has.
+#[test]
+fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
+    let world = World::new();
+    let (driver, mut source) = driver(&world, DestinationState::Bereft, None);
+    let image = world.folder.path().join("web@1-disk0.raw");
+    std::fs::write(&image, "half").unwrap();
+    let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
+    traces.images.push(image.clone());
+    traces.keep(&world.context, &id(1), Durability::Process).unwrap();
+
+    let settled = thread::spawn(move || driver.run());
+    source.say(&Message::Verdict { epoch: Epoch(1), verdict: Verdict::Returned });
+    assert_eq!(settled.join().unwrap(), DestinationState::Crashed { ran: false });
+    assert!(image.exists());
+    let message = world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
+    assert!(message.contains("nobody knows") && message.contains("if not, those at b"), "{message}");
 }

@@ -120,9 +120,10 @@ impl Machine for Driver {
                 if let Some(vm) = self.vm.as_mut().filter(|vm| vm.is_alive()) {
                     vm.end_left_limit();
                     vm.forget_state_file();
-                    vm.forget_recording(disks);
-                    // One of an agent before this one; this one's is gone by now.
+                    self.still_records = !vm.forget_recording(disks);
+                    // Of an agent before this one; this one's are gone by now.
                     let _ = std::fs::remove_file(self.disk_socket());
+                    block::image::end_unused(&self.compare_socket());
                 }
             }
             SourceEffect::SendGo { incarnation, run } => {

@@ -83,6 +83,11 @@ impl Driver {
         self.context.config.run_dir.join(format!("{}@{}.nbd", id.vm, id.epoch))
     }
 
+    /// Where images are served that are compared at the stop.
+    pub(crate) fn compare_socket(&self) -> PathBuf {
+        self.disk_socket().with_extension("compare")
+    }
+
     /// Has QEMU record writes, and opens the disks for reading.
     fn record(&mut self, copied: &[CopiedDisk]) -> Result<(DiskLog, Vec<(LeavingDisk, bool)>), CargoError> {
         let description = self.described();

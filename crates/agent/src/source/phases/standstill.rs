@@ -196,7 +196,7 @@ impl Driver {
         self.check_unchanged()?;
         let cannot_read = |error: CompareError| Failure::local("cannot read what is to be compared", &error);
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
-        let (images, socket) = (self.copied_images(cargo)?, self.disk_socket().with_extension("compare"));
+        let (images, socket) = (self.copied_images(cargo)?, self.compare_socket());
         let left_out = cargo.left_out();
         let left_out_pages = left_out.iter().map(::memory::DirtyBitmap::count).sum();
         let mut hashes = self.vm()?.hashes(&left_out).map_err(cannot_read)?;

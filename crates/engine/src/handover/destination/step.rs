@@ -22,7 +22,7 @@ pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
         In::Prepared => prepared(terms, event),
         In::Ready { incarnation, run } => ready(terms, incarnation, *run, event),
         // Only with a register is there anything to take or to give back.
-        In::Taking { .. } | In::Refusing | In::Bereft if terms.register.is_none() => None,
+        In::Taking { .. } | In::Refusing if terms.register.is_none() => None,
         In::Taking { incarnation, run } => taking(terms, incarnation, *run, event),
         In::Starting { incarnation, again } => starting(terms, incarnation, *again, event),
         In::Completing { incarnation } => completing(incarnation, event),
@@ -90,6 +90,7 @@ fn ready(terms: &Terms, incarnation: &Incarnation, ran: bool, event: &On) -> Tak
             moved(told.within("committed"))
         }
         On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::SourceKept).when("aborted")),
+        On::SourceSays { verdict: Verdict::Returned, .. } => moved(discard(Say::SourceKept).when("returned")),
         On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
         On::SourceSays { verdict: Verdict::Undecided, .. } => {
             moved(here().when("undecided").asking(Use::Read, read()))
@@ -175,6 +176,7 @@ fn taking(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Ta
         // The source may have taken it back meanwhile; the register knows.
         On::AbortReceived { .. } => moved(here().then(read())),
         On::SourceSays { verdict: Verdict::Aborted, .. } => moved(here().when("aborted").then(read())),
+        On::SourceSays { verdict: Verdict::Returned, .. } => moved(here().when("returned").then(read())),
         On::Go { .. } | On::SourceSays { .. } => ignored(Ignored::TooLate),
         On::Asked { .. } => ignored(Ignored::NotYet),
         On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
@@ -197,9 +199,8 @@ fn starting(terms: &Terms, incarnation: &Incarnation, again: bool, event: &On) -
             Heard::Record(Standing::Destination) => {
                 moved(Move::to(state(true)).when("destination-owns").then([Do::Cont]))
             }
-            Heard::Record(Standing::Source | Standing::MovedOn) => {
-                moved(discard(Say::SourceKept).when("source-owns"))
-            }
+            // Given to the source against what the register said before: it may have run here.
+            Heard::Record(Standing::Source | Standing::MovedOn) => moved(lost().when("source-owns")),
             Heard::Record(Standing::Open { .. } | Standing::Foreign) => {
                 moved(Move::to(state(true)).when("foreign").then([Do::Report(Say::RegisterForeign)]))
             }
@@ -254,7 +255,9 @@ fn completing(incarnation: &Incarnation, event: &On) -> Taken {
         On::Restarted(Found::Gone | Found::Rebooted) => moved(crash(true).when("qemu-gone")),
         On::ContactLostForGood => moved(here().then([Do::Report(Say::SourceNeeded)])),
         On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
-        On::SourceSays { verdict: Verdict::Aborted, .. } | On::AbortReceived { .. } => None,
+        On::SourceSays { verdict: Verdict::Aborted | Verdict::Returned, .. } | On::AbortReceived { .. } => {
+            None
+        }
         On::Prepare | On::Loaded { .. } => None,
         _ => ignored(Ignored::TooLate),
     }
@@ -269,7 +272,9 @@ fn active(incarnation: &Incarnation, event: &On) -> Taken {
         }
         On::QemuDied => moved(crash(true)),
         On::Restarted(Found::Gone | Found::Rebooted) => moved(crash(true).when("qemu-gone")),
-        On::SourceSays { verdict: Verdict::Aborted, .. } | On::AbortReceived { .. } => None,
+        On::SourceSays { verdict: Verdict::Aborted | Verdict::Returned, .. } | On::AbortReceived { .. } => {
+            None
+        }
         On::Prepare | On::Loaded { .. } => None,
         On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
         _ => ignored(Ignored::TooLate),
@@ -315,15 +320,18 @@ fn gone(state: &In, event: &On) -> Taken {
     }
 }
 
-/// The copy is gone. Ownership is taken before `cont` is sent, so the register knows whether it can have run.
+/// The copy is gone, and perhaps entries that said that it has run. Only who says that it never did lets its images be
+/// removed: the register, which was never taken for it; or a source that is ABORTED, which has never committed, as long
+/// as CRASHED is not said here, upon which a source that is bereft itself aborts.
 fn bereft(terms: &Terms, event: &On) -> Taken {
     let here = || Move::to(In::Bereft);
     let read = || ask(Use::Read, Some(register::read(terms)));
     match event {
         On::RegisterSays(answer) => match heard(terms, answer) {
-            Heard::Record(Standing::Destination) => moved(crash(false).when("destination-owns")),
+            Heard::Record(Standing::Destination) => moved(lost().when("destination-owns")),
+            // So it may stand after an operator's word against the register, too: the source knows which.
             Heard::Record(Standing::Source | Standing::MovedOn) => {
-                moved(discard(Say::SourceKept).when("source-owns"))
+                moved(here().when("source-owns").then([Do::AskSource]))
             }
             // Never taken, so never run.
             Heard::Record(Standing::Open { .. }) => moved(give_back(terms).when("open")),
@@ -333,18 +341,35 @@ fn bereft(terms: &Terms, event: &On) -> Taken {
             Heard::Unknown => moved(here().when("unknown").then(read())),
             Heard::Unreachable => moved(here().when("unreachable")),
         },
-        On::Repeat | On::Restarted(_) => moved(here().then(read())),
-        // A source that has not committed has sent no GO.
         On::SourceSays { verdict: Verdict::Aborted, .. } => moved(discard(Say::SourceKept).when("aborted")),
         On::AbortReceived { .. } => moved(discard(Say::SourceKept)),
-        On::Go { .. } | On::Asked { .. } | On::SourceSays { .. } => ignored(Ignored::NotYet),
-        // As where there never was a register: nobody knows whether it has run, and the source's operator decides.
+        On::SourceSays { verdict: Verdict::Returned, .. } => moved(lost().when("returned")),
+        // The source's operator decides then.
+        On::OperatorDecides(Decision::RunElsewhere) if terms.register.is_none() => {
+            moved(lost().when("no-register").when("run-elsewhere"))
+        }
         On::OperatorDecides(Decision::WithoutRegister { run_here: false }) => {
-            moved(crash(false).within("run-elsewhere").within("without-register"))
+            moved(lost().when("without-register").when("run-elsewhere"))
         }
         On::OperatorDecides(_) | On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
-        On::ContactLostForGood | On::Failed | On::PeerSilent | On::PeerLost => stay(In::Bereft),
+        On::ContactLostForGood => moved(here().then([Do::Report(Say::OperatorNeeded)])),
+        On::Failed | On::PeerSilent | On::PeerLost => stay(In::Bereft),
         On::QemuDied => ignored(Ignored::TooLate),
+        On::Repeat | On::Restarted(_) if terms.register.is_some() => {
+            moved(here().when("register").then(read()))
+        }
+        On::Repeat | On::Restarted(_) => moved(here().when("no-register").then([Do::AskSource])),
+        // Only a source that knows no more than this side asks: nobody knows.
+        On::Asked { .. } => moved(lost()),
+        // The register knows better than a source that has committed.
+        On::Go { .. } | On::SourceSays { .. } if terms.register.is_some() => ignored(Ignored::NotYet),
+        On::SourceSays { verdict: Verdict::Committed { .. }, .. } => {
+            moved(lost().when("no-register").when("committed"))
+        }
+        On::SourceSays { verdict: Verdict::Undecided, .. } => {
+            moved(here().when("no-register").when("undecided"))
+        }
+        On::Go { .. } => moved(lost().when("no-register")),
         _ => None,
     }
 }
@@ -437,17 +462,21 @@ fn crash(ran: bool) -> Moved {
     enter(In::Crashed { ran }).then([tell, Do::Report(Say::Crashed)])
 }
 
+/// Gone with its host: nobody knows whether it has run.
+fn lost() -> Moved {
+    enter(In::Crashed { ran: false }).then([Do::SendCrashed, Do::Report(Say::Lost)])
+}
+
 /// The host has booted since PREPARED: the copy is gone, and later entries may be. Whether it has run is in the
-/// register, or not known at all.
+/// register, or the source knows that it cannot have.
 fn bereave(terms: &Terms) -> Moved {
+    let bereft = enter(In::Bereft);
     match terms.register {
-        Some(_) => enter(In::Bereft)
+        Some(_) => bereft
             .when("register")
             .then([Do::Report(Say::Bereft)])
             .then(ask(Use::Read, Some(register::read(terms)))),
-        None => enter(In::Crashed { ran: false })
-            .when("no-register")
-            .then([Do::SendCrashed, Do::Report(Say::Bereft)]),
+        None => bereft.when("no-register").then([Do::AskSource, Do::Report(Say::Bereft)]),
     }
 }
 

@@ -249,9 +249,9 @@ fn reclaiming(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force
 
 /// The decision that the guest runs on here is journalled; QEMU is being told.
 fn continuing(state: &In, event: &On) -> Taken {
-    let (end, first) = match state {
-        In::Aborting => (In::Aborted, vec![]),
-        _ => (In::Returned, vec![Do::ResumeQemu]),
+    let (end, first, verdict) = match state {
+        In::Aborting => (In::Aborted, vec![], Verdict::Aborted),
+        _ => (In::Returned, vec![Do::ResumeQemu], Verdict::Returned),
     };
     let here = || Move::to(state.clone());
     match event {
@@ -265,7 +265,7 @@ fn continuing(state: &In, event: &On) -> Taken {
         }
         On::Repeat => moved(here().then(first).then([Do::ContinueVm])),
         On::ContinueFailed => moved(here().then([Do::Report(Say::ContinueFailed)])),
-        On::Asked { .. } | On::Ready { .. } => moved(here().then([Do::Answer(Verdict::Aborted)])),
+        On::Asked { .. } | On::Ready { .. } => moved(here().then([Do::Answer(verdict)])),
         On::Cancel | On::Failed | On::PeerSilent | On::PeerLost | On::Refused { .. } | On::Crashed { .. } => {
             ignored(Ignored::TooLate)
         }
@@ -277,8 +277,9 @@ fn continuing(state: &In, event: &On) -> Taken {
 
 fn back(state: &In, event: &On) -> Taken {
     let here = || Move::to(state.clone());
+    let verdict = if *state == In::Aborted { Verdict::Aborted } else { Verdict::Returned };
     match event {
-        On::Asked { .. } | On::Ready { .. } => moved(here().then([Do::Answer(Verdict::Aborted)])),
+        On::Asked { .. } | On::Ready { .. } => moved(here().then([Do::Answer(verdict)])),
         // The agent may have died before it had undone everything. SIGCONT reaches a guest that stays paused too.
         On::Restarted(_) if *state == In::Returned => moved(here().then([Do::ResumeQemu, Do::UndoAll])),
         On::Restarted(_) => moved(here().then([Do::UndoAll, Do::SendAbort])),
@@ -297,6 +298,8 @@ fn done(incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
             let verdict = Verdict::Committed { incarnation: incarnation.clone(), run };
             moved(here().then([Do::Answer(verdict)]))
         }
+        // Neither knows with whom it spoke; a destination that has lost its copy is told by that.
+        (On::Asked { .. }, None) => moved(here().when("unknown").then([Do::AskDestination])),
         (On::Ready { incarnation: ready, .. }, Some(incarnation)) if ready == incarnation => {
             moved(here().then([Do::SendGo { incarnation: incarnation.clone(), run }]))
         }

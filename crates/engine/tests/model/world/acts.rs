@@ -112,6 +112,7 @@ impl World {
                 self.send(Packet::Committed(epoch));
             }
             SourceEffect::Answer(Verdict::Aborted) => self.send(Packet::Aborted(epoch)),
+            SourceEffect::Answer(Verdict::Returned) => self.send(Packet::Returned(epoch)),
             SourceEffect::Answer(Verdict::Undecided) => self.send(Packet::Undecided(epoch)),
             SourceEffect::AskDestination => self.send(Packet::AskDestination(epoch)),
             SourceEffect::Register { request, .. } => {
@@ -187,6 +188,8 @@ impl World {
                 let told = kept || self.register_says_source() || self.ghost.destination.cont_failed;
                 let whole = self.destination_qemu != Qemu::Gone && self.ghost.destination.ready_sent;
                 self.ghost.decided_alone |= whole && !told;
+                // What it wrote since is in images that go with it, where disks were copied.
+                self.ghost.threw_away |= self.ghost.destination.ran;
                 self.destination_qemu = Qemu::Gone;
                 self.destination_cont = false;
             }
@@ -362,6 +365,10 @@ impl World {
             }
             Packet::Aborted(e) => {
                 let verdict = Verdict::Aborted;
+                to_destination(self, DestinationEvent::SourceSays { epoch: epoch(e), verdict });
+            }
+            Packet::Returned(e) => {
+                let verdict = Verdict::Returned;
                 to_destination(self, DestinationEvent::SourceSays { epoch: epoch(e), verdict });
             }
             Packet::Undecided(e) => {

@@ -59,7 +59,7 @@ pub use receive::{
 pub use recent::Recent;
 pub use references::{Known, NAME_BYTES, PageName, Templates};
 pub use round::{
-    Cleared, DirtyLog, DrainFailed, Owed, PartAround, Place, Readable, ScanError, ScanFailed, ScanStats,
+    Cleared, Cut, DirtyLog, DrainFailed, Owed, PartAround, Place, Readable, ScanError, ScanFailed, ScanStats,
 };
 pub use send::{
     BlockProgress, Interrupted, Progress, RoundStats, Saving, SendError, Sender, SenderHandle, Sent,

@@ -222,6 +222,26 @@ pub struct Readable {
     pub(crate) owed: Owed,
 }
 
+/// Where a part of a round may end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// Behind any page: for memory alone.
+    Anywhere,
+    /// Between clusters (64 KiB) of the images in which disks arrive. A hole that came in two pieces, neither of them a
+    /// whole cluster, would be written as zeros there.
+    BetweenClusters,
+}
+
+impl Cut {
+    /// The first place from a page on.
+    fn at_or_behind(self, page: u64) -> u64 {
+        match self {
+            Self::Anywhere => page,
+            Self::BetweenClusters => page.next_multiple_of((64 << 10) / PAGE_BYTES),
+        }
+    }
+}
+
 /// Where in all blocks, one after the other, a part of a round begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Place {
@@ -250,9 +270,9 @@ impl Place {
 }
 
 impl Readable {
-    /// Only so many of the pages from a place on; the others stay owed, whoever takes them back
-    /// ([`Owed::take_back`]). Also tells where the next part begins; none if this one goes to the end.
-    pub fn part(mut self, from: Place, pages: u64) -> (Self, Owed, Option<Place>) {
+    /// Only so many of the pages from a place on, and those up to where it may be cut; the others stay owed, whoever
+    /// takes them back ([`Owed::take_back`]). Also tells where the next part begins; none if this one goes to the end.
+    pub fn part(mut self, from: Place, pages: u64, cut: Cut) -> (Self, Owed, Option<Place>) {
         let mut later = self.owed.clone();
         let (mut left, mut next) = (pages, None);
         for (number, (now, later)) in self.owed.blocks.iter_mut().zip(&mut later.blocks).enumerate() {
@@ -263,15 +283,16 @@ impl Readable {
             };
             let mut end = start;
             for run in later.runs_within(start..now.pages()) {
-                let taken = (run.end - run.start).min(left);
-                end = run.start + taken;
-                left -= taken;
                 if left == 0 {
                     break;
                 }
+                let taken = (run.end - run.start).min(left);
+                end = run.start + taken;
+                left -= taken;
             }
             // Where nothing more is wanted this is the next part's beginning.
             if left == 0 && next.is_none() {
+                end = cut.at_or_behind(end).min(now.pages());
                 next = Some(Place { block: number, page: end });
             }
             now.clear(0..start);
@@ -283,12 +304,13 @@ impl Readable {
 
     /// So many of the pages from a place on, and after the end from the beginning on: rounds that follow one another so
     /// leave no page waiting for ever. The others stay owed, whoever takes them back ([`Owed::take_back`]).
-    pub fn part_around(self, from: Place, pages: u64) -> PartAround {
-        let (part, later, next) = self.part(from, pages);
+    pub fn part_around(self, from: Place, pages: u64, cut: Cut) -> PartAround {
+        let (part, later, next) = self.part(from, pages, cut);
         if let Some(next) = next {
             return PartAround { readable: part, later, next, is_around: false };
         }
-        let (more, later, next) = Self { owed: later }.part(Place::default(), pages - part.pages());
+        let left = pages.saturating_sub(part.pages());
+        let (more, later, next) = Self { owed: later }.part(Place::default(), left, cut);
         PartAround { readable: part.and(more.owed()), later, next: next.unwrap_or_default(), is_around: true }
     }
 
@@ -339,6 +361,8 @@ impl Readable {
 mod tests {
     use super::*;
 
+    const CUTS: [Cut; 2] = [Cut::Anywhere, Cut::BetweenClusters];
+
     struct Log(Vec<u64>, bool);
 
     impl DirtyLog for Log {
@@ -363,7 +387,9 @@ mod tests {
         blocks[2].set(0..1);
         blocks[2].set(511..1500);
         let whole = Owed { blocks, round: 7 };
-        for size in [1, 2, 512, 697, 698, 1000, 1688, 1689, u64::MAX] {
+        let sizes = [1, 2, 512, 697, 698, 1000, 1688, 1689, u64::MAX];
+        for (size, cut) in sizes.into_iter().flat_map(|size| CUTS.map(|cut| (size, cut))) {
+            let unit = if cut == Cut::Anywhere { 1 } else { 16 };
             let (mut owed, mut from) = (whole.clone(), Some(Place::default()));
             let mut sent = Owed {
                 blocks: owed.blocks.iter().map(|b| DirtyBitmap::new(b.pages() * 4096)).collect(),
@@ -371,11 +397,10 @@ mod tests {
             };
             let mut count = 0;
             while let Some(place) = from {
-                let (part, later, next) = Readable { owed }.part(place, size);
-                assert!(
-                    part.pages() <= size && part.pages() + later.pages() + sent.pages() == whole.pages(),
-                    "{size}"
-                );
+                let (part, later, next) = Readable { owed }.part(place, size, cut);
+                assert!(part.pages() < size.saturating_add(unit), "{size}");
+                assert_eq!(part.pages() + later.pages() + sent.pages(), whole.pages(), "{size}");
+                assert!(next.is_none_or(|next| next.page.is_multiple_of(unit)), "{size}: {next:?}");
                 count += part.pages();
                 sent.take_back(part.owed());
                 (owed, from) = (later, next);
@@ -384,7 +409,7 @@ mod tests {
         }
         // What is before the place has to wait.
         let from = Place { block: 2, page: 600 };
-        let (part, later, next) = Readable { owed: whole.clone() }.part(from, u64::MAX);
+        let (part, later, next) = Readable { owed: whole.clone() }.part(from, u64::MAX, Cut::Anywhere);
         assert_eq!((part.pages(), later.pages(), next), (900, whole.pages() - 900, None));
     }
 
@@ -393,20 +418,27 @@ mod tests {
     fn rounds_go_around() {
         let mut block = DirtyBitmap::new(4 << 20);
         block.set(0..1000);
-        let (mut owed, mut place) = (Owed { blocks: vec![block.clone()], round: 7 }, Place::default());
-        let mut ends = Vec::new();
-        for _ in 0..5 {
-            let around = Readable { owed }.part_around(place, 400);
-            assert_eq!((around.readable.pages(), around.later.pages()), (400, 600));
-            // The guest writes to all of them again.
-            owed = around.readable.give_up();
-            owed.take_back(&around.later);
-            ends.push((around.next.page, around.is_around));
-            place = around.next;
+        // Of a cluster that a part would end in, it takes all.
+        let expected = [
+            [(400, 400, false), (400, 800, false), (400, 200, true), (400, 600, false), (400, 1000, false)],
+            [(400, 400, false), (400, 800, false), (408, 208, true), (400, 608, false), (408, 16, true)],
+        ];
+        for (cut, expected) in CUTS.into_iter().zip(expected) {
+            let (mut owed, mut place) = (Owed { blocks: vec![block.clone()], round: 7 }, Place::default());
+            let parts = expected.map(|_| {
+                let around = Readable { owed: owed.clone() }.part_around(place, 400, cut);
+                let pages = around.readable.pages();
+                assert_eq!(pages + around.later.pages(), 1000);
+                // The guest writes to all of them again.
+                owed = around.readable.give_up();
+                owed.take_back(&around.later);
+                place = around.next;
+                (pages, around.next.page, around.is_around)
+            });
+            assert_eq!(parts, expected);
+            let all = Readable { owed }.part_around(place, 2000, cut);
+            assert_eq!((all.readable.pages(), all.later.pages(), all.is_around), (1000, 0, true));
         }
-        assert_eq!(ends, [(400, false), (800, false), (200, true), (600, false), (1000, false)]);
-        let all = Readable { owed }.part_around(place, 2000);
-        assert_eq!((all.readable.pages(), all.later.pages(), all.is_around), (1000, 0, true));
     }
 
     /// What is put off is not lost, and nothing is put off that is not owed.

@@ -7,7 +7,7 @@ use proto::message::WantedPage;
 
 use crate::dirty::DirtyBitmap;
 use crate::lock;
-use crate::round::{Owed, Place, Readable};
+use crate::round::{Cut, Owed, Place, Readable};
 
 /// What is left to be sent to a guest that runs elsewhere already. Taken from by several senders at a time.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ impl Remaining {
     pub fn take(&self, most_pages: u64) -> Option<Readable> {
         let mut left = lock(&self.0);
         let pages = left.pages.take().filter(|pages| pages.pages() > 0)?;
-        let part = pages.part_around(left.place, most_pages);
+        let part = pages.part_around(left.place, most_pages, Cut::Anywhere);
         left.place = part.next;
         left.pages = Some(Readable { owed: part.later });
         let mut readable = part.readable;

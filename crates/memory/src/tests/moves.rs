@@ -17,8 +17,8 @@ use super::references::FakeTemplates;
 use crate::deltas::MARKS_BYTES;
 use crate::deltas::tests::PAGE_SEED;
 use crate::{
-    Deltas, DirtyLog, Owed, Packing, Place, Presumed, Receiver, ReceiverEvent, Saving, Sender, Sent, Soft,
-    Templates, Worth, lock,
+    Cut, Deltas, DirtyLog, Owed, Packing, Place, Presumed, Receiver, ReceiverEvent, Saving, Sender, Sent,
+    Soft, Templates, Worth, lock,
 };
 
 /// A drain that does not fail.
@@ -190,7 +190,11 @@ impl Move {
             // Some of the pages wait, as many as are written to in a first pass, or do not go into a part.
             let (readable, later) = match dice.below(4) {
                 0 if !last => {
-                    let around = readable.part_around(place, 1 + dice.below(700));
+                    let around = readable.part_around(
+                        place,
+                        1 + dice.below(700),
+                        [Cut::Anywhere, Cut::BetweenClusters][dice.below(2) as usize],
+                    );
                     place = around.next;
                     (around.readable, Some(around.later))
                 }

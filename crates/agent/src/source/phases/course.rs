@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ::memory::{DirtyBitmap, Owed, PartAround, Place, Recent, RoundStats};
+use ::memory::{Cut, DirtyBitmap, Owed, PartAround, Place, Recent, RoundStats};
 use engine::precopy::{Sampling, Traced};
 
 use super::rounds::Looked;
@@ -97,7 +97,8 @@ impl Course {
             return Share { looked, later: None, until: None };
         };
         let (looked, later) = looked.divided(cargo, |readable| {
-            let PartAround { readable, later, next, is_around } = readable.part_around(self.place, pages);
+            let PartAround { readable, later, next, is_around } =
+                readable.part_around(self.place, pages, Cut::BetweenClusters);
             self.next = Some((next, is_around));
             (readable, later)
         });

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ::memory::{
-    DataStream, DirtyBitmap, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent,
+    Cut, DataStream, DirtyBitmap, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent,
 };
 use engine::handover::source::SourceEvent;
 use engine::precopy::{Decision, Held, Outlook, Policy, RoundObservation, Trace, Traced, Ways};
@@ -44,7 +44,7 @@ impl Looked {
 
     /// Only so many pages from a place on, what is left out, and where the next part begins; of a round of disks alone.
     pub(super) fn part(self, from: Place, pages: u64) -> (Self, Owed, Option<Place>) {
-        let (readable, later, next) = self.readable.part(from, pages);
+        let (readable, later, next) = self.readable.part(from, pages, Cut::BetweenClusters);
         let disk_pages = readable.pages();
         (Self { readable, disk_pages, ..self }, later, next)
     }

@@ -367,20 +367,6 @@ impl Arena {
         );
     }
 
-    /// What QEMU says of a guest that says nothing itself, twice, to see whether it moves.
-    fn registers(&self) -> String {
-        let shown = self.cluster.agent(self.at).cli(&["vm", "show", "vm1"]);
-        let Ok(shown) = serde_json::from_str::<Value>(&shown.stdout) else { return shown.stderr };
-        let ask = || {
-            let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str()?)).ok()?;
-            let status = monitor.command("query-status", &serde_json::json!({})).ok()?;
-            let line = serde_json::json!({ "command-line": "info registers" });
-            let registers = monitor.command("human-monitor-command", &line).ok()?;
-            Some(format!("{status} {}", registers.as_str()?.lines().take(6).collect::<Vec<_>>().join(" ")))
-        };
-        format!("{:?}\n{:?}", ask(), ask())
-    }
-
     pub fn check_guest(&self, what: &str) {
         let serial =
             if self.at == "a" && self.guest.as_ref().is_some_and(|guest| self.qemus("a") == [guest.pid()]) {
@@ -390,9 +376,9 @@ impl Arena {
             };
         let check = serial.unwrap_or_else(|error| {
             let logs = ["a", "b"].map(|name| tail(&self.cluster.agent(name).log()));
-            let registers = self.registers();
+            let said = self.cluster.what_qemu_says(self.at, "vm1");
             panic!(
-                "{what}: the guest at {} does not answer: {error}\n{registers}\n{}\n---\n{}",
+                "{what}: the guest at {} does not answer: {error}\n{said}\n{}\n---\n{}",
                 self.at, logs[0], logs[1]
             )
         });

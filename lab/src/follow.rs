@@ -18,6 +18,9 @@ use crate::error::{Context, Error, Result};
 /// The deadline where a test has no better one: far beyond anything but a hang, on a machine however loaded.
 pub const DEADLINE: Duration = Duration::from_mins(2);
 
+/// The longest that somebody is waited for who says that he is at it.
+const LONGEST: Duration = Duration::from_mins(15);
+
 /// A growing file, read line by line.
 #[derive(Debug)]
 pub struct Follow {
@@ -75,15 +78,31 @@ impl Follow {
         &mut self,
         awaited: &str,
         deadline: Duration,
+        wanted: impl FnMut(&str) -> bool,
+    ) -> Result<String> {
+        self.wait_while(awaited, deadline, |_| false, wanted)
+    }
+
+    /// The same, of somebody who may need long and says so: the deadline is counted from the last line that tells that
+    /// he `is_at_it`, a quarter of an hour at the most.
+    pub fn wait_while(
+        &mut self,
+        awaited: &str,
+        deadline: Duration,
+        mut is_at_it: impl FnMut(&str) -> bool,
         mut wanted: impl FnMut(&str) -> bool,
     ) -> Result<String> {
         let start = Instant::now();
+        let mut until = deadline;
         loop {
             // Before reading: what a process wrote before it ended must still be found.
             let ended = self.writer.as_ref().is_some_and(is_readable);
             while let Some(line) = self.next_now()? {
                 if wanted(&line) {
                     return Ok(line);
+                }
+                if is_at_it(&line) {
+                    until = (start.elapsed() + deadline).min(LONGEST);
                 }
             }
             let awaited = || awaited.to_owned();
@@ -94,7 +113,7 @@ impl Follow {
                     tail: self.tail(),
                 });
             }
-            let Some(left) = deadline.checked_sub(start.elapsed()) else {
+            let Some(left) = until.checked_sub(start.elapsed()) else {
                 return Err(Error::Timeout {
                     log: self.path.clone(),
                     waited_ms: start.elapsed().as_millis(),

@@ -38,6 +38,8 @@ pub struct Tick {
     pub verified: u64,
     /// Times that all pages were verified.
     pub passes: u64,
+    /// Checks of the disk that are under way.
+    pub checking: u64,
     /// Reads of the disk so far.
     pub disk_reads: u64,
     /// Writes to the disk so far, each of which the disk had acknowledged.
@@ -120,6 +122,8 @@ impl Serial {
         deadline: Duration,
         wanted: impl FnMut(&str) -> bool,
     ) -> Result<String> {
+        // A check of the disk takes as long as the disk.
+        let is_checking = |line: &str| Tick::parse(line).is_some_and(|tick| tick.checking > 0);
         let mut output = self.follow_from_now()?;
         let context = || format!("cannot write to {}", self.socket.display());
         let mut input = UnixStream::connect(&self.socket).context(context)?;
@@ -128,7 +132,7 @@ impl Serial {
         // what comes back must be taken, or the guest's output stops; the log has it too.
         let mut drained = input.try_clone().context(context)?;
         let drain = thread::spawn(move || io::copy(&mut drained, &mut io::sink()));
-        let answer = output.wait_for(awaited, deadline, wanted);
+        let answer = output.wait_while(awaited, deadline, is_checking, wanted);
         // QEMU may have ended meanwhile, and taken the connection along.
         let _ = input.shutdown(Shutdown::Both);
         let _ = drain.join();
@@ -269,6 +273,7 @@ impl Tick {
             writes: value(line, "writes"),
             verified: value(line, "verified"),
             passes: value(line, "passes"),
+            checking: value(line, "checking"),
             disk_reads: value(line, "disk_reads"),
             disk_writes: value(line, "disk_writes"),
             wrong: value(line, "wrong"),

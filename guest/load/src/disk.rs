@@ -109,12 +109,33 @@ impl DiskLoad {
         Ok(Self { counts, asks })
     }
 
-    /// Has every reader check all it has read, and every writer all it may have written; answers how many blocks that
-    /// were.
-    pub(crate) fn check(&self) -> u64 {
+    /// Has every reader check all it has read, and every writer all it may have written.
+    pub(crate) fn check(&self) -> DiskCheck {
         let (answer, answers) = mpsc::channel();
-        let asked = self.asks.iter().filter(|ask| ask.send(answer.clone()).is_ok()).count();
-        answers.iter().take(asked).sum()
+        for ask in &self.asks {
+            let _ = ask.send(answer.clone());
+        }
+        DiskCheck { answers, blocks: 0 }
+    }
+}
+
+/// Readers and writers are checking.
+#[derive(Debug)]
+pub(crate) struct DiskCheck {
+    answers: mpsc::Receiver<u64>,
+    blocks: u64,
+}
+
+impl DiskCheck {
+    /// How many blocks were checked, once all of them have been.
+    pub(crate) fn result(&mut self) -> Option<u64> {
+        loop {
+            match self.answers.try_recv() {
+                Ok(blocks) => self.blocks += blocks,
+                Err(mpsc::TryRecvError::Empty) => return None,
+                Err(mpsc::TryRecvError::Disconnected) => return Some(self.blocks),
+            }
+        }
     }
 }
 

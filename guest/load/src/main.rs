@@ -4,16 +4,16 @@
 //! It runs as the only program of the tiny guest, on the serial line. What it prints, one line each:
 //!
 //! - `FILLED pages=N` when the memory has been written for the first time;
-//! - each second `tick n=… uptime_ms=… longest_stall_ms=… writes=… verified=… passes=… disk_reads=… disk_writes=… wrong=…`;
+//! - each second `tick n=… uptime_ms=… longest_stall_ms=… writes=… verified=… passes=… disk_reads=… disk_writes=… checking=… wrong=…`;
 //!   `longest_stall_ms` is the longest time since the last tick in which the program could not run, `writes` and
-//!   `verified` count pages, `passes` whole verifications;
+//!   `verified` count pages, `passes` whole verifications; `checking` is how many checks of the disk are under way;
 //! - `WRONG page N word=… expected=… found=…`, as soon as a page is found that is not what was written last; the run goes
 //!   on.
 //!
 //! It answers what comes on its input:
 //!
-//! - `check ID`: `CHECK ok id=ID pages=… disk_blocks=… n=… wrong=0` (or `CHECK wrong …`): everything was verified at once.
-//!   It is `wrong` when anything ever was;
+//! - `check ID`: `CHECK ok id=ID pages=… disk_blocks=… n=… wrong=0` (or `CHECK wrong …`): memory was verified at once, and
+//!   then the disk, which may take long. It is `wrong` when anything ever was;
 //! - `set KEY=VALUE …` changes settings (see [`options`]): `SET KEY=VALUE …`;
 //! - `trace N COUNT` tells what was done in COUNT hundredths of a second from the Nth on (see [`progress`]):
 //!   `TRACE slot_ms=… first=… work=… gap=…`;
@@ -36,7 +36,7 @@ use std::sync::mpsc::{self, Receiver};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use disk::DiskLoad;
+use disk::{DiskCheck, DiskLoad};
 use memory::{Memory, Recipe};
 use options::Options;
 use progress::Progress;
@@ -159,6 +159,8 @@ struct Load {
     options: Options,
     memory: Memory,
     disk: Option<DiskLoad>,
+    /// Checks that are under way, by what they are called.
+    checks: Vec<(String, DiskCheck)>,
     progress: Progress,
     start: Instant,
     next_write: usize,
@@ -175,6 +177,7 @@ impl Load {
             options,
             memory,
             disk,
+            checks: Vec::new(),
             progress: Progress::default(),
             start: Instant::now(),
             next_write: 0,
@@ -205,6 +208,7 @@ impl Load {
                 last = Instant::now();
                 continue;
             }
+            self.tell_of_checks();
             let write = writing.due(self.options.rate_mib_per_s, now);
             if write {
                 self.write();
@@ -256,7 +260,7 @@ impl Load {
     fn tick(&mut self, longest_stall: Duration) {
         self.ticks += 1;
         tell(&format!(
-            "tick n={} uptime_ms={} longest_stall_ms={:.1} writes={} verified={} passes={} disk_reads={} disk_writes={} wrong={}",
+            "tick n={} uptime_ms={} longest_stall_ms={:.1} writes={} verified={} passes={} disk_reads={} disk_writes={} checking={} wrong={}",
             self.ticks,
             self.start.elapsed().as_millis(),
             longest_stall.as_secs_f64() * 1e3,
@@ -265,7 +269,33 @@ impl Load {
             self.verified / (self.memory.len() as u64).max(1),
             self.disk.as_ref().map_or(0, |disk| disk.counts.reads.load(Relaxed)),
             self.disk.as_ref().map_or(0, |disk| disk.counts.writes.load(Relaxed)),
+            self.checks.len(),
             self.all_wrong(),
+        ));
+    }
+
+    /// Tells of the checks that have ended.
+    fn tell_of_checks(&mut self) {
+        let mut ended = Vec::new();
+        self.checks.retain_mut(|(id, check)| match check.result() {
+            Some(blocks) => {
+                ended.push((std::mem::take(id), blocks));
+                false
+            }
+            None => true,
+        });
+        for (id, blocks) in ended {
+            self.tell_of_check(&id, blocks);
+        }
+    }
+
+    fn tell_of_check(&self, id: &str, blocks: u64) {
+        let wrong = self.all_wrong();
+        tell(&format!(
+            "CHECK {} id={id} pages={} disk_blocks={blocks} n={} wrong={wrong}",
+            if wrong == 0 { "ok" } else { "wrong" },
+            self.memory.len(),
+            self.ticks,
         ));
     }
 
@@ -273,16 +303,16 @@ impl Load {
         let mut words = line.split_ascii_whitespace();
         match words.next() {
             Some("check") => {
+                let id = words.next().unwrap_or("-");
+                // Whoever asks again has not heard of it yet.
+                if self.checks.iter().any(|(known, _)| known == id) {
+                    return;
+                }
                 self.verify(self.memory.len());
-                let blocks = self.disk.as_ref().map_or(0, DiskLoad::check);
-                let wrong = self.all_wrong();
-                tell(&format!(
-                    "CHECK {} id={} pages={} disk_blocks={blocks} n={} wrong={wrong}",
-                    if wrong == 0 { "ok" } else { "wrong" },
-                    words.next().unwrap_or("-"),
-                    self.memory.len(),
-                    self.ticks,
-                ));
+                match &self.disk {
+                    Some(disk) => self.checks.push((id.to_owned(), disk.check())),
+                    None => self.tell_of_check(id, 0),
+                }
             }
             Some("set") => match words.try_for_each(|word| self.options.set(word)) {
                 Ok(()) => tell(&format!("SET {}", line["set".len()..].trim())),

@@ -19,7 +19,7 @@ use crate::error::{Context, Error, Result};
 pub const DEADLINE: Duration = Duration::from_mins(2);
 
 /// The longest that somebody is waited for who says that he is at it.
-const LONGEST: Duration = Duration::from_mins(15);
+pub(crate) const LONGEST: Duration = Duration::from_mins(5);
 
 /// A growing file, read line by line.
 #[derive(Debug)]
@@ -84,7 +84,7 @@ impl Follow {
     }
 
     /// The same, of somebody who may need long and says so: the deadline is counted from the last line that tells that
-    /// he `is_at_it`, a quarter of an hour at the most.
+    /// he `is_at_it`, [`LONGEST`] at the most.
     pub fn wait_while(
         &mut self,
         awaited: &str,

@@ -11,7 +11,7 @@ use std::time::Duration;
 use whimbrel_guest_load::checksum;
 
 use crate::error::{Context, Error, Result};
-use crate::follow::{DEADLINE, Follow};
+use crate::follow::{DEADLINE, Follow, LONGEST};
 
 /// A guest's serial line: a socket for its input, a log with its output. The guest may be any: one that was started
 /// here, or one that has moved.
@@ -224,7 +224,9 @@ impl Serial {
             attempts += 1;
             let answer = self.ask(question, &awaited, patience, &mut is_answer);
             match answer.map(|line| whole(&line).unwrap_or_default().to_owned()) {
-                Err(Error::Timeout { .. }) if attempts < ATTEMPTS => {}
+                // Who has said all the while that he is at it, and comes to no end, has understood.
+                Err(Error::Timeout { waited_ms, .. })
+                    if attempts < ATTEMPTS && waited_ms < LONGEST.as_millis() => {}
                 Ok(answer) if answer.starts_with("ERROR ") => {
                     if attempts == ATTEMPTS {
                         return Err(Error::Config(format!("{question}: the guest answers: {answer}")));

@@ -9,6 +9,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, mpsc};
@@ -21,6 +22,8 @@ use whimbrel_guest_load::{PAGE_BYTES, fill_disk, mix, wrong_disk_block};
 const READ: usize = 16 << 10;
 /// Blocks of a read or a write.
 const BLOCKS: u64 = (READ / PAGE_BYTES) as u64;
+/// Places that are read at once where all of them are checked: a slow disk counts requests.
+const CHECKED_AT_ONCE: usize = 64;
 /// `O_DIRECT` on x86-64.
 const O_DIRECT: i32 = 0o40000;
 /// Between two writes of a thread: a disk that is written to, not one that does nothing else.
@@ -31,6 +34,10 @@ const PATH: &str = "/dev/vda";
 #[repr(align(4096))]
 #[derive(Clone)]
 struct Slot([u8; READ]);
+
+/// Where a writer keeps what it writes, and what it reads back.
+#[repr(align(4096))]
+struct Slots([[u8; READ]; CHECKED_AT_ONCE]);
 
 /// Counts that all threads share.
 #[derive(Debug, Default)]
@@ -72,6 +79,7 @@ pub(crate) struct DiskLoad {
 
 impl DiskLoad {
     /// Starts readers that share `mib` of memory, and writers that share the second half of the disk.
+    #[expect(clippy::large_stack_arrays, reason = "a megabyte, on the stack of the first thread")]
     pub(crate) fn start(readers: usize, writers: usize, mib: usize) -> io::Result<Self> {
         let counts = Arc::new(Counts::default());
         let places = disk_blocks()? / BLOCKS;
@@ -100,7 +108,7 @@ impl DiskLoad {
                 file: open(true)?,
                 first: (read_only + n * share) * BLOCKS,
                 versions: vec![0; share as usize],
-                buffer: Box::new(Slot([0; READ])),
+                buffer: Box::new(Slots([[0; READ]; CHECKED_AT_ONCE])),
                 counts: Arc::clone(&counts),
             };
             let asked = asked();
@@ -190,7 +198,8 @@ struct Writer {
     first: u64,
     /// What each place of its own holds.
     versions: Vec<u32>,
-    buffer: Box<Slot>,
+    /// For one place when it is written to, for many when all are checked.
+    buffer: Box<Slots>,
     counts: Arc<Counts>,
 }
 
@@ -198,12 +207,15 @@ impl Writer {
     fn run(mut self, mut random: u64, asked: &mpsc::Receiver<mpsc::Sender<u64>>) {
         loop {
             while let Ok(answer) = asked.try_recv() {
-                let blocks = (0..self.versions.len()).map(|place| self.check(place)).sum();
+                let all = 0..self.versions.len();
+                let pieces = all.clone().step_by(CHECKED_AT_ONCE);
+                let blocks =
+                    pieces.map(|first| self.check(first..all.end.min(first + CHECKED_AT_ONCE))).sum();
                 let _ = answer.send(blocks);
             }
             random = mix(random);
             let place = (random >> 32) as usize % self.versions.len().max(1);
-            self.check(place);
+            self.check(place..place + 1);
             self.write(place);
             thread::sleep(PAUSE);
         }
@@ -213,21 +225,25 @@ impl Writer {
         self.first + place as u64 * BLOCKS
     }
 
-    fn check(&mut self, place: usize) -> u64 {
-        let first = self.block(place);
-        let read = self.file.read_exact_at(&mut self.buffer.0, first * PAGE_BYTES as u64);
-        if self.counts.done(read, &self.counts.reads)
-            && let Some(block) = wrong_disk_block(first, self.versions[place], &self.buffer.0)
-        {
-            self.counts.is_wrong(&format!("block {block} of the disk, version {}", self.versions[place]));
+    /// Reads these places at once. How many blocks they have.
+    fn check(&mut self, places: Range<usize>) -> u64 {
+        let from = self.block(places.start) * PAGE_BYTES as u64;
+        let read = self.file.read_exact_at(self.buffer.0[..places.len()].as_flattened_mut(), from);
+        if self.counts.done(read, &self.counts.reads) {
+            for (place, slot) in places.clone().zip(&self.buffer.0) {
+                let version = self.versions[place];
+                if let Some(block) = wrong_disk_block(self.block(place), version, slot) {
+                    self.counts.is_wrong(&format!("block {block} of the disk, version {version}"));
+                }
+            }
         }
-        BLOCKS
+        places.len() as u64 * BLOCKS
     }
 
     fn write(&mut self, place: usize) {
         let (first, version) = (self.block(place), self.versions[place].wrapping_add(1));
-        fill_disk(first, version, &mut self.buffer.0);
-        let written = self.file.write_all_at(&self.buffer.0, first * PAGE_BYTES as u64);
+        fill_disk(first, version, &mut self.buffer.0[0]);
+        let written = self.file.write_all_at(&self.buffer.0[0], first * PAGE_BYTES as u64);
         if self.counts.done(written, &self.counts.writes) {
             self.versions[place] = version;
         }

@@ -20,6 +20,8 @@ use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -33,6 +35,9 @@ pub use storage::{LoopDevice, SmallFileSystem};
 
 /// The program under test.
 pub const WHIMBREL: &str = env!("CARGO_BIN_EXE_whimbrel");
+
+/// Far beyond what any command of a test takes, migrations on a loaded machine among them.
+const LONGEST_COMMAND: Duration = Duration::from_mins(10);
 
 /// How a cluster differs from the usual one.
 #[derive(Clone, Debug)]
@@ -100,8 +105,19 @@ pub struct Said {
 }
 
 impl Said {
+    /// Runs it to its end. What comes to none is killed, so that a test says where it stood.
     pub fn by(command: &mut Command) -> Self {
-        let output = command.output().unwrap();
+        let child =
+            command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let (pid, (ended, end)) = (child.id(), mpsc::channel::<()>());
+        let guard = thread::spawn(move || {
+            if end.recv_timeout(LONGEST_COMMAND) == Err(mpsc::RecvTimeoutError::Timeout) {
+                lab::kill_pid(pid).unwrap();
+            }
+        });
+        let output = child.wait_with_output().unwrap();
+        drop(ended);
+        guard.join().unwrap();
         Self {
             code: output.status.code().unwrap_or(-1),
             stdout: String::from_utf8_lossy(&output.stdout).into_owned(),
@@ -276,7 +292,7 @@ impl Cluster {
                 return;
             }
             assert!(Instant::now() < deadline, "{list:#}\n{}", self.a.log());
-            std::thread::sleep(Duration::from_millis(20));
+            thread::sleep(Duration::from_millis(20));
         }
     }
 
@@ -356,7 +372,7 @@ impl Agent {
         while self.cli(&["vm", "list"]).code != 0 {
             assert!(daemon.is_running(), "agent {} ended: {}", self.name, self.log());
             assert!(Instant::now() < deadline, "agent {} does not answer: {}", self.name, self.log());
-            std::thread::sleep(Duration::from_millis(20));
+            thread::sleep(Duration::from_millis(20));
         }
         self.daemon = Some(daemon);
     }
@@ -441,7 +457,7 @@ impl Agent {
                 return;
             }
             assert!(Instant::now() < deadline, "{} does not settle: {vms}\n{}", self.name, self.log());
-            std::thread::sleep(Duration::from_millis(50));
+            thread::sleep(Duration::from_millis(50));
         }
     }
 }
@@ -463,7 +479,7 @@ pub fn until(what: &str, is_so: impl Fn() -> bool) {
     let deadline = Instant::now() + DEADLINE;
     while !is_so() {
         assert!(Instant::now() < deadline, "in vain: {what}");
-        std::thread::sleep(Duration::from_millis(20));
+        thread::sleep(Duration::from_millis(20));
     }
 }
 

@@ -177,17 +177,17 @@ pub fn cases() -> Vec<(Case, Vec<Mover>)> {
     let diabolical = Case { patience_s: 240, ..case("diabolical", Workload::Writer, 100) };
     let live = vec![MemoryOnly, Whimbrel, Mirror];
     let web = vec![MemoryOnly, Whimbrel, WhimbrelPlain, Mirror];
-    let frozen = [web.clone(), vec![Scp, Rsync]].concat();
+    let copied = [Scp, Rsync];
     vec![
-        (case("static", Workload::Static, 100), web),
-        (case("dynamic", Workload::Board, 100), frozen),
+        (case("static", Workload::Static, 100), web.clone()),
+        (case("dynamic", Workload::Board, 100), [&web[..], &copied].concat()),
         (case("video", Workload::Video, 100), live.clone()),
         (diabolical, vec![Whimbrel, WhimbrelThreshold, WhimbrelDrain, Mirror]),
         (case("io", Workload::Io, 100), Vec::new()),
         (case("static-1g", Workload::Static, 1000), live.clone()),
         (case("dynamic-1g", Workload::Board, 1000), live.clone()),
-        (far(case("dynamic-wan", Workload::Board, 20)), live.clone()),
-        (far(case("dynamic-wan-5m", Workload::Board, 5)), live),
+        (far(case("dynamic-wan", Workload::Board, 20)), [&live[..], &copied].concat()),
+        (far(case("dynamic-wan-5m", Workload::Board, 5)), [&live[..], &copied].concat()),
     ]
 }
 

@@ -19,8 +19,6 @@ use crate::run::run;
 /// Where the destination waits for the disk, and for memory.
 const NBD_PORT: u16 = 7800;
 const PORT: u16 = 7801;
-/// QEMU's own default.
-const DOWNTIME_LIMIT_MS: u64 = 300;
 /// From one look at the mirror to the next.
 const LOOK: Duration = Duration::from_millis(50);
 /// The disk at both sides, and the source's way to the other one.
@@ -67,7 +65,7 @@ pub(super) fn by_mirror(stage: &Stage<'_>) -> Result<End> {
     };
     from.command("migrate-set-capabilities", &capabilities(&["events", "pause-before-switchover"]))?;
     to.command("migrate-set-capabilities", &capabilities(&["events"]))?;
-    let limits = json!({ "max-bandwidth": UNLIMITED, "downtime-limit": DOWNTIME_LIMIT_MS });
+    let limits = json!({ "max-bandwidth": UNLIMITED, "downtime-limit": stage.case.max_downtime_ms });
     from.command("migrate-set-parameters", &limits)?;
     let uri = format!("tcp:{host}:{PORT}");
     to.command("migrate-incoming", &json!({ "uri": uri }))?;

@@ -26,6 +26,8 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, mover: Mover) -> Result<End> {
         Mover::WhimbrelPlain => [&["--disks=copy"], &PLAIN[..]].concat(),
         _ => vec!["--disks=copy"],
     };
+    let max_downtime = format!("--max-downtime={}", stage.case.max_downtime_ms);
+    words.push(&max_downtime);
     if stage.compare {
         words.push("--verify");
     }

@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::{
-    Cluster, Device, Disk, Guest, GuestSpec, Load, LoopDevice, QemuVersion, Said, Setup, SmallFileSystem,
-    entries, until,
+    Cluster, DEADLINE, Device, Disk, Guest, GuestSpec, Load, LoopDevice, QemuVersion, Said, Setup,
+    SmallFileSystem, entries, until,
 };
-use lab::disk;
+use lab::{Direction, disk};
 use serde_json::{Value, json};
 
 /// Runs one of QEMU's tools on an image, and returns what it says.
@@ -226,6 +226,41 @@ fn an_image_that_was_left_is_removed_on_demand() {
     let refused = cluster.b.cli(&["images", "remove", "vm1"]);
     assert!(refused.code == 1 && refused.stdout.contains("was changed"), "{refused:?}");
     assert!(there.exists());
+}
+
+/// An agent that is started anew when the guest may be at the other host already knows of both images: whoever has to decide
+/// is told where they are, and the one that was left is listed.
+#[test]
+fn an_agent_that_was_started_anew_knows_the_images() {
+    let mut cluster = Cluster::with(&Setup { pool: true, fault_harness: true, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.raw");
+    disk::known_content(&qemu, &image, "raw", 16).unwrap();
+    let _guest = guest_with(&cluster, &image, "raw");
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want("source/stopped/ready[no-register]:after-1-journal");
+    let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
+    let held = faults.held(DEADLINE).unwrap();
+    // GO does not get through.
+    cluster.lab.cut(Direction::AToB).unwrap();
+    cluster.a.kill();
+    held.release();
+    drop(migration.wait_with_output());
+    cluster.a.start();
+    let [there] = &entries(&pool(&cluster.lab.b))[..] else { panic!("not one image") };
+    let there = pool(&cluster.lab.b).join(there);
+    let asked = cluster.a.cli(&["recover", "vm1"]).json();
+    let known = asked["known"].as_array().unwrap();
+    assert!(known.iter().any(|line| line.as_str().unwrap().contains(there.to_str().unwrap())), "{asked:#}");
+
+    cluster.lab.heal().unwrap();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    cluster.guest_is_whole("b", "vm1");
+    let listed = cluster.a.cli(&["images", "list"]).ok().json();
+    assert_eq!((&listed[0]["path"], &listed[0]["to"]), (&json!(image), &json!("b")), "{listed:#}");
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert_eq!(image_of(&report), there);
 }
 
 /// How many bytes of a range an image holds, by a program that had no part in copying.

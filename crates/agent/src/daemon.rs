@@ -115,6 +115,7 @@ impl Agent {
         };
         let daemon = Arc::new(Daemon { context: Arc::new(context), drivers: Mutex::default(), witness });
         crate::preflight::end_probes(&daemon.context);
+        crate::preflight::end_looks(&daemon.context.config.run_dir);
         daemon.take_up()?;
         let peers = Arc::clone(&daemon);
         let address = listener.address();

@@ -9,7 +9,7 @@ mod room;
 
 pub(crate) use binaries::{Emulators, end_probes};
 pub(crate) use disks::{Planned, proposed_disks};
-pub(crate) use room::measure;
+pub(crate) use room::{end_looks, measure};
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -129,16 +129,20 @@ impl GraphEdge {
 }
 
 impl Graph {
-    /// To give up what was given up kills QEMU; the other mistake leaves locks until this QEMU ends. So one disk that
-    /// was given up (others were plugged in since) decides, and images that are only read count for nothing.
+    /// To give up what was given up kills QEMU; the other mistake leaves locks until this QEMU ends. So one image that
+    /// was given up decides, if others were plugged in since, or taken back to be copied. Images that are only read
+    /// are given up too: their device may not even read then.
     fn disks(&self, nodes: &[BlockNode]) -> Disks {
         let node = |id: u64| self.nodes.iter().find(|node| node.id == id);
-        let is_device = |id: u64| node(id).is_some_and(|node| node.r#type == "block-backend");
+        // Exports of what is copied are nameless.
+        let is_device =
+            |id: u64| node(id).is_some_and(|node| node.r#type == "block-backend" && !node.name.is_empty());
         let is_writable = |id: u64| {
             node(id).is_some_and(|node| nodes.iter().any(|one| one.node_name == node.name && !one.ro))
         };
-        let given_up =
-            |edge: &GraphEdge| is_device(edge.parent) && is_writable(edge.child) && !edge.may_write();
+        let given_up = |edge: &GraphEdge| {
+            is_device(edge.parent) && (edge.perm.is_empty() || (is_writable(edge.child) && !edge.may_write()))
+        };
         let held = self.edges.iter().any(GraphEdge::may_write) && !self.edges.iter().any(given_up);
         if held { Disks::Held } else { Disks::GivenUp }
     }
@@ -303,9 +307,9 @@ mod tests {
     fn the_permissions_tell_whose_the_disks_are() {
         const DISK: u64 = 0;
         const CD: u64 = 1;
-        // Device to format, or format to file.
+        // Device or export to format, or format to file.
         let whose = |edges: &[(&str, u64, &[&str])]| {
-            let names = ["disk", "cd", "file"];
+            let names = ["disk", "cd", ""];
             let kinds = ["block-backend", "block-driver"];
             let nodes: Vec<_> = kinds
                 .iter()
@@ -317,6 +321,7 @@ mod tests {
                 .iter()
                 .map(|(parent, node, perm)| match *parent {
                     "device" => json!({"parent": node, "child": node + 3, "perm": perm}),
+                    "export" => json!({"parent": 2, "child": node + 3, "perm": perm}),
                     _ => json!({"parent": node + 3, "child": 5, "perm": perm}),
                 })
                 .collect();
@@ -336,6 +341,12 @@ mod tests {
         assert_eq!(whose(&arrived), Disks::GivenUp);
         // One more was plugged in since.
         assert_eq!(whose(&[&saved[..], &ran[..1]].concat()), Disks::GivenUp);
+        // It is copied.
+        assert_eq!(whose(&[&ran[..], &[("export", DISK, read)]].concat()), Disks::Held);
+        // The disk was taken back, to be copied: the other image was not.
+        let copied =
+            [("device", DISK, write), ("device", CD, &[]), ("format", DISK, write), ("export", DISK, read)];
+        assert_eq!(whose(&copied), Disks::GivenUp);
         // Nobody uses what is there; nothing is written; nothing is there.
         assert_eq!(whose(&[("format", DISK, write)]), Disks::Held);
         assert_eq!(whose(&[("device", CD, read)]), Disks::GivenUp);

@@ -258,11 +258,7 @@ impl Daemon {
         let surveyed = preflight::source(&mut vm, &allowed)
             .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, vms::advice(&record.vm)))?;
         let mut disks = preflight::proposed_disks(&surveyed.disks, request)?;
-        preflight::measure(
-            &surveyed.disks,
-            &mut disks,
-            &context.config.run_dir.join(format!("{}.room", record.vm)),
-        );
+        preflight::measure(&surveyed.disks, &mut disks, &context.config.run_dir);
         let proposal = Proposal {
             reply_to: context.config.listen.to_string(),
             streams: request.streams.unwrap_or(context.config.limits.streams),

@@ -1,5 +1,6 @@
 //! Which of a guest's disks are copied, and where to.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use proto::MigrationId;
@@ -70,7 +71,9 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
         wanted: request.disk.get(&disk.name).copied().unwrap_or(request.disks),
         leaves_snapshots: request.leave_snapshots,
     };
-    Ok(written.into_iter().map(proposed).collect())
+    // Two devices on one node are one disk, that both call by the node's name.
+    let mut seen = BTreeSet::new();
+    Ok(written.into_iter().filter(|disk| seen.insert(&disk.name)).map(proposed).collect())
 }
 
 /// The disk with the image that it will have here, as the journal has it until the VM's QEMU is asked itself.
@@ -135,7 +138,10 @@ pub(super) fn plan(
             ));
             continue;
         }
-        plan.findings.extend(has_its_file_too(disk, &vm.disks).or_else(|| is_read_at_its_peril(disk, vm)));
+        let peril = has_its_file_too(disk, &vm.disks)
+            .or_else(|| is_read_at_its_peril(disk, vm))
+            .or_else(|| grows_when_it_is_read(disk, &vm.options));
+        plan.findings.extend(peril);
         plan.findings
             .extend(snapshots_left(disk, wanted.leaves_snapshots).into_iter().chain(bitmaps_left(disk)));
         let place = pool.place(id, &wanted.name, disk.format.as_deref(), &unique());
@@ -158,16 +164,48 @@ pub(super) fn plan(
     plan
 }
 
-/// Two drives over one file see each other's writes; each with an image of its own would not.
+/// Two drives over one file see each other's writes; each with an image of its own would not. Nor do two devices on one
+/// node, which is one disk with one name.
 fn has_its_file_too(disk: &Disk, all: &[Disk]) -> Option<Finding> {
     let file = disk.file.as_ref()?;
-    let other = all.iter().find(|other| other.name != disk.name && other.file.as_ref() == Some(file))?;
+    let is_other = |other: &&Disk| !std::ptr::eq(*other, disk) && other.file.as_ref() == Some(file);
+    let other = all.iter().find(is_other)?;
     let what = format!(
         "disks {} and {} are one file, {file}, and copies of them would be two",
         disk.name, other.name
     );
     let advice = "put it on storage that both hosts see and say `--disk NAME=shared` of both";
     Some(finding(Severity::Blocker, "disk-twice-copy", what, advice))
+}
+
+/// With copy-on-read QEMU writes into an overlay whatever is read of what it lies on: to copy the disk would fill it, and
+/// the source's storage with it.
+fn grows_when_it_is_read(disk: &Disk, options: &[Given]) -> Option<Finding> {
+    const COPY_ON_READ: &str = "copy-on-read";
+    if disk.backing_files.is_empty() {
+        return None;
+    }
+    // A node above the image, of the one kind or another, or an option of the drive.
+    let has_filter = disk.nodes.as_ref().is_some_and(|nodes| nodes.top != nodes.image);
+    let is_on = |option: &Given| match option.name.as_str() {
+        "blockdev" => has_filter && option.value.as_ref().is_some_and(|value| value.contains(COPY_ON_READ)),
+        "drive" => {
+            let given = option.parsed();
+            given.get("id").as_ref() == Some(&disk.name)
+                && given.get(COPY_ON_READ).is_some_and(|word| word != "off")
+        }
+        _ => false,
+    };
+    if !options.iter().any(is_on) {
+        return None;
+    }
+    let what = format!(
+        "disk {} is read with copy-on-read: copying it would write all of {} into its own image",
+        disk.name,
+        disk.backing_files.join(", ")
+    );
+    let advice = "start the VM without copy-on-read; or put the disk on storage that both hosts see and say `--disk NAME=shared`";
+    Some(finding(Severity::Blocker, "disk-copy-on-read-copy", what, advice))
 }
 
 /// Up to QEMU 8 the server from which a disk is read ends QEMU (`nbd_blockdev_client_closed: Assertion
@@ -288,7 +326,7 @@ fn is_elsewhere(disk: &Disk, sights: &[DiskSight]) -> bool {
 
 /// A word that no other migration has, whatever became of the journals: what is removed by its name is removed by
 /// nobody else's.
-fn unique() -> String {
+pub(super) fn unique() -> String {
     let mut word = [0_u8; 8];
     // Without the kernel's numbers the clock has to do.
     if rustix::rand::getrandom(&mut word, rustix::rand::GetRandomFlags::empty()) != Ok(word.len()) {
@@ -332,6 +370,8 @@ fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Findin
 
 #[cfg(test)]
 mod tests {
+    use qemu::describe::DiskNodes;
+
     use super::*;
 
     fn disk((name, file): (&str, &str)) -> Disk {
@@ -361,6 +401,36 @@ mod tests {
         assert!(found[0].as_ref().is_some_and(|what| what.contains("two") && what.contains("/srv/a.raw")));
         assert!(found[1].as_ref().is_some_and(|what| what.contains("one")));
         assert_eq!(found[2], None);
+        // Two devices on one node.
+        let disks = [("node", "/srv/a.raw"), ("node", "/srv/a.raw")].map(disk);
+        assert!(disks.iter().all(|disk| has_its_file_too(disk, &disks).is_some()));
+    }
+
+    #[test]
+    fn a_disk_that_would_fill_by_being_read_is_not_copied() {
+        let over = |top: &str| Disk {
+            backing_files: vec!["/srv/base.raw".to_owned()],
+            nodes: Some(DiskNodes {
+                top: top.to_owned(),
+                image: "image".to_owned(),
+                format: "qcow2".to_owned(),
+                below: Vec::new(),
+            }),
+            ..disk(("one", "/srv/a.qcow2"))
+        };
+        let given = |name: &str, value: &str| [Given::new(name, value)];
+        let on = given("drive", "file=/srv/a.qcow2,id=one,copy-on-read=on");
+        assert!(grows_when_it_is_read(&over("image"), &on).is_some_and(|it| it.what.contains("base.raw")));
+        let alone = Disk { backing_files: Vec::new(), ..over("image") };
+        assert_eq!(grows_when_it_is_read(&alone, &on), None);
+        let others = given("drive", "file=/srv/b.qcow2,id=two,copy-on-read=on");
+        assert_eq!(grows_when_it_is_read(&over("image"), &others), None);
+        let off = given("drive", "file=/srv/a.qcow2,id=one,copy-on-read=off");
+        assert_eq!(grows_when_it_is_read(&over("image"), &off), None);
+        let filter =
+            given("blockdev", "{\"driver\":\"copy-on-read\",\"node-name\":\"top\",\"file\":\"image\"}");
+        assert!(grows_when_it_is_read(&over("top"), &filter).is_some());
+        assert_eq!(grows_when_it_is_read(&over("image"), &filter), None);
     }
 
     #[test]

@@ -13,6 +13,7 @@ use block::image::ImageError;
 use proto::message::{DiskWish, ProposedDisk};
 use qemu::describe::Disk;
 
+use super::disks::unique;
 use crate::verification::DiskImage;
 
 /// In such pieces images take their room: clusters of qcow2, chunks of thin pools, in bytes.
@@ -22,8 +23,13 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Of a disk at a time, in bytes.
 const STEP_BYTES: u64 = 16 << 30;
 
-/// Looks at the images of disks that may be copied; `socket` is for a server.
-pub(crate) fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], socket: &Path) {
+/// What the sockets of such looks end with.
+const SOCKET: &str = "room";
+
+/// Looks at the images of disks that may be copied; `run_dir` is for sockets of servers.
+pub(crate) fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], run_dir: &Path) {
+    // A VM that begins to move may be looked at by somebody else as well.
+    let socket = &run_dir.join(unique()).with_extension(SOCKET);
     let deadline = Instant::now() + PATIENCE;
     for wanted in proposed.iter_mut().filter(|disk| disk.wanted != DiskWish::Shared) {
         let disk = disks.iter().find(|disk| disk.name == wanted.name && !disk.encrypted);
@@ -37,6 +43,19 @@ pub(crate) fn measure(disks: &[Disk], proposed: &mut [ProposedDisk], socket: &Pa
                 error = crate::chain(&error),
                 "what it holds was not looked at"
             ),
+        }
+    }
+}
+
+/// Ends the servers that an agent before this one started for such a look when it was killed: they would wait for ever, and
+/// keep their images.
+pub(crate) fn end_looks(run_dir: &Path) {
+    let Ok(entries) = std::fs::read_dir(run_dir) else { return };
+    let sockets = entries.flatten().map(|entry| entry.path());
+    for socket in sockets.filter(|path| path.extension().is_some_and(|end| end == SOCKET)) {
+        block::image::end_unused(&socket);
+        if let Err(error) = std::fs::remove_file(&socket) {
+            tracing::debug!(socket = %socket.display(), %error, "it was removed already");
         }
     }
 }
@@ -74,6 +93,24 @@ fn in_pieces(content: &[Range<u64>]) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_server_that_nobody_came_to_does_not_wait_for_ever() {
+        let folder = tempfile::tempdir().unwrap();
+        let (image, socket) = (folder.path().join("disk.raw"), folder.path().join("left.room"));
+        std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+        let mut server = std::process::Command::new("qemu-nbd")
+            .args(["--format", "raw", "--export-name", "disk", "--socket"])
+            .args([&socket, &image])
+            .spawn()
+            .unwrap();
+        while !socket.exists() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        end_looks(folder.path());
+        assert!(!socket.exists());
+        server.wait().unwrap();
+    }
 
     #[test]
     fn a_piece_is_taken_whole_and_once() {

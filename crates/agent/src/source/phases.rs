@@ -188,7 +188,6 @@ impl Driver {
         let patience = Duration::from_millis(self.context.config.timeouts.qemu_start_ms) * 2;
         match self.hear(Instant::now() + patience)? {
             Message::Accept(acceptance) => {
-                self.accepted()?;
                 self.note("accepted", format!("QEMU started in {} ms", acceptance.qemu_start_us / 1000));
                 let proposed =
                     self.proposal.as_ref().map(|proposal| proposal.disks.clone()).unwrap_or_default();
@@ -221,6 +220,7 @@ impl Driver {
                     report.findings.extend(findings);
                     report.disks = copied.iter().map(disk).collect();
                 });
+                self.accepted()?;
                 let left_out = |disk: &&ProposedDisk| {
                     disk.wanted == DiskWish::Copy && copied.iter().all(|copied| copied.name != disk.name)
                 };
@@ -263,12 +263,16 @@ impl Driver {
         }
     }
 
-    /// Noted before anything is sent: only a destination that has accepted is ever asked what it has.
+    /// Noted before anything is sent: only a destination that has accepted is ever asked what it has. With the report as
+    /// it is, which names the images that it has made: an agent that is started anew, or an operator who has to decide,
+    /// is to know where they are.
     fn accepted(&self) -> Result<(), Failure> {
+        let report = self.controls.report(|report| report.clone());
         let details = Details::of(&self.context, self.vm.as_ref(), true);
-        self.context
-            .journal
-            .set_details(&self.terms.migration, &details, Durability::Synced)
+        let journal = &self.context.journal;
+        journal
+            .put_report(&report)
+            .and_then(|()| journal.set_details(&self.terms.migration, &details, Durability::Synced))
             .map_err(|error| Failure::local("cannot note that the destination has accepted", &error))
     }
 

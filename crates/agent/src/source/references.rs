@@ -45,33 +45,39 @@ impl Driver {
     }
 
     /// Asks after pages from all over the disks, and takes down what the destination tells. It is only a saving:
-    /// whatever is not told in time, or too much, is done without.
+    /// whatever is not told in time, or too much, or lost with the link, is done without.
     fn seek(&mut self, cargo: &Cargo) -> Result<Vec<TemplateRun>, Failure> {
         let names =
             some_names(cargo).map_err(|error| Failure::local("cannot read what is to be sent", &error))?;
-        self.say(&Message::Seek { names })?;
         let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
-        let deadline = Instant::now() + patience;
+        let mut taken = Vec::new();
         self.seeking = true;
-        let told = self.take_down(deadline);
+        let told = self
+            .say(&Message::Seek { names })
+            .and_then(|()| self.take_down(&mut taken, Instant::now() + patience));
         self.seeking = false;
-        told
+        let why = match told {
+            Ok(()) => return Ok(taken),
+            Err(Failure { event: SourceEvent::PeerSilent, .. }) => {
+                "the destination has not told in time what is in all of its own".to_owned()
+            }
+            // Mended before the first round is sent, as any other cut: see `open_streams`.
+            Err(Failure { event: SourceEvent::PeerLost, reason }) => {
+                self.control = None;
+                reason
+            }
+            Err(failure) => return Err(failure),
+        };
+        self.note("templates", why);
+        Ok(taken)
     }
 
-    fn take_down(&mut self, deadline: Instant) -> Result<Vec<TemplateRun>, Failure> {
-        let (mut taken, mut pages) = (Vec::new(), 0);
+    fn take_down(&mut self, taken: &mut Vec<TemplateRun>, deadline: Instant) -> Result<(), Failure> {
+        let mut pages = 0;
         loop {
-            let (template, runs, last) = match self.hear(deadline) {
-                Ok(Message::Known { template, runs, last }) => (template, runs, last),
-                Ok(other) => return Err(unexpected(&other)),
-                Err(Failure { event: SourceEvent::PeerSilent, .. }) => {
-                    self.note(
-                        "templates",
-                        "the destination has not told in time what is in all of its own".to_owned(),
-                    );
-                    return Ok(taken);
-                }
-                Err(failure) => return Err(failure),
+            let (template, runs, last) = match self.hear(deadline)? {
+                Message::Known { template, runs, last } => (template, runs, last),
+                other => return Err(unexpected(&other)),
             };
             // More than that is not remembered, but heard to its end.
             let is_too_much = usize::from(template) >= TOLD_TEMPLATES || pages >= TOLD_PAGES;
@@ -83,7 +89,7 @@ impl Driver {
                 taken.push(run);
             }
             if last {
-                return Ok(taken);
+                return Ok(());
             }
         }
     }

@@ -100,12 +100,16 @@ impl Throttle {
         set(qmp, self.devices.iter().flatten(), cap)
     }
 
-    /// Lifts the cap without asking first: QEMU does it, even where it answers too late.
+    /// Lifts the cap, where it is still ours. Of a QEMU that does not tell whose it is in time it is lifted blindly: it
+    /// does what it was told, even where it answers too late.
     pub(super) fn lift(&mut self, qmp: &mut Qmp) -> Result<(), QmpError> {
         if std::mem::take(&mut self.cap) == WriteCap::default() {
             return Ok(());
         }
-        set(qmp, self.devices.iter().flatten(), WriteCap::default())
+        match lift_all(qmp) {
+            Ok(_) => Ok(()),
+            Err(_) => set(qmp, self.devices.iter().flatten(), WriteCap::default()),
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use crate::api::{Compress, Deltas, OnLimit, ThrottleWrites};
 use crate::journal::State;
 use crate::progress::Publisher;
 use crate::report::{Outcome, Report};
+use crate::source::phases::Accepted;
 use crate::source::{Aims, Controls, Inbox, Mailbox, memory};
 use crate::testing::{Peer, Qemu, SlowRegister, World, host, id, terms};
 
@@ -139,6 +140,30 @@ fn streams_are_opened_beside_a_new_control_stream_where_the_old_one_was_lost() {
         let opened = driver.open_streams(&cargo);
         opened.map(drop).map_err(|failure| failure.reason)
     });
+    let mut control = world.accept();
+    assert_eq!(control.hear(), Message::Resume);
+    control.say(&Message::Resumed);
+    let _stream = world.accept();
+    opening.join().unwrap().unwrap();
+    assert_eq!(controls.report(|report| report.reconnections), 1);
+}
+
+/// What is in them only saves something; the cut is mended before anything is sent.
+#[test]
+fn templates_of_which_nothing_is_told_because_the_link_is_cut_are_done_without() {
+    let world = World::new();
+    let qemu = Qemu::start(world.folder.path());
+    let (mut driver, _, controls) = driver(&world, SourceState::Prepared { run: true }, Some(&qemu));
+    driver.control = Some(driver.connect_control().unwrap());
+    let mut control = world.accept();
+    let accepted = Accepted { copied: vec![], references: true, templates: 1, codecs: vec![], deltas: false };
+    let opening = thread::spawn(move || {
+        let cargo = memory::Cargo::new(driver.vm.as_ref().unwrap(), None, None).unwrap();
+        driver.find_out(&accepted, &cargo).map_err(|failure| failure.reason)?;
+        driver.open_streams(&cargo).map(drop).map_err(|failure| failure.reason)
+    });
+    assert_eq!(control.hear(), Message::Seek { names: vec![] });
+    drop(control);
     let mut control = world.accept();
     assert_eq!(control.hear(), Message::Resume);
     control.say(&Message::Resumed);

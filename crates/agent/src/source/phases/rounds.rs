@@ -69,14 +69,16 @@ enum Next {
 
 impl Driver {
     /// Opens the data streams; all connections anew where the control stream was lost, for then nobody would be there to
-    /// be told of a round's end.
+    /// be told of a round's end. A link that is cut before the first of them is as good as any other to wait for.
     pub(crate) fn open_streams(&mut self, cargo: &Cargo) -> Result<Sender, Failure> {
+        self.take_notices()?;
         if self.control.is_none() {
             return self.reconnect(cargo, self.control_is_lost().reason);
         }
-        let streams =
-            self.connect_streams().map_err(|error| Failure::peer("cannot open the data streams", &error))?;
-        self.start_sender(cargo, streams)
+        match self.connect_streams() {
+            Ok(streams) => self.start_sender(cargo, streams),
+            Err(error) => self.reconnect(cargo, Failure::peer("cannot open the data streams", &error).reason),
+        }
     }
 
     pub(crate) fn start_sender(

@@ -249,7 +249,7 @@ fn an_agent_that_was_started_anew_knows_the_images() {
     cluster.a.start();
     let [there] = &entries(&pool(&cluster.lab.b))[..] else { panic!("not one image") };
     let there = pool(&cluster.lab.b).join(there);
-    let asked = cluster.a.cli(&["recover", "vm1"]).json();
+    let asked = cluster.a.cli(&["recover", "vm1", "--run-here"]).json();
     let known = asked["known"].as_array().unwrap();
     assert!(known.iter().any(|line| line.as_str().unwrap().contains(there.to_str().unwrap())), "{asked:#}");
 

@@ -94,6 +94,7 @@ fn no_throttle_outlives_the_migration() {
             cluster.a.start();
         }
         cluster.a.wait_settled();
+        cluster.b.wait_settled();
         assert_eq!(throttles(&guest), 0, "{is_cancelled}: {}", cluster.a.log());
     }
 }
@@ -110,6 +111,7 @@ fn no_throttle_outlives_an_agent_that_nobody_starts_again() {
     until("the guest is let go", || throttles(&guest) == 0);
     cluster.a.start();
     cluster.a.wait_settled();
+    cluster.b.wait_settled();
     // It can be moved, and is throttled and let go again.
     cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "drain"]].concat());
     cluster.guest_is_whole("b", "vm1");

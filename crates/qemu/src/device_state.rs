@@ -97,7 +97,6 @@ pub fn disks(qmp: &mut Qmp) -> Result<Disks, QmpError> {
 #[serde(rename_all = "kebab-case")]
 struct BlockNode {
     node_name: String,
-    ro: bool,
     active: Option<bool>,
 }
 
@@ -129,21 +128,23 @@ impl GraphEdge {
 }
 
 impl Graph {
-    /// To give up what was given up kills QEMU; the other mistake leaves locks until this QEMU ends. So one image that
-    /// was given up decides, if others were plugged in since, or taken back to be copied. Images that are only read
-    /// are given up too: their device may not even read then.
+    /// To give up what was given up kills QEMU; the other mistake leaves locks until this QEMU ends, and a guest that is
+    /// paused does without. So all must be seen to be held: one disk that was given up decides (others were plugged in
+    /// since, or taken back to be copied), and so does an image of which nobody can say it, because it is only read, or
+    /// no device has it.
     fn disks(&self, nodes: &[BlockNode]) -> Disks {
         let node = |id: u64| self.nodes.iter().find(|node| node.id == id);
         // Exports of what is copied are nameless.
-        let is_device =
-            |id: u64| node(id).is_some_and(|node| node.r#type == "block-backend" && !node.name.is_empty());
-        let is_writable = |id: u64| {
-            node(id).is_some_and(|node| nodes.iter().any(|one| one.node_name == node.name && !one.ro))
+        let is_device = |edge: &&GraphEdge| {
+            node(edge.parent).is_some_and(|node| node.r#type == "block-backend" && !node.name.is_empty())
         };
-        let given_up = |edge: &GraphEdge| {
-            is_device(edge.parent) && (edge.perm.is_empty() || (is_writable(edge.child) && !edge.may_write()))
+        let is_used = |image: &BlockNode| {
+            let leads_to_it =
+                |edge: &GraphEdge| node(edge.child).is_some_and(|node| node.name == image.node_name);
+            self.edges.iter().any(leads_to_it)
         };
-        let held = self.edges.iter().any(GraphEdge::may_write) && !self.edges.iter().any(given_up);
+        let mut devices = self.edges.iter().filter(is_device).peekable();
+        let held = devices.peek().is_some() && devices.all(GraphEdge::may_write) && nodes.iter().all(is_used);
         if held { Disks::Held } else { Disks::GivenUp }
     }
 }
@@ -309,11 +310,11 @@ mod tests {
         const CD: u64 = 1;
         // Device or export to format, or format to file.
         let whose = |edges: &[(&str, u64, &[&str])]| {
-            let names = ["disk", "cd", ""];
-            let kinds = ["block-backend", "block-driver"];
-            let nodes: Vec<_> = kinds
-                .iter()
-                .flat_map(|kind| names.map(|name| (kind, name)))
+            let names = ["disk", "cd", "file"];
+            let nodes: Vec<_> = ["disk", "cd", ""]
+                .map(|name| ("block-backend", name))
+                .into_iter()
+                .chain(names.map(|name| ("block-driver", name)))
                 .enumerate()
                 .map(|(id, (kind, name))| json!({"id": id, "type": kind, "name": name}))
                 .collect();
@@ -326,30 +327,30 @@ mod tests {
                 })
                 .collect();
             let graph: Graph = serde_json::from_value(json!({"nodes": nodes, "edges": edges})).unwrap();
-            let nodes = names.map(|name| json!({"node-name": name, "ro": name == "cd"}));
+            let nodes = names.map(|name| json!({ "node-name": name }));
             let nodes: Vec<BlockNode> = serde_json::from_value(json!(nodes)).unwrap();
             graph.disks(&nodes)
         };
         let (read, write) = (&["consistent-read"][..], &["resize", "write", "consistent-read"][..]);
-        let ran =
-            [("device", DISK, write), ("device", CD, read), ("format", DISK, write), ("format", CD, read)];
-        assert_eq!(whose(&ran), Disks::Held);
+        let files = [("format", DISK, write), ("format", CD, read)];
+        let alone = [&[("device", DISK, write)], &files[..]].concat();
+        let ran = [&[("device", CD, read)], &alone[..]].concat();
+        // Of what is only read it is not known: it may have been given up, and the disk taken back to be copied.
+        assert_eq!(whose(&ran), Disks::GivenUp);
         let saved =
             [("device", DISK, &[][..]), ("device", CD, &[]), ("format", DISK, read), ("format", CD, &[])];
         assert_eq!(whose(&saved), Disks::GivenUp);
         let arrived = [("device", DISK, read), ("device", CD, read), ("format", DISK, read)];
         assert_eq!(whose(&arrived), Disks::GivenUp);
-        // One more was plugged in since.
-        assert_eq!(whose(&[&saved[..], &ran[..1]].concat()), Disks::GivenUp);
+        // Nor of what no device has.
+        assert_eq!(whose(&alone), Disks::GivenUp);
+        let disk = [("device", DISK, write), ("device", CD, write), ("format", DISK, write)];
+        assert_eq!(whose(&disk), Disks::Held);
         // It is copied.
-        assert_eq!(whose(&[&ran[..], &[("export", DISK, read)]].concat()), Disks::Held);
-        // The disk was taken back, to be copied: the other image was not.
-        let copied =
-            [("device", DISK, write), ("device", CD, &[]), ("format", DISK, write), ("export", DISK, read)];
-        assert_eq!(whose(&copied), Disks::GivenUp);
-        // Nobody uses what is there; nothing is written; nothing is there.
-        assert_eq!(whose(&[("format", DISK, write)]), Disks::Held);
-        assert_eq!(whose(&[("device", CD, read)]), Disks::GivenUp);
+        assert_eq!(whose(&[&disk[..], &[("export", DISK, read)]].concat()), Disks::Held);
+        // One more was plugged in since.
+        assert_eq!(whose(&[&saved[..], &disk[..1]].concat()), Disks::GivenUp);
+        // Nothing is there.
         assert_eq!(whose(&[]), Disks::GivenUp);
     }
 

@@ -141,7 +141,11 @@ impl Daemon {
             let objective: Objective = aims.objective();
             Report::begin(terms.migration.clone(), terms.source.clone(), terms.destination.clone(), objective)
         });
-        Controls::new(aims, report, Instant::now())
+        // Its times count from the request, whichever agent took it.
+        let since =
+            Duration::from_millis(crate::report::unix_ms_now().saturating_sub(report.started_unix_ms));
+        let now = Instant::now();
+        Controls::new(aims, report, now.checked_sub(since).unwrap_or(now))
     }
 }
 

@@ -8,6 +8,7 @@ use proto::message::{CopiedDisk, DiskWish, Finding, ProposedDisk, Severity};
 use qemu::cmdline::Given;
 use qemu::command::{HostRules, NewImage};
 use qemu::describe::{Disk, VmDescription};
+use qemu::options::Value;
 use qemu::preflight::DiskSight;
 use qemu::preflight::files::NeededFile;
 
@@ -185,16 +186,23 @@ fn grows_when_it_is_read(disk: &Disk, options: &[Given]) -> Option<Finding> {
     if disk.backing_files.is_empty() {
         return None;
     }
-    // A node above the image, of the one kind or another, or an option of the drive.
-    let has_filter = disk.nodes.as_ref().is_some_and(|nodes| nodes.top != nodes.image);
-    let is_on = |option: &Given| match option.name.as_str() {
-        "blockdev" => has_filter && option.value.as_ref().is_some_and(|value| value.contains(COPY_ON_READ)),
-        "drive" => {
-            let given = option.parsed();
-            given.get("id").as_ref() == Some(&disk.name)
-                && given.get(COPY_ON_READ).is_some_and(|word| word != "off")
+    let is_its = |given: &Value| match given.get("id") {
+        Some(id) => id == disk.name,
+        None => given.get("file").or_else(|| given.get("file.filename")) == disk.file,
+    };
+    let is_on = |option: &Given| {
+        let given = option.parsed();
+        match option.name.as_str() {
+            "drive" => is_its(&given) && given.get(COPY_ON_READ).is_some_and(|word| word != "off"),
+            // A filter over the image.
+            "blockdev" => {
+                given.get("driver").as_deref() == Some(COPY_ON_READ)
+                    && given
+                        .get("node-name")
+                        .is_some_and(|name| disk.nodes.as_ref().is_some_and(|it| it.top == name))
+            }
+            _ => false,
         }
-        _ => false,
     };
     if !options.iter().any(is_on) {
         return None;
@@ -427,10 +435,12 @@ mod tests {
         assert_eq!(grows_when_it_is_read(&over("image"), &others), None);
         let off = given("drive", "file=/srv/a.qcow2,id=one,copy-on-read=off");
         assert_eq!(grows_when_it_is_read(&over("image"), &off), None);
+        let nameless = given("drive", "file=/srv/a.qcow2,copy-on-read=on");
+        assert!(grows_when_it_is_read(&over("image"), &nameless).is_some());
         let filter =
             given("blockdev", "{\"driver\":\"copy-on-read\",\"node-name\":\"top\",\"file\":\"image\"}");
         assert!(grows_when_it_is_read(&over("top"), &filter).is_some());
-        assert_eq!(grows_when_it_is_read(&over("image"), &filter), None);
+        assert_eq!(grows_when_it_is_read(&over("another"), &filter), None);
     }
 
     #[test]

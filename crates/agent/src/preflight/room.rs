@@ -99,17 +99,21 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (image, socket) = (folder.path().join("disk.raw"), folder.path().join("left.room"));
         std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
-        let mut server = std::process::Command::new("qemu-nbd")
+        let server = std::process::Command::new("qemu-nbd")
             .args(["--format", "raw", "--export-name", "disk", "--socket"])
             .args([&socket, &image])
             .spawn()
             .unwrap();
-        while !socket.exists() {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let server = std::sync::Mutex::new(server);
+        // It listens when the kernel says so; whoever connects would end it.
+        crate::testing::eventually("nobody listens", || {
+            let sockets = std::fs::read_to_string("/proc/net/unix").unwrap();
+            let listens = |line: &str| line.split_whitespace().nth(3) == Some("00010000");
+            sockets.lines().any(|line| line.ends_with(socket.to_str().unwrap()) && listens(line))
+        });
         end_looks(folder.path());
         assert!(!socket.exists());
-        server.wait().unwrap();
+        crate::testing::eventually("it waits", || server.lock().unwrap().try_wait().unwrap().is_some());
     }
 
     #[test]

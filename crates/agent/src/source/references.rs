@@ -64,6 +64,7 @@ impl Driver {
             // Mended before the first round is sent, as any other cut: see `open_streams`.
             Err(Failure { event: SourceEvent::PeerLost, reason }) => {
                 self.control = None;
+                self.control_lost = Some(reason.clone());
                 reason
             }
             Err(failure) => return Err(failure),

@@ -93,9 +93,6 @@ pub(crate) struct SourceVm {
     qmp_patience: Duration,
     /// Whether it ran when it was last asked.
     ran: bool,
-    /// Whether the guest stood still when it was taken hold of, and has not run since, and its disks were given up
-    /// already. To read some of them, to copy them, takes these back and not the others.
-    had_given_up: bool,
     /// Whose the disks were at the stop.
     disks: Disks,
     /// Where QEMU is to save its device state.
@@ -119,7 +116,6 @@ impl SourceVm {
         vm.machine_type = vm.ask(device_state::machine_type)?;
         vm.devices = vm.ask(qemu::tree::device_tree)?;
         vm.media = vm.ask(qemu::drives::media)?;
-        vm.had_given_up = !vm.is_running()? && vm.ask(device_state::disks)? == Disks::GivenUp;
         Ok(vm)
     }
 
@@ -139,7 +135,6 @@ impl SourceVm {
             media: Media::default(),
             qmp_patience: Duration::from_millis(context.config.timeouts.qmp_ms),
             ran: false,
-            had_given_up: false,
             disks: Disks::Held,
             state_file: None,
             watch: None,
@@ -184,7 +179,6 @@ impl SourceVm {
     pub(crate) fn runs_or_is_paused(&mut self) -> Result<bool, VmError> {
         let status = self.ask(qemu::control::status)?;
         self.ran = status.status == "running";
-        self.had_given_up &= !self.ran;
         if self.ran || status.is_paused() { Ok(self.ran) } else { Err(VmError::RunState(status.status)) }
     }
 
@@ -250,13 +244,11 @@ impl SourceVm {
     /// may be given up already: it came here paused, or was to leave before. Returns how long it took until QEMU said
     /// that the guest stands still, if it did.
     pub(crate) fn stop(&mut self) -> Result<Option<Duration>, VmError> {
-        let (ran, had_given_up) = (self.ran, self.had_given_up);
+        let ran = self.ran;
         let (disks, stopping) = self.ask(|qmp| {
             qmp.forget_events("RESUME");
             if ran {
                 Ok((Disks::Held, qemu::control::stop(qmp)?))
-            } else if had_given_up {
-                Ok((Disks::GivenUp, None))
             } else {
                 Ok((device_state::disks(qmp)?, None))
             }

@@ -108,6 +108,7 @@ impl Throttle {
         }
         match lift_all(qmp) {
             Ok(_) => Ok(()),
+            Err(error) if error.is_refusal() => Err(error),
             Err(_) => set(qmp, self.devices.iter().flatten(), WriteCap::default()),
         }
     }

@@ -123,6 +123,14 @@ fn a_control_stream_that_is_lost_between_two_rounds_ends_nothing_while_the_guest
     assert_eq!(reason, failure.reason);
 }
 
+/// New connections after a cut: the control stream, and one for data.
+fn mended(world: &World) -> [Peer; 2] {
+    let mut control = world.accept();
+    assert_eq!(control.hear(), Message::Resume);
+    control.say(&Message::Resumed);
+    [control, world.accept()]
+}
+
 /// While the guest's memory began to be watched, for example, which may take seconds.
 #[test]
 fn streams_are_opened_beside_a_new_control_stream_where_the_old_one_was_lost() {
@@ -140,10 +148,7 @@ fn streams_are_opened_beside_a_new_control_stream_where_the_old_one_was_lost() {
         let opened = driver.open_streams(&cargo);
         opened.map(drop).map_err(|failure| failure.reason)
     });
-    let mut control = world.accept();
-    assert_eq!(control.hear(), Message::Resume);
-    control.say(&Message::Resumed);
-    let _stream = world.accept();
+    let _connections = mended(&world);
     opening.join().unwrap().unwrap();
     assert_eq!(controls.report(|report| report.reconnections), 1);
 }
@@ -164,10 +169,7 @@ fn templates_of_which_nothing_is_told_because_the_link_is_cut_are_done_without()
     });
     assert_eq!(control.hear(), Message::Seek { names: vec![] });
     drop(control);
-    let mut control = world.accept();
-    assert_eq!(control.hear(), Message::Resume);
-    control.say(&Message::Resumed);
-    let _stream = world.accept();
+    let _connections = mended(&world);
     opening.join().unwrap().unwrap();
     assert_eq!(controls.report(|report| report.reconnections), 1);
 }

@@ -252,15 +252,20 @@ impl Drop for HugePages {
 }
 
 /// A guest whose user has paused it stays paused (trap 17), there, back and there again, also after an attempt that was
-/// given up when its device state had been saved. Its disk, given up at the first of them, is taken up when it goes on.
+/// given up when its device state had been saved. Its disk, given up at the first of them, is taken up when it goes on;
+/// to copy it takes it back alone, and not the image beside it that is only read.
 fn paused_all_the_while(version: QemuVersion) {
-    let cluster = Cluster::with(&Setup { fault_harness: true, ..Setup::default() });
+    let cluster = Cluster::with(&Setup { fault_harness: true, pool: true, ..Setup::default() });
     let qemu = cluster.environment.qemu(version).unwrap();
     let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
     disk::known_content(&qemu, &image, "qcow2", 64).unwrap();
     let load = Load { disk_threads: 2, disk_mib: 8, ..busy() };
     let mut spec = GuestSpec { qemu: version, second_monitor: true, ..GuestSpec::tiny("vm1", load) };
     spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
+    let read_only = image.with_file_name("read-only.raw");
+    disk::known_content(&qemu, &read_only, "raw", 1).unwrap();
+    let drive = format!("if=none,id=read-only,file={},format=raw,readonly=on", read_only.display());
+    spec.extra = ["-drive", &drive, "-device", "virtio-blk-pci,drive=read-only"].map(str::to_owned).to_vec();
     let guest = cluster.guest(&spec);
     guest.monitor().unwrap().command("stop", &serde_json::json!({})).unwrap();
 
@@ -275,19 +280,29 @@ fn paused_all_the_while(version: QemuVersion) {
     cluster.b.wait_settled();
     assert_eq!(cluster.a.vm("vm1").unwrap()["state"], "paused", "{}", cluster.a.log());
 
-    for (from, to) in [("a", "b"), ("b", "a"), ("a", "b")] {
-        let report = cluster.migrate("vm1", from, to, &[]);
+    let moves = [("a", "b", "shared"), ("b", "a", "shared"), ("a", "b", "shared"), ("b", "a", "copy")];
+    for (number, (from, to, disks)) in moves.into_iter().enumerate() {
+        if number == 2 {
+            let words = ["migrate", "vm1", "--to", to, "--disks", "copy", "--bandwidth", "1M"];
+            let migration = cluster.a.begin(&words);
+            cluster.wait_for_sent(1 << 20);
+            cluster.a.cli(&["cancel", "vm1"]).ok();
+            assert_eq!(migration.wait_with_output().unwrap().status.code(), Some(1));
+            cluster.a.wait_settled();
+            cluster.b.wait_settled();
+        }
+        let report = cluster.migrate("vm1", from, to, &["--disks", disks]);
         assert_eq!(
             (&report["run_state_before"], &cluster.agent(to).vm("vm1").unwrap()["state"]),
             (&"paused".into(), &"paused".into())
         );
     }
-    let shown = cluster.b.cli(&["vm", "show", "vm1"]).ok().json();
+    let shown = cluster.a.cli(&["vm", "show", "vm1"]).ok().json();
     let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap();
     monitor.command("cont", &serde_json::json!({})).unwrap();
     drop(monitor);
-    cluster.guest_is_whole("b", "vm1");
-    let serial = cluster.serial("b", "vm1");
+    cluster.guest_is_whole("a", "vm1");
+    let serial = cluster.serial("a", "vm1");
     let (first, second) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
     assert!(second.disk_reads > first.disk_reads, "the disk is read on");
 }

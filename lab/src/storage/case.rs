@@ -191,8 +191,8 @@ pub fn cases() -> Vec<(Case, Vec<Mover>)> {
         max_downtime_ms: USUAL_DOWNTIME_MS,
         patience_s: 600,
     };
-    // The paper's delay between London and the east coast of America, section 4.2. The board's memory changes faster than
-    // such a link carries it (the paper's guest stood still for 68 s at 5 Mb/s), so that it is moved only by who allows that.
+    // The paper's delay between London and the east coast of America, section 4.2. The board's memory changes nearly as
+    // fast as such a link carries it (the paper's guest stood still for 68 s at 5 Mb/s): it is to be moved all the same.
     let far = |megabits, max_downtime_ms, name| Case {
         round_trip_ms: 100,
         max_downtime_ms,

@@ -190,17 +190,15 @@ fn grows_when_it_is_read(disk: &Disk, options: &[Given]) -> Option<Finding> {
         Some(id) => id == disk.name,
         None => given.get("file").or_else(|| given.get("file.filename")) == disk.file,
     };
+    // A filter over the image has a node of its own.
+    let is_above = |given: &Value| {
+        disk.nodes.as_ref().is_some_and(|nodes| given.get("node-name").as_ref() == Some(&nodes.top))
+    };
     let is_on = |option: &Given| {
         let given = option.parsed();
         match option.name.as_str() {
             "drive" => is_its(&given) && given.get(COPY_ON_READ).is_some_and(|word| word != "off"),
-            // A filter over the image.
-            "blockdev" => {
-                given.get("driver").as_deref() == Some(COPY_ON_READ)
-                    && given
-                        .get("node-name")
-                        .is_some_and(|name| disk.nodes.as_ref().is_some_and(|it| it.top == name))
-            }
+            "blockdev" => is_above(&given) && given.get("driver").as_deref() == Some(COPY_ON_READ),
             _ => false,
         }
     };

@@ -362,8 +362,9 @@ impl SourceVm {
         Ok(hold::release(&self.process)?)
     }
 
-    /// Ends QEMU and removes what it made for itself. Its block devices are inactive and its guest runs elsewhere:
-    /// there is nothing that it could still have to do. It is not asked to end (`quit`): for that it would have to be
+    /// Ends QEMU and removes what it made for itself. Its guest is elsewhere, and its block devices are inactive or, of a
+    /// paused guest of which nobody could tell ([`device_state::disks`]), were flushed when it was paused: there is
+    /// nothing that it could still have to do. It is not asked to end (`quit`): for that it would have to be
     /// let go, and somebody else's `cont` may wait at another of its monitors.
     pub(crate) fn quit(self) {
         let pid = self.process.pid();

@@ -216,8 +216,9 @@ fn disks_that_are_copied_after_all_were_given_up() {
         let mut pair = Pair::with(&version, RECIPE, true);
         let dir = pair.dir.path().to_owned();
         stop(&mut pair.source.qmp).unwrap();
-        // Held; given up; not given up any more by halves.
-        for _ in 0..3 {
+        assert!(capture(&mut pair.source.qmp, Disks::Held).unwrap().len() > 1000);
+        assert_eq!(locks(&pair.disk), 0);
+        for _ in 0..2 {
             let recording = exported(&mut pair.source, &dir);
             assert!(locks(&pair.disk) > 0);
             let whose = disks(&mut pair.source.qmp).unwrap();

@@ -1,5 +1,6 @@
 //! QEMU's end, as an event.
 
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::thread;
 
@@ -11,8 +12,8 @@ use tracing::warn;
 /// years leave none behind.
 #[derive(Debug)]
 pub(crate) struct Watch {
-    /// The thread has the other end, and sees this one close.
-    _end: UnixStream,
+    /// The thread has the other end, and sees this one end.
+    end: UnixStream,
 }
 
 impl Watch {
@@ -28,9 +29,17 @@ impl Watch {
                 }
             };
             thread::Builder::new().name("qemu-watch".to_owned()).spawn(watch)?;
-            Ok::<_, std::io::Error>(Self { _end: end })
+            Ok::<_, std::io::Error>(Self { end })
         })();
         started.inspect_err(|error| warn!(%error, "QEMU is not watched")).ok()
+    }
+}
+
+impl Drop for Watch {
+    /// Closing alone would not do: a child that is being started holds every descriptor of ours until it has become
+    /// its program.
+    fn drop(&mut self) {
+        let _ = self.end.shutdown(Shutdown::Both);
     }
 }
 
@@ -66,12 +75,14 @@ mod tests {
             Watch::start(&process, move || sender.send(word).unwrap()).unwrap()
         };
         let (dropped, kept) = (watch("dropped"), watch("kept"));
+        // As a child has it that another thread has just forked.
+        let inherited = dropped.end.try_clone().unwrap();
         drop(dropped);
         drop(sender);
         child.kill().unwrap();
         child.wait().unwrap();
         // The channel ends when both threads have ended.
         assert_eq!(told.iter().collect::<Vec<_>>(), ["kept"]);
-        drop(kept);
+        drop((kept, inherited));
     }
 }

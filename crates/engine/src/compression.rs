@@ -168,7 +168,8 @@ impl Chooser {
     fn look(&mut self, observed: &Observation) {
         self.banned = self.banned.and_then(|(way, looks)| Some((way, looks.checked_sub(1)?)));
         let of_workers = |ns: u64| ns as f64 / (observed.interval_ns as f64 * f64::from(observed.workers));
-        let pause_now = of_workers(observed.peer_waited_ns);
+        // What is told in lumps may be of more than this interval.
+        let pause_now = of_workers(observed.peer_waited_ns).min(1.0);
         let pause = self.pause.map_or(pause_now, |pause| pause + (pause_now - pause) * WEIGHT);
         self.pause = Some(pause);
         let wire_bytes_per_s = observed.wire_bytes as f64 * 1e9 / observed.interval_ns as f64;

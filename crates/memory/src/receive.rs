@@ -341,6 +341,7 @@ impl Receiver {
             unpacker: Unpacker::default(),
             waited: Duration::ZERO,
             acked_at: None,
+            acks: 0,
             gives_way: None,
             brought_ram: false,
         };

@@ -29,8 +29,11 @@ use crate::wire::{FrameSink, FrameSource};
 /// acknowledged when a connection breaks is sent again.
 const ACK_FRAMES: u64 = 64;
 const ACK_BYTES: u64 = 8 << 20;
-/// And after so long: what the source knows of this side, it knows by acknowledgements.
+/// And after so long: what the source knows of this side, it knows by acknowledgements. It wants to know soon when it knows
+/// nothing: the first frame is acknowledged at once, and for some time then more often.
 const ACK_AFTER: Duration = Duration::from_millis(50);
+const EARLY_ACK_AFTER: Duration = Duration::from_millis(10);
+const EARLY_ACKS: u32 = 20;
 
 const PAGE: usize = PAGE_BYTES as usize;
 
@@ -55,6 +58,8 @@ pub(super) struct StreamWorker {
     /// For how long since the last acknowledgement nothing was there to be applied.
     pub(super) waited: Duration,
     pub(super) acked_at: Option<Instant>,
+    /// How many there were.
+    pub(super) acks: u32,
     /// In rounds of disks alone and the first of memory (or its first part), which are long. Whether the guest stands
     /// still in a later one is not known here.
     pub(super) gives_way: Option<GivesWay>,
@@ -70,7 +75,10 @@ impl StreamWorker {
         loop {
             let result = self.acknowledge().and_then(|()| {
                 let (kind, waited) = waited(|| self.source.receive(&mut payload));
-                self.waited += waited;
+                // What was waited before the first frame came tells nothing of the link.
+                if self.acks > 0 {
+                    self.waited += waited;
+                }
                 match kind.map_err(ReceiveError::Stream)? {
                     Kind::Pages => {
                         let (header, data) = PagesHeader::decode(&payload, &mut runs)?;
@@ -96,9 +104,10 @@ impl StreamWorker {
     /// Acknowledges what was applied, unless more can be applied at once.
     fn acknowledge(&mut self) -> Result<(), ReceiveError> {
         let waiting = self.applied - self.acked;
+        let after = if self.acks < EARLY_ACKS { EARLY_ACK_AFTER } else { ACK_AFTER };
         let soon = waiting < ACK_FRAMES
             && self.bytes_since_ack < ACK_BYTES
-            && self.acked_at.is_none_or(|at| at.elapsed() < ACK_AFTER);
+            && self.acked_at.is_some_and(|at| at.elapsed() < after);
         if waiting == 0 || (soon && self.source.has_more()) {
             return Ok(());
         }
@@ -110,6 +119,7 @@ impl StreamWorker {
         self.bytes_since_ack = 0;
         self.waited = Duration::ZERO;
         self.acked_at = Some(Instant::now());
+        self.acks = self.acks.saturating_add(1);
         Ok(())
     }
 

@@ -300,6 +300,19 @@ fn acknowledgements_are_batched_and_never_owed_while_waiting() {
     assert!(acks < 50, "one for each frame");
 }
 
+/// The source chooses by what it hears how to compress: also where there is always more to be applied, it hears at once.
+#[test]
+fn the_first_frame_is_acknowledged_though_there_is_more() {
+    let mut bench = bench(1);
+    let payload = frame(1, 1, 0, 0, &[Run { first_page: 3, pages: 2, content: Content::Zero }]);
+    let mut bytes = Header::new(Kind::Pages, payload.len()).unwrap().encode().to_vec();
+    bytes.extend_from_slice(&payload);
+    // The next one's beginning.
+    bytes.push(0);
+    Sink::new(bench.raw.try_clone().unwrap(), WHOLE).send_bytes(&bytes);
+    assert_eq!(bench.acked(), 1);
+}
+
 #[test]
 fn other_frames_and_early_ends_are_told() {
     let mut one = bench(1);

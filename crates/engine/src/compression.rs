@@ -11,7 +11,10 @@
 //! *link* is what it carried when workers waited for it, in bytes per second; *ratio* is what comes out of a byte that
 //! goes in; *handling* and *packing* are processor time for a byte; *processors* are those that the workers had, and
 //! most of what was idle beside them. Ratio and packing of a way are tried out on a few frames now and then; the rest
-//! counts as the work goes on. Taken is the cheapest way whose rate is next to the best one. Where the destination is
+//! counts as the work goes on. Memory is not alike everywhere: what is tried out may be the one part of it that does not
+//! compress. So while nothing is compressed the cheapest way is tried again and again, and as soon as that is worth it all
+//! are; and a way that is worth nothing at the moment is kept for a while where the processors can follow, for what it skips
+//! costs little. Taken is the cheapest way whose rate is next to the best one. Where the destination is
 //! what is waited for, because its workers have no pause, nothing helps, and least is done.
 //!
 //! A guest that stands still waits for both, one after the other: for its last pages that way is taken in which packing and
@@ -49,8 +52,13 @@ const LEAST_PACKING_NS: f64 = 0.5;
 const MARKING_NS: f64 = 0.15;
 /// A link is slow when so many looks in a row found that it was waited for.
 const SLOW_LOOKS: u32 = 2;
-/// Looks from one trial to the next.
+/// Looks from one trial to the next, and where nothing is compressed from one trial of the cheapest way to the next.
 const TRIAL_LOOKS: u32 = 20;
+const PROBE_LOOKS: u32 = 2;
+/// Where the cheapest way leaves less than this of a byte, all are tried.
+const PROBE_WORTH: f64 = 0.9;
+/// Looks for which a way is kept that is worth nothing at the moment.
+const STAY_LOOKS: u32 = 20;
 /// Looks for which a way that the destination could not follow is not taken again.
 const BAN_LOOKS: u32 = 40;
 /// The newest measurement's weight.
@@ -105,6 +113,11 @@ struct Seen {
 }
 
 impl Seen {
+    fn of(trial: &Trial) -> Self {
+        let of = |amount: u64| amount as f64 / trial.data_bytes.max(1) as f64;
+        Self { ratio: of(trial.packed_bytes), pack_ns: of(trial.pack_ns) }
+    }
+
     fn toward(self, newer: Self) -> Self {
         let mean = |old: f64, new: f64| old + (new - old) * WEIGHT;
         Self { ratio: mean(self.ratio, newer.ratio), pack_ns: mean(self.pack_ns, newer.pack_ns) }
@@ -131,6 +144,9 @@ pub struct Chooser {
     link_is_slow: bool,
     seen: [Option<Seen>; WAYS.len()],
     looks_since_trial: Option<u32>,
+    looks_since_probe: u32,
+    /// For how many looks in a row the present way was worth nothing.
+    unworthy_looks: u32,
     /// For which part of the time the destination's workers had nothing to do: a mean, for it tells of it in lumps.
     pause: Option<f64>,
     /// Not all data is worth it: by how much less is saved and spent than in trials, as it was seen last.
@@ -157,10 +173,17 @@ impl Chooser {
     }
 
     fn learn(&mut self, trials: &[Trial]) {
-        for trial in trials.iter().filter(|trial| trial.data_bytes > 0) {
+        if let [probe] = trials {
+            // Data that is worth it is unlike what was tried before: all is found out anew, and at once.
+            if Seen::of(probe).ratio < PROBE_WORTH {
+                self.seen = [None; WAYS.len()];
+                self.looks_since_trial = None;
+            }
+            return;
+        }
+        for trial in trials {
             let Some(place) = WAYS.iter().position(|way| *way == trial.way) else { continue };
-            let of = |amount: u64| amount as f64 / trial.data_bytes as f64;
-            let newer = Seen { ratio: of(trial.packed_bytes), pack_ns: of(trial.pack_ns) };
+            let newer = Seen::of(trial);
             self.seen[place] = Some(self.seen[place].map_or(newer, |seen| seen.toward(newer)));
         }
     }
@@ -205,19 +228,23 @@ impl Chooser {
 
     fn choose(&mut self, observed: &Observation, link: f64) {
         let data_bytes = observed.data_bytes as f64;
+        let now = Seen {
+            ratio: observed.wire_bytes as f64 / data_bytes,
+            pack_ns: observed.pack_ns as f64 / data_bytes,
+        };
         let handled_at = |packing_ns| handled_bytes_per_s(observed, packing_ns);
         if self.present > 0
             && let Some(seen) = self.seen[self.present]
         {
-            let saved = 1.0 - observed.wire_bytes as f64 / data_bytes;
-            let spent = observed.pack_ns as f64 / data_bytes;
             self.shares = Some(Shares {
-                saved: (saved / (1.0 - seen.ratio).max(0.01)).clamp(0.0, 1.0),
-                spent: (spent / seen.pack_ns.max(0.001)).clamp(0.0, 2.0),
+                saved: ((1.0 - now.ratio) / (1.0 - seen.ratio).max(0.01)).clamp(0.0, 1.0),
+                spent: (now.pack_ns / seen.pack_ns.max(0.001)).clamp(0.0, 2.0),
             });
         }
         let Shares { saved, spent } = self.shares.unwrap_or(Shares { saved: 1.0, spent: 1.0 });
         let costs = |way: usize| match self.seen[way] {
+            // What it does now is better known than what it did in trials.
+            Some(_) if way > 0 && way == self.present => (now.ratio, now.pack_ns),
             Some(seen) if way > 0 => (1.0 - (1.0 - seen.ratio) * saved, seen.pack_ns * spent),
             _ => (1.0, 0.0),
         };
@@ -233,7 +260,13 @@ impl Chooser {
         let best = (0..allowed).map(rate).fold(0.0, f64::max);
         let present = (0..allowed).find(|way| rate(*way) >= best * AS_GOOD).unwrap_or(0);
         let standing = (0..allowed).min_by(|one, other| standing_ns(*one).total_cmp(&standing_ns(*other)));
-        (self.present, self.standing) = (present, standing.unwrap_or(0));
+        self.standing = standing.unwrap_or(0);
+        // Where the processors can follow, nothing is lost by it.
+        let may_stay = present == 0 && self.present < allowed && handled_at(costs(self.present).1) >= link;
+        self.unworthy_looks = if may_stay { self.unworthy_looks + 1 } else { 0 };
+        if !may_stay || self.unworthy_looks > STAY_LOOKS {
+            self.present = present;
+        }
     }
 
     /// Nothing is tried out before the link was waited for, nor where the processors could not follow it.
@@ -245,9 +278,14 @@ impl Chooser {
         let looks = self.looks_since_trial.map_or(TRIAL_LOOKS, |looks| looks + 1);
         if looks < TRIAL_LOOKS {
             self.looks_since_trial = Some(looks);
-            return Vec::new();
+            self.looks_since_probe += 1;
+            if self.present > 0 || self.looks_since_probe < PROBE_LOOKS {
+                return Vec::new();
+            }
+            self.looks_since_probe = 0;
+            return vec![WAYS[1]];
         }
-        self.looks_since_trial = Some(0);
+        (self.looks_since_trial, self.looks_since_probe) = (Some(0), 0);
         // What was not worth it when it was done last may be by now: new trials count in full.
         if self.present == 0 {
             self.shares = None;

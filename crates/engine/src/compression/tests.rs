@@ -210,6 +210,22 @@ fn a_host_without_idle_processors_tries_nothing() {
     }
 }
 
+/// Memory of which the parts are unlike: a trial may have been of the one that does not compress, and noise behind text
+/// is no reason to send the text behind it as it is.
+#[test]
+fn noise_here_and_there_does_not_keep_text_from_being_compressed() {
+    let (text, noise) = (World::new(12, 2.0), World { ratios: NOISE, ..World::new(12, 2.0) });
+    let mut chooser = Chooser::default();
+    let ways = run(&mut chooser, &noise, 10);
+    assert!(ways.iter().all(|way| *way == Compression::None), "{ways:?}");
+    for _ in 0..10 {
+        let ways = run(&mut chooser, &text, 10);
+        assert!(ways[5..].iter().all(|way| *way != Compression::None), "{ways:?}");
+        let ways = run(&mut chooser, &noise, 10);
+        assert!(ways.iter().all(|way| *way != Compression::None), "{ways:?}");
+    }
+}
+
 /// Text, and then noise: of what a way did to the noise the next look knows as well.
 #[test]
 fn content_that_changes_is_followed_without_going_back_and_forth() {

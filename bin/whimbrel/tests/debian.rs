@@ -72,6 +72,44 @@ fn a_database_moves_with_its_disk_and_loses_no_note() {
     assert!(notes.len() as u64 > seen.notes.answered, "those of the other one are there as well");
 }
 
+/// What the guest has read from its disk goes with the disk, and memory refers to it; in the guest it is in the page cache as
+/// before. The QEMU that it has now reads nothing of the disk for what it serves.
+#[test]
+fn what_was_cached_is_served_without_a_read() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() });
+    let spec = debian_guest(&cluster.lab, &cluster.environment, VM, 1).unwrap();
+    cluster.lab.b.tap(&Net::new(1).tap).unwrap();
+    let guest = Guest::start(&cluster.lab.a, &cluster.environment, &spec).unwrap();
+    guest.serial().follow().unwrap().wait_for_text("SERVING").unwrap();
+    wait_for_service(&cluster.lab.client, vm_address(1), 80, DEADLINE).unwrap();
+    cluster.a.cli(&["vm", "adopt", "--pid", &guest.pid().to_string()]).ok();
+    let client = Client::start(&cluster.lab.client, (vm_address(1), 80).into(), PAUSE).unwrap();
+    client.wait_for_answers(50).unwrap();
+    let read_before = read_bytes(&cluster, "a");
+    assert!(read_before > 0, "it has booted from its disk");
+
+    let report = cluster.migrate(VM, "a", "b", &["--disks", "copy"]);
+    client.wait_for_answers(50).unwrap();
+    assert_eq!(read_bytes(&cluster, "b"), 0, "{report:#}");
+    let rounds = report["rounds"].as_array().unwrap().iter();
+    let of_memory = rounds.filter(|round| round["pass"] != 0);
+    let referred_bytes =
+        of_memory.map(|round| round["reference_pages"].as_u64().unwrap() * 4096).sum::<u64>();
+    // Much of it was read to boot, and given up since.
+    assert!(referred_bytes > read_before / 4, "{referred_bytes} of {read_before}: {report:#}");
+    let seen = client.finish();
+    assert!(seen.page.error.is_none() && seen.notes.error.is_none(), "{seen:?}");
+}
+
+/// How much the present QEMU of a VM has read for its guest, in bytes.
+fn read_bytes(cluster: &Cluster, host: &str) -> u64 {
+    let shown = cluster.agent(host).cli(&["vm", "show", VM]).ok().json();
+    let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str().unwrap())).unwrap();
+    let stats = monitor.command("query-blockstats", &serde_json::json!({})).unwrap();
+    stats.as_array().unwrap().iter().map(|of| of["stats"]["rd_bytes"].as_u64().unwrap()).sum()
+}
+
 /// The notes in the database on this disk.
 fn notes_on(image: &Path) -> Vec<String> {
     let directory = tempfile::tempdir_in(image.parent().unwrap()).unwrap();

@@ -55,6 +55,45 @@ fn what_is_in_a_template_is_not_sent() {
     cluster.guest_is_whole("a", "vm1");
 }
 
+/// What a VM has left behind at a host it need not bring when it comes back, also when the agent there is another one by
+/// then. Whoever removes it has it sent again.
+#[test]
+fn a_vm_that_comes_back_does_not_bring_what_it_left() {
+    let mut cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let shared = cluster.lab.shared_directory().unwrap();
+    let (base, image) = (shared.join("base.qcow2"), shared.join("disk.qcow2"));
+    disk::known_content(&qemu, &base, "qcow2", 128).unwrap();
+    disk::overlay(&qemu, &image, &base, "qcow2").unwrap();
+    // It reads, and writes to memory.
+    let load = Load { fill_mib: 64, wss_mib: 16, rate_mib_per_s: 20, disk_threads: 2, ..Load::default() };
+    let mut spec = GuestSpec { qemu: QemuVersion::Newer, memory_mib: 256, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
+    let _guest = cluster.guest(&spec);
+    let of_the_disk = |report: &Value| {
+        let first = &report["rounds"][0];
+        ["reference_pages", "refused_pages", "sent_bytes"].map(|what| first[what].as_u64().unwrap())
+    };
+    let all_pages = (128 << 20) / 4096;
+
+    let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    assert_eq!(of_the_disk(&report)[0], 0, "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+    cluster.a.kill();
+    cluster.a.start();
+    let report = cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
+    let [referred, refused, sent_bytes] = of_the_disk(&report);
+    assert!(referred == all_pages && refused == 0 && sent_bytes < 1 << 20, "{report:#}");
+    assert!(has_event(&report, "templates"), "{report:#}");
+    cluster.guest_is_whole("a", "vm1");
+
+    // Of what is gone nothing is told.
+    cluster.b.cli(&["images", "remove", "vm1"]).ok();
+    let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    assert_eq!(of_the_disk(&report)[0], 0, "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
 /// A guest that has read its disk into its memory, on a slow link: what went with the disk does not go again.
 #[test]
 fn memory_that_came_from_a_disk_is_not_sent() {

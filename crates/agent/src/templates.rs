@@ -2,12 +2,13 @@
 //! its content and not by its name, is copied here and not sent.
 //!
 //! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as its file stays as it
-//! is ([`librarian`]). A source asks after some pages of its disks ([`Message::Seek`](proto::Message::Seek)); it is
+//! is ([`librarian`]). Images that VMs left behind here serve as well ([`left`]). A source asks after some pages of its disks ([`Message::Seek`](proto::Message::Seek)); it is
 //! told what is in the templates that have such ([`Message::Known`](proto::Message::Known)), and refers to pages of
 //! those ([`Told`]). Each page that is referred to is read and compared before it is used, so that neither a catalogue
 //! nor a template that was changed can do harm.
 
 mod catalogue;
+mod left;
 mod librarian;
 mod told;
 
@@ -25,6 +26,7 @@ use proto::limits::PAGE_BYTES;
 use tracing::warn;
 
 use self::catalogue::{Catalogue, Identity};
+pub(crate) use self::left::LeftImage;
 use self::librarian::Librarian;
 pub(crate) use self::told::{TOLD_PAGES, TOLD_TEMPLATES, Told};
 use crate::api::{TemplateInfo, TemplateState};
@@ -37,6 +39,8 @@ const OF_USE: usize = 50;
 pub(crate) struct Templates {
     shelf: Arc<Shelf>,
     look: SyncSender<()>,
+    /// Of the catalogues.
+    directory: PathBuf,
 }
 
 /// What is known of them. Held only for as long as a look takes: file systems may hang.
@@ -45,8 +49,12 @@ type Shelf = Mutex<Vec<Template>>;
 #[derive(Clone, Debug)]
 struct Template {
     path: PathBuf,
+    /// As QEMU calls it.
+    format: String,
     identity: Identity,
     state: State,
+    /// A VM has left it behind here; nobody has named it a template.
+    is_left: bool,
 }
 
 #[derive(Clone, Debug)]
@@ -61,10 +69,11 @@ impl Templates {
     /// Looks for templates in these files and directories, in a thread of its own; catalogues are kept in `directory`.
     pub(crate) fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
         let shelf = Arc::default();
+        left::find(&directory, &shelf);
         // One look is enough for all who want one while another is at it.
         let (look, looks) = mpsc::sync_channel(1);
         if !places.is_empty() {
-            let librarian = Librarian::new(places, directory, patience, Arc::clone(&shelf));
+            let librarian = Librarian::new(places, directory.clone(), patience, Arc::clone(&shelf));
             let work = move || {
                 librarian.look();
                 while looks.recv().is_ok() {
@@ -73,17 +82,25 @@ impl Templates {
             };
             thread::Builder::new().name("templates".to_owned()).spawn(work)?;
         }
-        Ok(Self { shelf, look })
+        Ok(Self { shelf, look, directory })
     }
 
-    /// How many there are, read or not. Those that are new are read from now on.
+    /// An image was left behind here, with these pages as far as is known, in their order.
+    pub(crate) fn left(&self, image: LeftImage, pages: Vec<(u64, PageName)>) {
+        let path = image.path.clone();
+        if let Err(error) = left::keep(image, pages, &self.directory, &self.shelf) {
+            warn!(image = %path.display(), %error, "what is in it will be sent again to whoever comes back");
+        }
+    }
+
+    /// How many there are, read or not, and images that were left behind. Those that are new are read from now on.
     pub(crate) fn count(&self) -> usize {
         // Where it cannot be put, somebody else has asked for it.
         let _ = self.look.try_send(());
         lock(&self.shelf).len()
     }
 
-    /// What users are shown.
+    /// What users are shown: those that they have named.
     pub(crate) fn infos(&self) -> Vec<TemplateInfo> {
         let info = |template: &Template| {
             let (state, pages, problem) = match &template.state {
@@ -94,23 +111,28 @@ impl Templates {
             let data_bytes = pages.map(|pages| pages * PAGE_BYTES);
             TemplateInfo { path: template.path.clone(), state, data_bytes, problem }
         };
-        lock(&self.shelf).iter().map(info).collect()
+        lock(&self.shelf).iter().filter(|template| !template.is_left).map(info).collect()
     }
 
     /// The templates that have such pages, those with the most of them first. Reads all catalogues.
-    fn having(&self, sought: &HashSet<PageName>) -> Vec<(PathBuf, Catalogue)> {
+    fn having(&self, sought: &HashSet<PageName>) -> Vec<(Template, Catalogue)> {
+        left::forget_lost(&self.directory, &self.shelf);
         let shelf = lock(&self.shelf).clone();
-        let mut found: Vec<(usize, PathBuf, Catalogue)> = Vec::new();
-        for Template { path, state, .. } in shelf {
-            let State::Ready(catalogue) = state else { continue };
+        let mut found: Vec<(usize, Template, Catalogue)> = Vec::new();
+        for template in shelf {
+            let State::Ready(catalogue) = template.state.clone() else { continue };
             match hits(&catalogue, sought) {
-                Ok(hits) if hits > 0 && hits * OF_USE >= sought.len() => found.push((hits, path, catalogue)),
+                Ok(hits) if hits > 0 && hits * OF_USE >= sought.len() => {
+                    found.push((hits, template, catalogue));
+                }
                 Ok(_) => {}
-                Err(error) => warn!(template = %path.display(), %error, "its catalogue cannot be read"),
+                Err(error) => {
+                    warn!(template = %template.path.display(), %error, "its catalogue cannot be read");
+                }
             }
         }
         found.sort_by_key(|(hits, ..)| Reverse(*hits));
-        found.into_iter().map(|(_, path, catalogue)| (path, catalogue)).collect()
+        found.into_iter().map(|(_, template, catalogue)| (template, catalogue)).collect()
     }
 }
 
@@ -242,5 +264,50 @@ mod tests {
         assert_eq!(to_hex(name), "0001abcdefff");
         assert_eq!(from_hex("0001abcdefff"), Some(name));
         assert!(from_hex("0001abcdef").is_none() && from_hex("0001abcdefgg").is_none());
+    }
+
+    /// What was left behind is told of without having been read, by a later agent too, as long as it is there; and is no
+    /// template to those who ask for these.
+    #[test]
+    fn what_was_left_behind_is_known_until_it_is_gone() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("left.img");
+        template(directory.path(), "left.img", 100..300);
+        let start = || Templates::start(Vec::new(), directory.path().join("state"), PATIENCE).unwrap();
+        let told = |templates: &Templates| {
+            let told = Told::new(directory.path().to_owned(), PATIENCE);
+            (told.choose(templates, &names(100..300)).len() - 1, told)
+        };
+        let templates = start();
+        assert_eq!((templates.count(), told(&templates).0), (0, 0));
+        let known = (1..=200).map(|number| (number, PageName::of(&page(99 + number)))).collect();
+        templates.left(LeftImage { path: image.clone(), format: "raw".to_owned() }, known);
+        assert_eq!((templates.count(), templates.infos().len()), (1, 0));
+        drop(templates);
+
+        let templates = start();
+        let (messages, told_of) = told(&templates);
+        assert_eq!((templates.count(), messages), (1, 1));
+        let mut read = vec![0; PAGE_BYTES as usize];
+        told_of.read(0, 7, &mut read).unwrap();
+        assert_eq!(read, page(106));
+        // Another file of that name is not the one that was left.
+        template(directory.path(), "other.img", 100..300);
+        fs::rename(directory.path().join("other.img"), &image).unwrap();
+        assert_eq!((told(&templates).0, templates.count()), (0, 0));
+        assert_eq!(fs::read_dir(directory.path().join("state")).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_named_template_stays_one_though_a_vm_left_it_behind() {
+        let directory = tempfile::tempdir().unwrap();
+        let image = directory.path().join("base.img");
+        template(directory.path(), "base.img", 100..300);
+        let places = vec![image.clone()];
+        let templates = Templates::start(places, directory.path().join("state"), PATIENCE).unwrap();
+        read(&templates, 1);
+        templates.left(LeftImage { path: image, format: "raw".to_owned() }, vec![(1, PageName([7; 6]))]);
+        let infos = templates.infos();
+        assert_eq!((infos.len(), infos[0].data_bytes), (1, Some(200 * PAGE_BYTES)));
     }
 }

@@ -46,6 +46,12 @@ impl PageName {
         bytes[..NAME_BYTES].copy_from_slice(&self.0);
         u64::from_le_bytes(bytes)
     }
+
+    fn of_number(number: u64) -> Self {
+        let mut name = [0; NAME_BYTES];
+        name.copy_from_slice(&number.to_le_bytes()[..NAME_BYTES]);
+        Self(name)
+    }
 }
 
 pub(crate) fn page_hash(page: &[u8]) -> PageHash {
@@ -148,11 +154,24 @@ impl Known {
         self.looks_at_memory.store(true, Ordering::Release);
     }
 
-    /// From the next round on all is sent.
+    /// From the next round on all is sent. What was sent stays known, for [`Self::sent_of`].
     pub fn end(&self) {
         self.ended.store(true, Ordering::Release);
-        let mut tables = lock(&self.tables);
-        *tables = Tables { templates: Table::new(0), sent: Table::new(0) };
+        lock(&self.tables).templates = Table::new(0);
+    }
+
+    /// What is known of a disk's pages: number and name, in the order of the numbers. A page that was sent again later has
+    /// one of the names that it had.
+    pub fn sent_of(&self, block: u16) -> Vec<(u64, PageName)> {
+        let mut pages: Vec<_> = lock(&self.tables)
+            .sent
+            .all()
+            .filter(|(which, ..)| *which == block)
+            .map(|(_, page, name)| (page, name))
+            .collect();
+        pages.sort_unstable();
+        pages.dedup_by_key(|(page, _)| *page);
+        pages
     }
 
     /// Pages of a disk were given to a stream. Those of memory are not remembered: they would drive the disks' out.
@@ -223,6 +242,10 @@ enum Slot {
     Taken { name: u64, place: u64 },
 }
 
+fn of_place(place: u64) -> (u16, u64) {
+    ((place >> PAGE_BITS) as u16, place & ((1 << PAGE_BITS) - 1))
+}
+
 impl Table {
     fn new(pages: usize) -> Self {
         let slots = if pages == 0 { 0 } else { (pages + pages / 2).max(NEAR) };
@@ -263,6 +286,17 @@ impl Table {
         }
     }
 
+    /// All that is in it: of which block or template, the page's number there, and its name.
+    fn all(&self) -> impl Iterator<Item = (u16, u64, PageName)> {
+        (0..self.names.len()).filter_map(|slot| match self.get(slot) {
+            Slot::Free => None,
+            Slot::Taken { name, place } => {
+                let (which, page) = of_place(place);
+                Some((which, page, PageName::of_number(name)))
+            }
+        })
+    }
+
     fn find(&self, name: PageName) -> Option<(u16, u64)> {
         let name = name.number();
         for slot in self.near(name) {
@@ -270,7 +304,7 @@ impl Table {
                 // Nothing is ever taken out: it would stand here.
                 Slot::Free => return None,
                 Slot::Taken { name: found, place } if found == name => {
-                    return Some(((place >> PAGE_BITS) as u16, place & ((1 << PAGE_BITS) - 1)));
+                    return Some(of_place(place));
                 }
                 Slot::Taken { .. } => {}
             }
@@ -301,8 +335,14 @@ mod tests {
         assert_eq!(all(2), [(Library::Template(3), 8), (Library::Block(1), 500)]);
         assert_eq!(all(5), [(Library::Block(1), 601)]);
         assert_eq!(all(9), []);
+        // Of a page that was sent with two contents one is told; of one content in two places the latter.
+        known.sent(1, [(500, name(6)), (7, name(8))]);
         known.end();
         assert_eq!((all(1), known.allowed(1, 0)), (Vec::new(), None));
+        let sent = known.sent_of(1);
+        assert!(sent[1] == (500, name(2)) || sent[1] == (500, name(6)), "{sent:?}");
+        assert_eq!((sent[0], sent[2], sent.len()), ((7, name(8)), (601, name(5)), 3));
+        assert_eq!(known.sent_of(0), []);
     }
 
     #[test]

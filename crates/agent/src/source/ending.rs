@@ -120,7 +120,7 @@ impl Driver {
 
     /// The matter is settled: last entries, report, and what waits to be told.
     pub(super) fn end(&mut self) {
-        self.cargo = None;
+        let known = self.cargo.take().and_then(|cargo| Some((cargo.ram_blocks(), cargo.known()?)));
         self.telemetry.follow(None);
         self.part();
         if let Some(state) = self.unjournalled.take() {
@@ -163,6 +163,9 @@ impl Driver {
         while let Err(error) = self.leave(standing) {
             error!(migration = %id, error = crate::chain(&error), "the end of the migration is not in the journal yet");
             thread::sleep(self.contact.retry);
+        }
+        if let Some((first_disk, known)) = known.filter(|_| standing == Standing::Done) {
+            self.remember_images(first_disk, &known);
         }
         self.telemetry.update(|progress| {
             progress.phase = Phase::Ended;

@@ -2,20 +2,25 @@
 //! is in the templates that have such.
 
 use std::collections::BTreeSet;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ::memory::{Known, NAME_BYTES, PageName};
 use engine::handover::source::SourceEvent;
 use proto::limits::{PAGE_BYTES, SOUGHT_PAGES};
 use proto::message::Message;
+use qemu::describe::VmDescription;
 
 use super::Driver;
 use super::memory::Cargo;
 use super::phases::{Accepted, Failure, unexpected};
-use crate::templates::{TOLD_PAGES, TOLD_TEMPLATES, from_hex, to_hex};
+use crate::templates::{LeftImage, TOLD_PAGES, TOLD_TEMPLATES, from_hex, to_hex};
 
-/// Most pages that are remembered of what was sent: 1 GiB, for 4.5 MiB.
-const SENT_PAGES: u64 = 1 << 18;
+/// Most pages that are remembered of what was sent: 4 GiB, for 18 MiB, and as many as a source is told of when it comes
+/// back.
+const SENT_PAGES: u64 = TOLD_PAGES;
+/// Formats in which the images of copied disks are, and whose header tells what is below them.
+const FORMATS: [&str; 2] = ["raw", "qcow2"];
 
 impl Driver {
     /// What the destination has already, as far as it says.
@@ -42,6 +47,26 @@ impl Driver {
             known.learn(run.template, run.first_page, run.names);
         }
         Ok(known)
+    }
+
+    /// The VM has left with its disks: what went is known, and stays here in their images until somebody removes these. A VM
+    /// that comes back need not bring it.
+    pub(super) fn remember_images(&self, first_disk: usize, known: &Known) {
+        let described = self.proposal.as_ref().map(|proposal| proposal.description.clone());
+        let Some(vm) = described.and_then(|it| serde_json::from_value::<VmDescription>(it).ok()) else {
+            return;
+        };
+        let copied = self.controls.report(|report| report.disks.clone());
+        for (block, copied) in (first_disk..).zip(copied) {
+            let Some(disk) = vm.disks.iter().find(|disk| disk.name == copied.name) else { continue };
+            let Some((path, format)) = disk.file.as_ref().map(PathBuf::from).zip(disk.format.clone()) else {
+                continue;
+            };
+            let pages = u16::try_from(block).map_or_else(|_| Vec::new(), |block| known.sent_of(block));
+            if path.is_file() && FORMATS.contains(&format.as_str()) && !pages.is_empty() {
+                self.context.templates.left(LeftImage { path, format }, pages);
+            }
+        }
     }
 
     /// Asks after pages from all over the disks, and takes down what the destination tells. It is only a saving:

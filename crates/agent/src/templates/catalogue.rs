@@ -47,6 +47,12 @@ impl Identity {
         ]))
     }
 
+    /// Which file, in whatever state: for what is not believed to stay as it is.
+    pub(super) fn of_file(path: &Path) -> io::Result<Self> {
+        let file = fs::metadata(path)?;
+        Ok(Self([file.dev(), file.ino(), 0, 0, 0]))
+    }
+
     fn bytes(self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes
@@ -104,11 +110,7 @@ impl Catalogue {
         file: &Path,
     ) -> Result<Self, CatalogueError> {
         let keep = |source| CatalogueError::Keep { path: file.to_owned(), source };
-        let unfinished = file.with_extension(UNFINISHED);
-        let mut out = BufWriter::new(File::create(&unfinished).map_err(keep)?);
-        out.write_all(&[0; HEAD_BYTES]).map_err(keep)?;
-        let mut pages = 0;
-        let mut run = Run { first_page: 0, names: Vec::new() };
+        let mut writing = Writing::begin(file).map_err(keep)?;
         // Only whole pages: a disk's last one may be shorter, and is not worth a thought.
         let whole_bytes = template.size_bytes() / PAGE_BYTES * PAGE_BYTES;
         for extent in template.allocated(0..template.size_bytes())? {
@@ -122,28 +124,23 @@ impl Catalogue {
                     if bytes.iter().all(|byte| *byte == 0) {
                         continue;
                     }
-                    if page != run.first_page + run.names.len() as u64 || run.names.len() == KNOWN_PAGES {
-                        run.write(&mut out).map_err(keep)?;
-                        run = Run { first_page: page, names: Vec::new() };
-                    }
-                    run.names.push(PageName::of(bytes));
-                    pages += 1;
+                    writing.add(page, PageName::of(bytes)).map_err(keep)?;
                 }
                 Ok::<_, CatalogueError>(())
             })?;
         }
-        let mut finish = || -> io::Result<()> {
-            run.write(&mut out)?;
-            Run { first_page: 0, names: Vec::new() }.write_even_if_empty(&mut out)?;
-            out.seek(SeekFrom::Start(0))?;
-            out.write_all(&[&MAGIC[..], &identity.bytes(), &u64::to_le_bytes(pages)].concat())?;
-            out.flush()?;
-            // Or a power cut may leave a name and nothing behind it.
-            out.get_ref().sync_all()?;
-            fs::rename(&unfinished, file)
-        };
-        finish().map_err(keep)?;
-        Ok(Self { file: file.to_owned(), pages })
+        writing.finish(identity, file).map_err(keep)
+    }
+
+    /// Keeps what is known of an image without reading it, in the order of the pages.
+    pub(super) fn of_pages(
+        pages: impl IntoIterator<Item = (u64, PageName)>,
+        identity: Identity,
+        file: &Path,
+    ) -> io::Result<Self> {
+        let mut writing = Writing::begin(file)?;
+        pages.into_iter().try_for_each(|(page, name)| writing.add(page, name))?;
+        writing.finish(identity, file)
     }
 
     /// All of it, run by run; each has at least one name and at most as many as one message holds.
@@ -160,6 +157,47 @@ impl Catalogue {
             ended = !matches!(&run, Ok(Some(_)));
             run.transpose()
         }))
+    }
+}
+
+/// A catalogue that is being made.
+struct Writing {
+    unfinished: PathBuf,
+    out: BufWriter<File>,
+    run: Run,
+    pages: u64,
+}
+
+impl Writing {
+    fn begin(file: &Path) -> io::Result<Self> {
+        let unfinished = file.with_extension(UNFINISHED);
+        let mut out = BufWriter::new(File::create(&unfinished)?);
+        out.write_all(&[0; HEAD_BYTES])?;
+        Ok(Self { unfinished, out, run: Run { first_page: 0, names: Vec::new() }, pages: 0 })
+    }
+
+    /// The next page; pages come in their order.
+    fn add(&mut self, page: u64, name: PageName) -> io::Result<()> {
+        let run = &mut self.run;
+        if page != run.first_page + run.names.len() as u64 || run.names.len() == KNOWN_PAGES {
+            run.write(&mut self.out)?;
+            *run = Run { first_page: page, names: Vec::new() };
+        }
+        run.names.push(name);
+        self.pages += 1;
+        Ok(())
+    }
+
+    fn finish(mut self, identity: Identity, file: &Path) -> io::Result<Catalogue> {
+        self.run.write(&mut self.out)?;
+        Run { first_page: 0, names: Vec::new() }.write_even_if_empty(&mut self.out)?;
+        self.out.seek(SeekFrom::Start(0))?;
+        self.out.write_all(&[&MAGIC[..], &identity.bytes(), &u64::to_le_bytes(self.pages)].concat())?;
+        self.out.flush()?;
+        // Or a power cut may leave a name and nothing behind it.
+        self.out.get_ref().sync_all()?;
+        fs::rename(&self.unfinished, file)?;
+        Ok(Catalogue { file: file.to_owned(), pages: self.pages })
     }
 }
 

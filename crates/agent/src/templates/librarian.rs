@@ -15,7 +15,7 @@ use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED};
 use super::{Shelf, State, Template, lock};
 
 /// Ending of a catalogue's name, and digits before it.
-const CATALOGUE: &str = "catalogue";
+pub(super) const CATALOGUE: &str = "catalogue";
 const NAME_DIGITS: usize = 32;
 /// The socket at which a template is served while it is read.
 const READING: &str = "reading.sock";
@@ -76,19 +76,24 @@ impl Librarian {
             let known = before.get(&path).filter(|old| old.identity == identity).map(|old| &old.state);
             let state = match known {
                 Some(state @ (State::Ready(_) | State::Failed(_, true))) => state.clone(),
-                _ => Catalogue::kept(&self.catalogue_of(&path), identity)
+                _ => Catalogue::kept(&catalogue_of(&self.directory, &path), identity)
                     .map_or(State::BeingRead, State::Ready),
             };
-            now.push(Template { path, identity, state });
+            let format = format_of(&path).to_owned();
+            now.push(Template { path, format, identity, state, is_left: false });
         }
-        *lock(&self.shelf) = now;
+        let mut shelf = lock(&self.shelf);
+        // A VM may have left one behind meanwhile.
+        let named: BTreeSet<PathBuf> = now.iter().map(|template| template.path.clone()).collect();
+        shelf.retain(|template| template.is_left && !named.contains(&template.path));
+        shelf.extend(now);
     }
 
     /// Removes catalogues of templates that are gone, and what was left of making one: by the names that are given here
     /// and nowhere else.
     fn sweep(&self) {
         let wanted: HashSet<PathBuf> =
-            lock(&self.shelf).iter().map(|template| self.catalogue_of(&template.path)).collect();
+            lock(&self.shelf).iter().map(|template| catalogue_of(&self.directory, &template.path)).collect();
         for entry in fs::read_dir(&self.directory).into_iter().flatten().flatten() {
             let path = entry.path();
             if is_ours(&path) && !wanted.contains(&path) {
@@ -132,17 +137,13 @@ impl Librarian {
         if !is_whole(path) {
             return Err(TemplateError::NotWhole);
         }
-        let file = self.catalogue_of(path);
+        let file = catalogue_of(&self.directory, path);
         let keep = |source| CatalogueError::Keep { path: file.clone(), source };
         fs::create_dir_all(&self.directory).map_err(keep)?;
         let socket = self.directory.join(READING);
-        let mut reading = open(path, &socket, self.patience).map_err(CatalogueError::from)?;
+        let mut reading =
+            open(path, format_of(path), &socket, self.patience).map_err(CatalogueError::from)?;
         Ok(Catalogue::make(&mut reading, identity, &file)?)
-    }
-
-    fn catalogue_of(&self, template: &Path) -> PathBuf {
-        let name = blake3::hash(template.as_os_str().as_encoded_bytes()).to_hex();
-        self.directory.join(format!("{}.{CATALOGUE}", &name[..NAME_DIGITS]))
     }
 
     /// All files that are meant: those that are named, and those in directories that are.
@@ -156,6 +157,12 @@ impl Librarian {
     }
 }
 
+/// The file in which the catalogue of an image is kept.
+pub(super) fn catalogue_of(directory: &Path, image: &Path) -> PathBuf {
+    let name = blake3::hash(image.as_os_str().as_encoded_bytes()).to_hex();
+    directory.join(format!("{}.{CATALOGUE}", &name[..NAME_DIGITS]))
+}
+
 /// Whether a file has a name as catalogues have, finished or not.
 fn is_ours(path: &Path) -> bool {
     let ending = path.extension().is_some_and(|ending| ending == CATALOGUE || ending == UNFINISHED);
@@ -164,9 +171,18 @@ fn is_ours(path: &Path) -> bool {
 }
 
 /// Opens a template for reading.
-pub(super) fn open(template: &Path, socket: &Path, patience: Duration) -> Result<Reading, ImageError> {
-    let format = if is_qcow2(template) { QCOW2 } else { "raw" };
+pub(super) fn open(
+    template: &Path,
+    format: &str,
+    socket: &Path,
+    patience: Duration,
+) -> Result<Reading, ImageError> {
     Reading::open(&template.to_string_lossy(), format, None, socket, patience)
+}
+
+/// The format of a template, by its name.
+fn format_of(template: &Path) -> &'static str {
+    if is_qcow2(template) { QCOW2 } else { "raw" }
 }
 
 fn is_qcow2(path: &Path) -> bool {

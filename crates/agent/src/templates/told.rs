@@ -18,7 +18,7 @@ use tracing::{info, warn};
 
 use super::catalogue::{Catalogue, Run};
 use super::librarian::{is_whole, open};
-use super::{Templates, from_hex, lock, to_hex};
+use super::{Template, Templates, from_hex, lock, to_hex};
 
 /// Most pages of templates of which a source is told: 4 GiB, for which it needs 18 MiB.
 pub(crate) const TOLD_PAGES: u64 = 1 << 20;
@@ -39,7 +39,7 @@ pub(crate) struct Told {
 #[derive(Debug)]
 enum Open {
     /// Nothing was read yet.
-    Not(PathBuf),
+    Not(Template),
     Reading(Reading),
     /// It cannot be opened, or answered late: what would come next on the connection is not known. It is not tried
     /// again, for each try takes its time.
@@ -62,15 +62,17 @@ impl Told {
         let sought: HashSet<PageName> = sought.iter().filter_map(|name| from_hex(name)).collect();
         let (mut messages, mut chosen) = (Vec::new(), Vec::new());
         let mut told = HashSet::new();
-        for (path, catalogue) in templates.having(&sought).into_iter().take(TOLD_TEMPLATES) {
+        for (template, catalogue) in templates.having(&sought).into_iter().take(TOLD_TEMPLATES) {
             match known(chosen.len() as u16, &catalogue, &mut told) {
                 Ok(known) if known.is_empty() => {}
                 Ok(known) => {
-                    info!(template = %path.display(), "has pages of an arriving disk");
+                    info!(template = %template.path.display(), "has pages of an arriving disk");
                     messages.extend(known);
-                    chosen.push(Arc::new(Mutex::new(Open::Not(path))));
+                    chosen.push(Arc::new(Mutex::new(Open::Not(template))));
                 }
-                Err(error) => warn!(template = %path.display(), %error, "its catalogue cannot be read"),
+                Err(error) => {
+                    warn!(template = %template.path.display(), %error, "its catalogue cannot be read")
+                }
             }
         }
         *lock(&self.templates) = chosen;
@@ -127,9 +129,11 @@ impl ::memory::Templates for Told {
             || RamError::Disk(format!("there is no page {first_page} in template {template}").into());
         let open = lock(&self.templates).get(usize::from(template)).map(Arc::clone).ok_or_else(nowhere)?;
         let mut open = lock(&open);
-        if let Open::Not(path) = &*open {
+        if let Open::Not(Template { path, format, is_left, .. }) = &*open {
             let socket = self.directory.join(format!("template-{template}.sock"));
-            let opened = is_whole(path).then(|| self::open(path, &socket, self.patience));
+            // What a VM left behind may lie over other images.
+            let opened =
+                (*is_left || is_whole(path)).then(|| self::open(path, format, &socket, self.patience));
             *open = Open::Dead;
             *open = Open::Reading(opened.ok_or_else(nowhere)?.map_err(failed)?);
         }

@@ -39,8 +39,8 @@ const OF_USE: usize = 50;
 pub(crate) struct Templates {
     shelf: Arc<Shelf>,
     look: SyncSender<()>,
-    /// Of the catalogues.
-    directory: PathBuf,
+    /// What is known of images that were left behind.
+    left: PathBuf,
 }
 
 /// What is known of them. Held only for as long as a look takes: file systems may hang.
@@ -69,11 +69,12 @@ impl Templates {
     /// Looks for templates in these files and directories, in a thread of its own; catalogues are kept in `directory`.
     pub(crate) fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
         let shelf = Arc::default();
-        left::find(&directory, &shelf);
+        let left = directory.join("left");
+        left::find(&left, &shelf);
         // One look is enough for all who want one while another is at it.
         let (look, looks) = mpsc::sync_channel(1);
         if !places.is_empty() {
-            let librarian = Librarian::new(places, directory.clone(), patience, Arc::clone(&shelf));
+            let librarian = Librarian::new(places, directory, patience, Arc::clone(&shelf));
             let work = move || {
                 librarian.look();
                 while looks.recv().is_ok() {
@@ -82,13 +83,13 @@ impl Templates {
             };
             thread::Builder::new().name("templates".to_owned()).spawn(work)?;
         }
-        Ok(Self { shelf, look, directory })
+        Ok(Self { shelf, look, left })
     }
 
     /// An image was left behind here, with these pages as far as is known, in their order.
     pub(crate) fn left(&self, image: LeftImage, pages: Vec<(u64, PageName)>) {
         let path = image.path.clone();
-        if let Err(error) = left::keep(image, pages, &self.directory, &self.shelf) {
+        if let Err(error) = left::keep(image, pages, &self.left, &self.shelf) {
             warn!(image = %path.display(), %error, "what is in it will be sent again to whoever comes back");
         }
     }
@@ -116,7 +117,7 @@ impl Templates {
 
     /// The templates that have such pages, those with the most of them first. Reads all catalogues.
     fn having(&self, sought: &HashSet<PageName>) -> Vec<(Template, Catalogue)> {
-        left::forget_lost(&self.directory, &self.shelf);
+        left::forget_lost(&self.left, &self.shelf);
         let shelf = lock(&self.shelf).clone();
         let mut found: Vec<(usize, Template, Catalogue)> = Vec::new();
         for template in shelf {
@@ -295,7 +296,7 @@ mod tests {
         template(directory.path(), "other.img", 100..300);
         fs::rename(directory.path().join("other.img"), &image).unwrap();
         assert_eq!((told(&templates).0, templates.count()), (0, 0));
-        assert_eq!(fs::read_dir(directory.path().join("state")).unwrap().count(), 0);
+        assert_eq!(fs::read_dir(directory.path().join("state/left")).unwrap().count(), 0);
     }
 
     #[test]

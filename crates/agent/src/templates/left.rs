@@ -13,8 +13,8 @@ use ::memory::PageName;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use super::catalogue::{Catalogue, Identity};
-use super::librarian::catalogue_of;
+use super::catalogue::{Catalogue, Identity, UNFINISHED};
+use super::librarian::{CATALOGUE, catalogue_of};
 use super::{Shelf, State, Template, lock};
 
 /// Ending of the name of a file that says of which image a catalogue is.
@@ -52,6 +52,9 @@ pub(super) fn keep(
 pub(super) fn find(directory: &Path, shelf: &Shelf) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let note = entry.path();
+        if note.extension().is_some_and(|ending| ending == UNFINISHED) {
+            remove(&note);
+        }
         if note.extension().is_none_or(|ending| ending != LEFT) {
             continue;
         }
@@ -94,7 +97,7 @@ fn is_named(shelf: &Shelf, path: &Path) -> bool {
 
 /// A note and its catalogue.
 fn remove(note: &Path) {
-    for file in [note.to_owned(), note.with_extension(super::librarian::CATALOGUE)] {
+    for file in [note.to_owned(), note.with_extension(CATALOGUE)] {
         if let Err(error) = fs::remove_file(&file)
             && error.kind() != io::ErrorKind::NotFound
         {

@@ -57,10 +57,17 @@ pub fn bars(results: &Results) -> Vec<Bar> {
         move |result: &CaseResult| beside_another(result, what, of, beside, quantity, most)
     };
     let (plain, xbzrle) = (Contender::Packing(Way::None), Contender::Qemu(Mode::Xbzrle));
+    let zstd = Contender::Qemu(Mode::MultifdZstd(2));
     let (everything, dispensable) = (Contender::Soft(Soft::None), Contender::Soft(Soft::All));
     for (name, bar) in [
         ("packing-random", ("total", OURS, plain, Quantity::Total, 1.05)),
         ("packing-random", ("CPU", OURS, plain, Quantity::Cpu, 1.05)),
+        ("packing", ("total", OURS, plain, Quantity::Total, 1.05)),
+        ("packing", ("CPU", OURS, plain, Quantity::Cpu, 1.05)),
+        ("debian-1g", ("total", OURS, zstd, Quantity::Total, 1.0)),
+        ("debian-1g", ("sent", OURS, zstd, Quantity::Sent, 1.0)),
+        ("debian-1g", ("CPU", OURS, zstd, Quantity::Cpu, 1.0)),
+        ("debian-100m", ("sent", OURS, zstd, Quantity::Sent, 0.5)),
         ("changes-1g", ("total", OURS, xbzrle, Quantity::Total, 1.0)),
         ("changes-1g", ("sent", OURS, xbzrle, Quantity::Sent, 1.0)),
         ("cache-0", ("total", dispensable, everything, Quantity::Total, 0.15)),

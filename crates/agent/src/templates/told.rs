@@ -71,7 +71,7 @@ impl Told {
                     chosen.push(Arc::new(Mutex::new(Open::Not(template))));
                 }
                 Err(error) => {
-                    warn!(template = %template.path.display(), %error, "its catalogue cannot be read")
+                    warn!(template = %template.path.display(), %error, "its catalogue cannot be read");
                 }
             }
         }

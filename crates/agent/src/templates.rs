@@ -68,9 +68,13 @@ enum State {
 impl Templates {
     /// Looks for templates in these files and directories, in a thread of its own; catalogues are kept in `directory`.
     pub(crate) fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
-        let shelf = Arc::default();
+        let shelf: Arc<Shelf> = Arc::default();
         let left = directory.join("left");
-        left::find(&left, &shelf);
+        // File systems may hang; the agent serves all the same.
+        let (of_earlier_agents, found) = (left.clone(), Arc::clone(&shelf));
+        thread::Builder::new()
+            .name("left-images".to_owned())
+            .spawn(move || left::find(&of_earlier_agents, &found))?;
         // One look is enough for all who want one while another is at it.
         let (look, looks) = mpsc::sync_channel(1);
         if !places.is_empty() {
@@ -287,6 +291,9 @@ mod tests {
         drop(templates);
 
         let templates = start();
+        while templates.count() == 0 {
+            thread::yield_now();
+        }
         let (messages, told_of) = told(&templates);
         assert_eq!((templates.count(), messages), (1, 1));
         let mut read = vec![0; PAGE_BYTES as usize];

@@ -42,8 +42,9 @@ pub(super) fn keep(
     let identity = Identity::of_file(&image.path)?;
     fs::create_dir_all(directory)?;
     let file = catalogue_of(directory, &image.path);
-    let catalogue = Catalogue::of_pages(pages, identity, &file)?;
+    // The note first: one without a catalogue is found and removed, a catalogue without a note would stay.
     fs::write(file.with_extension(LEFT), serde_json::to_vec(&image)?)?;
+    let catalogue = Catalogue::of_pages(pages, identity, &file)?;
     put(shelf, image, identity, catalogue);
     Ok(())
 }

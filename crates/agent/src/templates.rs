@@ -26,6 +26,7 @@ use proto::limits::PAGE_BYTES;
 use tracing::warn;
 
 use self::catalogue::{Catalogue, Identity};
+use self::left::Left;
 pub(crate) use self::left::LeftImage;
 use self::librarian::Librarian;
 pub(crate) use self::told::{TOLD_PAGES, TOLD_TEMPLATES, Told};
@@ -39,8 +40,7 @@ const OF_USE: usize = 50;
 pub(crate) struct Templates {
     shelf: Arc<Shelf>,
     look: SyncSender<()>,
-    /// What is known of images that were left behind.
-    left: PathBuf,
+    left: Arc<Left>,
 }
 
 /// What is known of them. Held only for as long as a look takes: file systems may hang.
@@ -69,12 +69,10 @@ impl Templates {
     /// Looks for templates in these files and directories, in a thread of its own; catalogues are kept in `directory`.
     pub(crate) fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
         let shelf: Arc<Shelf> = Arc::default();
-        let left = directory.join("left");
+        let left = Arc::new(Left::new(directory.join("left"), Arc::clone(&shelf)));
         // File systems may hang; the agent serves all the same.
-        let (of_earlier_agents, found) = (left.clone(), Arc::clone(&shelf));
-        thread::Builder::new()
-            .name("left-images".to_owned())
-            .spawn(move || left::find(&of_earlier_agents, &found))?;
+        let of_earlier_agents = Arc::clone(&left);
+        thread::Builder::new().name("left-images".to_owned()).spawn(move || of_earlier_agents.find())?;
         // One look is enough for all who want one while another is at it.
         let (look, looks) = mpsc::sync_channel(1);
         if !places.is_empty() {
@@ -93,7 +91,7 @@ impl Templates {
     /// An image was left behind here, with these pages as far as is known, in their order.
     pub(crate) fn left(&self, image: LeftImage, pages: Vec<(u64, PageName)>) {
         let path = image.path.clone();
-        if let Err(error) = left::keep(image, pages, &self.left, &self.shelf) {
+        if let Err(error) = self.left.keep(image, pages) {
             warn!(image = %path.display(), %error, "what is in it will be sent again to whoever comes back");
         }
     }
@@ -121,7 +119,7 @@ impl Templates {
 
     /// The templates that have such pages, those with the most of them first. Reads all catalogues.
     fn having(&self, sought: &HashSet<PageName>) -> Vec<(Template, Catalogue)> {
-        left::forget_lost(&self.left, &self.shelf);
+        self.left.forget_lost();
         let shelf = lock(&self.shelf).clone();
         let mut found: Vec<(usize, Template, Catalogue)> = Vec::new();
         for template in shelf {

@@ -8,6 +8,7 @@
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use ::memory::PageName;
 use serde::{Deserialize, Serialize};
@@ -29,71 +30,80 @@ pub(crate) struct LeftImage {
     pub(crate) format: String,
 }
 
-/// Keeps what is in an image that was left behind.
-pub(super) fn keep(
-    image: LeftImage,
-    pages: Vec<(u64, PageName)>,
-    directory: &Path,
-    shelf: &Shelf,
-) -> io::Result<()> {
-    if is_named(shelf, &image.path) {
-        return Ok(());
+/// What is known of them.
+#[derive(Debug)]
+pub(super) struct Left {
+    shelf: Arc<Shelf>,
+    /// Where it is kept. Locked while somebody is at it, who may take long where file systems hang.
+    directory: Mutex<PathBuf>,
+}
+
+impl Left {
+    pub(super) fn new(directory: PathBuf, shelf: Arc<Shelf>) -> Self {
+        Self { shelf, directory: Mutex::new(directory) }
     }
-    let identity = Identity::of_file(&image.path)?;
-    fs::create_dir_all(directory)?;
-    let file = catalogue_of(directory, &image.path);
-    // The note first: one without a catalogue is found and removed, a catalogue without a note would stay.
-    fs::write(file.with_extension(LEFT), serde_json::to_vec(&image)?)?;
-    let catalogue = Catalogue::of_pages(pages, identity, &file)?;
-    put(shelf, image, identity, catalogue);
-    Ok(())
-}
 
-/// Puts those on the shelf of which an earlier agent knew and that are still there, and forgets the others.
-pub(super) fn find(directory: &Path, shelf: &Shelf) {
-    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
-        let note = entry.path();
-        if note.extension().is_some_and(|ending| ending == UNFINISHED) {
-            remove(&note);
+    /// Keeps what is in an image.
+    pub(super) fn keep(&self, image: LeftImage, pages: Vec<(u64, PageName)>) -> io::Result<()> {
+        let directory = lock(&self.directory);
+        let identity = Identity::of_file(&image.path)?;
+        fs::create_dir_all(&*directory)?;
+        let file = catalogue_of(&directory, &image.path);
+        // The note first: one without a catalogue is found and removed, a catalogue without a note would stay.
+        fs::write(file.with_extension(LEFT), serde_json::to_vec(&image)?)?;
+        let catalogue = Catalogue::of_pages(pages, identity, &file)?;
+        self.put(image, identity, catalogue);
+        Ok(())
+    }
+
+    /// Puts those on the shelf of which an earlier agent knew and that are still there, and forgets the others.
+    pub(super) fn find(&self) {
+        let directory = lock(&self.directory);
+        for entry in fs::read_dir(&*directory).into_iter().flatten().flatten() {
+            let path = entry.path();
+            let ending = path.extension().unwrap_or_default();
+            if ending == UNFINISHED {
+                remove(&path);
+            } else if ending == LEFT {
+                match known(&directory, &path) {
+                    Some((image, identity, catalogue)) => self.put(image, identity, catalogue),
+                    // It is only a waste of room.
+                    None => remove(&path),
+                }
+            }
         }
-        if note.extension().is_none_or(|ending| ending != LEFT) {
-            continue;
+    }
+
+    /// Forgets those that are not there any more, or are other files.
+    pub(super) fn forget_lost(&self) {
+        let directory = lock(&self.directory);
+        let shelf = lock(&self.shelf).clone();
+        for Template { path, identity, .. } in shelf.into_iter().filter(|template| template.is_left) {
+            if Identity::of_file(&path).is_ok_and(|now| now == identity) {
+                continue;
+            }
+            remove(&catalogue_of(&directory, &path).with_extension(LEFT));
+            lock(&self.shelf).retain(|template| !(template.is_left && template.path == path));
         }
-        let image = fs::read(&note).ok().and_then(|text| serde_json::from_slice::<LeftImage>(&text).ok());
-        let known = image.and_then(|image| {
-            let file = catalogue_of(directory, &image.path);
-            let identity = Identity::of_file(&image.path).ok()?;
-            Some((Catalogue::kept(&file, identity)?, image, identity))
-        });
-        match known {
-            Some((catalogue, image, identity)) => put(shelf, image, identity, catalogue),
-            // It is only a waste of room.
-            None => remove(&note),
+    }
+
+    /// One that is named as a template is read anyway, and stays what it is.
+    fn put(&self, LeftImage { path, format }: LeftImage, identity: Identity, catalogue: Catalogue) {
+        let mut shelf = lock(&self.shelf);
+        if shelf.iter().any(|template| template.path == path && !template.is_left) {
+            return;
         }
+        shelf.retain(|template| template.path != path);
+        shelf.push(Template { path, format, identity, state: State::Ready(catalogue), is_left: true });
     }
 }
 
-/// Forgets those that are not there any more, or are other files.
-pub(super) fn forget_lost(directory: &Path, shelf: &Shelf) {
-    let known = lock(shelf).clone();
-    for Template { path, identity, .. } in known.into_iter().filter(|template| template.is_left) {
-        if Identity::of_file(&path).is_ok_and(|now| now == identity) {
-            continue;
-        }
-        remove(&catalogue_of(directory, &path).with_extension(LEFT));
-        lock(shelf).retain(|template| !(template.is_left && template.path == path));
-    }
-}
-
-fn put(shelf: &Shelf, LeftImage { path, format }: LeftImage, identity: Identity, catalogue: Catalogue) {
-    let mut shelf = lock(shelf);
-    shelf.retain(|template| template.path != path);
-    shelf.push(Template { path, format, identity, state: State::Ready(catalogue), is_left: true });
-}
-
-/// One that is named as a template has been read, or will be: no more is known of it.
-fn is_named(shelf: &Shelf, path: &Path) -> bool {
-    lock(shelf).iter().any(|template| template.path == path && !template.is_left)
+/// The image of which a note is, if it is still there.
+fn known(directory: &Path, note: &Path) -> Option<(LeftImage, Identity, Catalogue)> {
+    let image: LeftImage = serde_json::from_slice(&fs::read(note).ok()?).ok()?;
+    let identity = Identity::of_file(&image.path).ok()?;
+    let catalogue = Catalogue::kept(&catalogue_of(directory, &image.path), identity)?;
+    Some((image, identity, catalogue))
 }
 
 /// A note and its catalogue.

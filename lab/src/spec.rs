@@ -303,7 +303,7 @@ impl GuestSpec {
             Accel::Tcg => line.option("-accel", "tcg").option("-cpu", "max"),
             Accel::Kvm => line.option("-accel", "kvm").option("-cpu", "host,-arch-capabilities"),
         };
-        line.option("-smp", &self.vcpus.to_string()).option("-m", &self.memory_mib.to_string());
+        line.option("-smp", &self.processors()).option("-m", &self.memory_mib.to_string());
         if self.numa_nodes > 1 {
             for node in 0..self.numa_nodes {
                 let id = format!("ram{node}");
@@ -316,6 +316,15 @@ impl GuestSpec {
         } else {
             line.option("-object", &self.memory("ram", self.memory_mib));
             line.option("-machine", &format!("{},memory-backend=ram", self.machine));
+        }
+    }
+
+    /// QEMU before 8.0 leaves a guest's memory barriers out where there can never be a second processor, although its
+    /// devices work in threads of their own: a virtio driver may then miss the answer to a request, and wait for ever.
+    fn processors(&self) -> String {
+        match (self.accel, self.qemu, self.vcpus) {
+            (Accel::Tcg, QemuVersion::Installed, 1) => "1,maxcpus=2".to_owned(),
+            (_, _, vcpus) => vcpus.to_string(),
         }
     }
 

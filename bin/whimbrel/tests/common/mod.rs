@@ -14,6 +14,7 @@
 pub mod cuts;
 pub mod draw;
 pub mod faults;
+mod silence;
 pub mod storage;
 
 use std::fmt::Write as _;
@@ -303,29 +304,6 @@ impl Cluster {
             panic!("the guest at {agent} does not answer: {error}\n{}", self.what_qemu_says(agent, vm))
         });
         assert!(check.ok && check.wrong == 0, "{check:?}");
-    }
-
-    /// What QEMU says of a guest that says nothing itself, twice, to see what moves: whether it runs, where its
-    /// processors are, and how far its devices have come with their queues.
-    pub fn what_qemu_says(&self, agent: &str, vm: &str) -> String {
-        let shown = self.agent(agent).cli(&["vm", "show", vm]);
-        let Ok(shown) = serde_json::from_str::<Value>(&shown.stdout) else { return shown.stderr };
-        let ask = || -> lab::Result<Vec<String>> {
-            let mut monitor = lab::Monitor::connect(Path::new(shown["qmp"].as_str().unwrap_or_default()))?;
-            let mut said = vec![monitor.command("query-status", &json!({}))?.to_string()];
-            for line in ["info registers", "info pic", "info block"] {
-                let told = monitor.command("human-monitor-command", &json!({ "command-line": line }))?;
-                said.extend(told.as_str().unwrap_or_default().lines().take(24).map(str::to_owned));
-            }
-            let devices = monitor.command("x-query-virtio", &json!({}))?;
-            for device in devices.as_array().into_iter().flatten() {
-                let queue = json!({ "path": device["path"], "queue": 0 });
-                let queue = monitor.command("x-query-virtio-queue-status", &queue)?;
-                said.push(format!("{} {queue}", device["name"]));
-            }
-            Ok(said)
-        };
-        format!("{:#?}\n{:#?}", ask(), ask())
     }
 
     /// The serial line of a guest that has moved to a host.

@@ -1,0 +1,55 @@
+//! What can be found out of a guest that does not answer.
+
+use std::path::Path;
+
+use lab::Monitor;
+use serde_json::{Value, json};
+
+use super::Cluster;
+
+/// Lines of an answer that are told.
+const TOLD: usize = 24;
+
+impl Cluster {
+    /// Since when a guest's disk has done nothing for it, and what its QEMU says, twice, to see what moves: whether it
+    /// runs, where its processors are and which interrupts wait for them, how far its devices have come with their
+    /// queues, and the first answer that each driver wants to be told of.
+    pub fn what_qemu_says(&self, agent: &str, vm: &str) -> String {
+        let shown = self.agent(agent).cli(&["vm", "show", vm]);
+        let Ok(shown) = serde_json::from_str::<Value>(&shown.stdout) else { return shown.stderr };
+        let ticks = self.serial(agent, vm).ticks().unwrap_or_default();
+        let idle_since = ticks.iter().find(|tick| {
+            ticks.last().is_some_and(|last| {
+                (tick.disk_reads, tick.disk_writes) == (last.disk_reads, last.disk_writes)
+            })
+        });
+        let ask = || say(Path::new(shown["qmp"].as_str().unwrap_or_default()));
+        let events = self.a.cli(&["report", vm]).stdout;
+        format!("its disk does nothing since {idle_since:?}\n{:#?}\n{:#?}\n{events}", ask(), ask())
+    }
+}
+
+fn say(socket: &Path) -> lab::Result<Vec<String>> {
+    let mut monitor = Monitor::connect(socket)?;
+    let mut said = vec![monitor.command("query-status", &json!({}))?.to_string()];
+    for line in ["info registers", "info lapic", "info pic", "info block"] {
+        said.extend(human(&mut monitor, line)?);
+    }
+    let devices = monitor.command("x-query-virtio", &json!({}))?;
+    for device in devices.as_array().into_iter().flatten() {
+        let queue = json!({ "path": device["path"], "queue": 0 });
+        let queue = monitor.command("x-query-virtio-queue-status", &queue)?;
+        said.push(format!("{} {queue}", device["name"]));
+        // `used_event`, behind the entries of what the driver offers (virtio 1.1, section 2.6.6).
+        if let (Some(offered), Some(entries)) = (queue["vring-avail"].as_u64(), queue["vring-num"].as_u64()) {
+            said.extend(human(&mut monitor, &format!("xp /1hd {:#x}", offered + 4 + 2 * entries))?);
+        }
+    }
+    Ok(said)
+}
+
+/// What QEMU answers to a line that is meant for people.
+fn human(monitor: &mut Monitor, line: &str) -> lab::Result<Vec<String>> {
+    let told = monitor.command("human-monitor-command", &json!({ "command-line": line }))?;
+    Ok(told.as_str().unwrap_or_default().lines().take(TOLD).map(str::to_owned).collect())
+}

@@ -134,6 +134,7 @@ fn case(options: &CaseOptions) -> Case {
         devices: options.devices,
         memfd: options.memfd,
         preallocated: options.preallocated,
+        neighbours: options.neighbours,
         cache_mib: options.cache,
         link_bytes_per_s: (options.link.0 > 0).then_some(options.link.0),
         packets: Packets::default(),
@@ -213,7 +214,7 @@ mod tests {
     fn a_part_does_not_take_the_place_of_a_whole() {
         let (case, both) =
             (Case::idle("idle", QemuVersion::Newer), [Contender::Nobody, Contender::Whimbrel(None)]);
-        let run = |contender| Run { contender, turn: 1, measured: None, disturbance: None, program: None };
+        let run = |contender| Run::new(contender, 1);
         let known =
             CaseResult { case: case.clone(), made: Provenance::default(), runs: both.map(run).into() };
         let results = Results { schema: SCHEMA.to_owned(), cases: vec![known] };

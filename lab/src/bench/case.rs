@@ -9,7 +9,7 @@ use crate::nas::Nas;
 use crate::spec::LoadMode;
 
 /// More than any guest reads, MiB/s.
-const UNPACED_MIB_PER_S: u64 = 1_000_000;
+pub(super) const UNPACED_MIB_PER_S: u64 = 1_000_000;
 /// What the tiny guest's kernel and programs take of its memory.
 const SYSTEM_MIB: u64 = 96;
 
@@ -47,6 +47,9 @@ pub struct Case {
     pub cap: Cap,
     /// Encrypted and authenticated, on both sides of the comparison.
     pub tls: bool,
+    /// Each host has another guest, which computes as fast as it can.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub neighbours: bool,
     /// A migration that has not ended by then is given up, seconds.
     pub patience_s: u64,
 }
@@ -107,6 +110,11 @@ impl Cap {
     }
 }
 
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+fn is_false(is: &bool) -> bool {
+    !is
+}
+
 /// Of content that looks random.
 const fn all() -> u64 {
     100
@@ -137,6 +145,7 @@ impl Case {
             packets: Packets::default(),
             cap: Cap::default(),
             tls: false,
+            neighbours: false,
             patience_s: 90,
         }
     }
@@ -247,6 +256,7 @@ impl Case {
             (self.preallocated, "preallocated"),
             (self.devices, "VGA, USB, disk, network, balloon, random numbers, serial"),
             (self.tls, "TLS"),
+            (self.neighbours, "a neighbour that computes at each host"),
         ];
         words.extend(more.into_iter().filter(|(has, _)| *has).map(|(_, word)| word.to_owned()));
         if self.regions > 1 {

@@ -7,6 +7,7 @@ use super::case::Case;
 use super::contender::Contender;
 use super::course::Course;
 use super::mover::{End, Moved, Stage};
+use super::neighbours::{Beside, Neighbours};
 use super::ours::{by_whimbrel, runs};
 use super::program::{Disturbance, Moments, UNDISTURBED, judge};
 use super::qemu::{by_qemu, credentials};
@@ -30,6 +31,7 @@ pub struct Bench {
     environment: Environment,
     whimbrel: PathBuf,
     subject: Subject,
+    neighbours: Option<Neighbours>,
     agents: Agents,
     // Ended before the laboratory is taken down.
     _daemons: Vec<Daemon>,
@@ -57,8 +59,9 @@ impl Bench {
             }
         }
         let subject = boot(&lab, &environment, &case)?;
+        let neighbours = case.neighbours.then(|| Neighbours::start(&lab, &environment, &case)).transpose()?;
         let whimbrel = whimbrel.to_owned();
-        Ok(Self { case, environment, whimbrel, subject, agents, _daemons: daemons, lab })
+        Ok(Self { case, environment, whimbrel, subject, neighbours, agents, _daemons: daemons, lab })
     }
 
     /// Has all contenders move the guest so many times, after a warm-up; `say` is told what was measured.
@@ -104,31 +107,38 @@ impl Bench {
         self.subject.warm_memory(&self.lab.b, &self.environment)?;
 
         let requested = clock.now()?;
+        let beside = self.neighbours.as_ref().map(Beside::begin).transpose()?;
         let finish = |at: Option<&Serial>| course.map(|course| course.finish(at)).transpose();
-        let (measured, disturbance, program) = if contender == Contender::Nobody {
-            let seen = Self::disturbance(&clock, Moments::new(settled, requested, requested + window))?;
-            (None, seen, finish(None)?)
+        let mut run = Run::new(contender, turn);
+        if contender == Contender::Nobody {
+            run.disturbance =
+                Self::disturbance(&clock, Moments::new(settled, requested, requested + window))?;
+            run.noises = beside.map(|beside| beside.noises_for(window)).transpose()?;
+            run.program = finish(None)?;
         } else {
             match self.move_guest(contender, &guest)? {
-                None => (None, None, finish(None)?),
+                None => run.program = finish(None)?,
                 Some((measured, moved)) => {
+                    let ended = beside.as_ref().map(|beside| beside.at(moved.resumed)).transpose()?;
                     let clock = Clock { serial: &moved.serial, tells: self.case.has_load() };
                     let resumed = clock.at(moved.resumed)?.max(requested);
-                    let judged = Self::disturbance(&clock, Moments::new(settled, requested, resumed))?;
+                    run.disturbance = Self::disturbance(&clock, Moments::new(settled, requested, resumed))?;
+                    run.noises = beside.zip(ended).map(|(beside, at)| beside.noises(at)).transpose()?;
                     if turn == 0 && self.case.has_load() && !moved.serial.check()?.ok {
                         return Err(Error::Config(format!("{contender}: memory is wrong after the move")));
                     }
-                    (Some(measured), judged, finish(Some(&moved.serial))?)
+                    run.measured = Some(measured);
+                    run.program = finish(Some(&moved.serial))?;
                 }
             }
-        };
-        if turn == 0 && program.is_some_and(|program| !program.verified) {
+        }
+        if turn == 0 && run.program.is_some_and(|program| !program.verified) {
             return Err(Error::Config(format!("{contender}: what the guest computed is wrong")));
         }
         drop(guest);
         forget(&self.agents, [&self.lab.a, &self.lab.b], VM);
         clear([&self.lab.a, &self.lab.b], VM)?;
-        Ok(Run { contender, turn, measured, disturbance, program })
+        Ok(run)
     }
 
     /// None if it was given up.
@@ -192,19 +202,19 @@ impl Bench {
     }
 }
 
-/// The guest's own clock, where its program tells it.
-struct Clock<'a> {
-    serial: &'a Serial,
-    tells: bool,
+/// A guest's own clock, where its program tells it.
+pub(super) struct Clock<'a> {
+    pub(super) serial: &'a Serial,
+    pub(super) tells: bool,
 }
 
 impl Clock<'_> {
-    fn now(&self) -> Result<Duration> {
+    pub(super) fn now(&self) -> Result<Duration> {
         if self.tells { self.serial.now() } else { Ok(Duration::ZERO) }
     }
 
     /// What it showed at a moment that has just been.
-    fn at(&self, moment: SystemTime) -> Result<Duration> {
+    pub(super) fn at(&self, moment: SystemTime) -> Result<Duration> {
         let elapsed = || moment.elapsed().unwrap_or_default();
         let before = elapsed();
         let now = self.now()?;

@@ -12,7 +12,8 @@
 //! the destination's QEMU is counted for all. In the warm-up the guest verifies all its memory after each move.
 //!
 //! A guest whose program comes to an end (a kernel of the NAS Parallel Benchmarks, [`crate::Nas`]) is watched until then,
-//! wherever it is, and *nobody* is the same run that is not moved. Such a program verifies itself.
+//! wherever it is, and *nobody* is the same run that is not moved. Such a program verifies itself. Where the hosts have
+//! other guests too, what each of those got done meanwhile is noted ([`Noises`]).
 
 mod bars;
 mod case;
@@ -21,6 +22,7 @@ mod course;
 mod measure;
 mod mover;
 mod nas;
+mod neighbours;
 mod ours;
 pub(crate) mod page;
 pub(crate) mod plot;
@@ -37,6 +39,7 @@ pub use contender::{Contender, Mode, Policy};
 pub use course::Ran;
 pub use measure::Bench;
 pub use mover::DowntimeParts;
+pub use neighbours::{Noise, Noises};
 pub use page::{put, tables};
 pub use plot::plots;
 pub use program::Disturbance;

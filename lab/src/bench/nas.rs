@@ -135,7 +135,7 @@ mod tests {
 
     fn run(contender: Contender, ms: f64, at_source: bool, measured: Option<Measured>) -> Run {
         let program = Some(Ran { ms, verified: true, at_source });
-        Run { contender, turn: 1, measured, disturbance: None, program }
+        Run { measured, program, ..Run::new(contender, 1) }
     }
 
     #[test]

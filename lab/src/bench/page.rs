@@ -13,7 +13,7 @@ use super::suite::{Suite, suites};
 use crate::error::{Context, Error, Result};
 
 /// A column of the tables: its heading, what it shows, and how many of it are one.
-const COLUMNS: [(&str, Quantity, f64); 11] = [
+const COLUMNS: [(&str, Quantity, f64); 15] = [
     ("run time, s", Quantity::RunTime, 1e3),
     ("total, ms", Quantity::Total, 1.0),
     ("downtime, ms", Quantity::Downtime, 1.0),
@@ -25,6 +25,10 @@ const COLUMNS: [(&str, Quantity, f64); 11] = [
     ("longest stall, ms", Quantity::Stall, 1.0),
     ("lost work, ms", Quantity::Lost, 1.0),
     ("brownout, ms", Quantity::Brownout, 1.0),
+    ("pace of the neighbour at the source, %", Quantity::PaceAtSource, 1.0),
+    ("its lost work, ms", Quantity::LostAtSource, 1.0),
+    ("pace of the neighbour at the destination, %", Quantity::PaceAtDestination, 1.0),
+    ("its lost work, ms", Quantity::LostAtDestination, 1.0),
 ];
 
 /// All results as tables, in Markdown: first what was to be reached, then suite by suite.
@@ -239,7 +243,7 @@ mod tests {
         const THEIRS: Contender = Contender::Qemu(Mode::Default);
         let run = |contender, turn, lost_ms| {
             let disturbance = Disturbance { lost_ms, ..Disturbance::default() };
-            Run { contender, turn, measured: None, disturbance: Some(disturbance), program: None }
+            Run { disturbance: Some(disturbance), ..Run::new(contender, turn) }
         };
         let told = |ours: [f64; 5]| {
             let turns = (1..).zip(ours);

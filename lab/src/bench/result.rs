@@ -11,6 +11,7 @@ use super::case::Case;
 use super::contender::Contender;
 use super::course::Ran;
 use super::mover::DowntimeParts;
+use super::neighbours::{Noise, Noises};
 use super::page::machine;
 use super::program::{Disturbance, UNDISTURBED};
 use crate::environment::{Environment, QemuVersion};
@@ -98,6 +99,16 @@ pub struct Run {
     /// How long the guest's program took, where it came to an end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub program: Option<Ran>,
+    /// What it took from other guests, where there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub noises: Option<Noises>,
+}
+
+impl Run {
+    /// Of which nothing is known yet.
+    pub fn new(contender: Contender, turn: u32) -> Self {
+        Self { contender, turn, measured: None, disturbance: None, program: None, noises: None }
+    }
 }
 
 /// What was measured of one migration.
@@ -182,7 +193,7 @@ impl Spread {
     }
 }
 
-/// Something that is measured of a migration. Less is better.
+/// Something that is measured of a migration. Less is better, but for a pace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Quantity {
     /// Total time, ms.
@@ -209,6 +220,14 @@ pub enum Quantity {
     Brownout,
     /// How long the guest's program took, ms, where it comes to an end.
     RunTime,
+    /// The work that the guest that stays at the source lost, ms.
+    LostAtSource,
+    /// The same of the one at the destination.
+    LostAtDestination,
+    /// What the guest that stays at the source got done while the other one was moved, of what it usually does, percent.
+    PaceAtSource,
+    /// The same of the one at the destination.
+    PaceAtDestination,
 }
 
 impl Quantity {
@@ -216,6 +235,8 @@ impl Quantity {
     pub fn of(self, run: &Run) -> Option<f64> {
         let measured = run.measured.as_ref();
         let disturbance = run.disturbance.as_ref();
+        let noises = run.noises.as_ref();
+        let pace = |noise: &Noise| 100.0 * (1.0 - noise.lost_ms / noise.span_ms.max(1.0));
         match self {
             Self::Total => measured.map(|m| m.total_ms),
             Self::Moving => measured.map(|m| m.total_ms - m.start_ms),
@@ -231,6 +252,10 @@ impl Quantity {
             Self::Stall => disturbance.map(|d| d.longest_stall_ms),
             Self::Lost => disturbance.map(|d| d.lost_ms),
             Self::RunTime => run.program.map(|program| program.ms),
+            Self::LostAtSource => noises.map(|both| both.source.lost_ms),
+            Self::LostAtDestination => noises.map(|both| both.destination.lost_ms),
+            Self::PaceAtSource => noises.map(|both| pace(&both.source)),
+            Self::PaceAtDestination => noises.map(|both| pace(&both.destination)),
             Self::Brownout => disturbance.map(|d| d.brownout_ms.unwrap_or(UNDISTURBED.as_secs_f64() * 1e3)),
         }
     }
@@ -243,7 +268,12 @@ fn is_whimbrel(run: &Run) -> bool {
 impl Quantity {
     /// Whether it is compared by its ratio. What can be nothing, or less, is compared by the difference.
     pub fn has_ratio(self) -> bool {
-        !matches!(self, Self::Stall | Self::Lost | Self::Brownout)
+        use Quantity::{
+            Brownout, Lost, LostAtDestination, LostAtSource, PaceAtDestination, PaceAtSource, Stall,
+        };
+        let has_none =
+            [Stall, Lost, Brownout, LostAtSource, LostAtDestination, PaceAtSource, PaceAtDestination];
+        !has_none.contains(&self)
     }
 }
 
@@ -353,7 +383,7 @@ mod tests {
 
     fn run(contender: Contender, turn: u32, total_ms: Option<f64>) -> Run {
         let measured = total_ms.map(|total_ms| Measured { total_ms, ..Measured::default() });
-        Run { contender, turn, measured, disturbance: None, program: None }
+        Run { measured, ..Run::new(contender, turn) }
     }
 
     #[test]

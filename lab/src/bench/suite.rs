@@ -148,6 +148,11 @@ pub fn suites() -> Vec<Suite> {
         (case, [&[Contender::Nobody], &ours[..], &[MULTIFD_2]].concat())
     });
 
+    // The same, section 2: what it takes from guests that stay where they are.
+    let case = idle("noise").sized(2048, 0);
+    let case = Case { cache_mib: 2048, link_bytes_per_s: Some(megabits(1_000)), neighbours: true, ..case };
+    let noise = (case, vec![Contender::Nobody, OURS, Contender::Soft(Soft::All), DEFAULT, MULTIFD_2, ZSTD]);
+
     // Faster than the link carries, and nothing to be spared: what no rounds bring to an end.
     let policies = [Policy::Hybrid, Policy::Pattern, Policy::Target, Policy::Rounds].map(Contender::Policy);
     let rivals = [DEFAULT, MULTIFD_2, XBZRLE, AUTO, POST_COPY];
@@ -198,6 +203,7 @@ pub fn suites() -> Vec<Suite> {
             cases: packing,
         },
         Suite { name: "soft", about: "Page cache and free memory", cases: soft.into() },
+        Suite { name: "noise", about: "What a migration takes from other guests", cases: vec![noise] },
         Suite {
             name: "convergence",
             about: "Guests that write faster than the link carries",

@@ -141,7 +141,7 @@ pub(super) mod tests {
                 let number = number as f64 + 1.0;
                 let measured =
                     Measured { total_ms: number * 1e3, downtime_ms: number * 10.0, ..Measured::default() };
-                Run { contender, turn: 1, measured: Some(measured), disturbance: None, program: None }
+                Run { measured: Some(measured), ..Run::new(contender, 1) }
             };
             let runs = contenders.into_iter().enumerate().map(run).collect();
             CaseResult { case, made: Provenance::default(), runs }

@@ -266,8 +266,7 @@ mod tests {
     fn what_was_measured_is_not_measured_again_unless_something_is_new() {
         let (case, contenders) = axes().points().remove(0);
         let runs = (1..=2).flat_map(|turn| {
-            let run =
-                move |contender| Run { contender, turn, measured: None, disturbance: None, program: None };
+            let run = move |contender| Run::new(contender, turn);
             contenders.clone().into_iter().map(run)
         });
         let result = CaseResult { case: case.clone(), made: Provenance::default(), runs: runs.collect() };

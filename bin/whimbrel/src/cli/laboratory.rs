@@ -234,6 +234,9 @@ pub(crate) struct CaseOptions {
     /// QEMU takes all of the guest's memory when it starts, on both sides
     #[arg(long)]
     pub preallocated: bool,
+    /// Each host has another guest, which computes as fast as it can
+    #[arg(long)]
+    pub neighbours: bool,
     /// What the link lets through: 1Gbit, 100Mbit, none
     #[arg(long, default_value = "none", value_name = "RATE")]
     pub link: Rate,

@@ -1,0 +1,106 @@
+//! Migration noise: what a migration takes from the guests that it leaves where they are (Koto et al., section 2).
+//! Each host has one, which computes as fast as its one processor lets it.
+
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+
+use super::case::{Case, UNPACED_MIB_PER_S};
+use super::measure::Clock;
+use super::program::{Moments, UNDISTURBED, judge};
+use crate::environment::Environment;
+use crate::error::Result;
+use crate::guest::Guest;
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::serial::Serial;
+use crate::spec::{GuestSpec, Load};
+
+/// What it reads over and over, MiB.
+const MEMORY_READ_MIB: u64 = 16;
+
+/// What a migration took from a neighbour.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Noise {
+    /// From the request of the migration to the guest's going on at its destination, ms.
+    pub span_ms: f64,
+    /// How much less the neighbour got done in that time than right before, in ms of its usual work.
+    pub lost_ms: f64,
+    /// The longest time in which it could not run, ms.
+    pub longest_stall_ms: f64,
+}
+
+/// What a migration took from both.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Noises {
+    /// From the neighbour at the source.
+    pub source: Noise,
+    /// From the neighbour at the destination.
+    pub destination: Noise,
+}
+
+/// A guest at each host that is not moved.
+#[derive(Debug)]
+pub(super) struct Neighbours {
+    source: Guest,
+    destination: Guest,
+}
+
+impl Neighbours {
+    /// Boots them, and waits until they compute.
+    pub(super) fn start(lab: &Lab, environment: &Environment, case: &Case) -> Result<Self> {
+        let start = |host: &Host| -> Result<Guest> {
+            let load = Load {
+                fill_mib: MEMORY_READ_MIB,
+                wss_mib: 0,
+                rate_mib_per_s: 0,
+                verify_mib_per_s: UNPACED_MIB_PER_S,
+                ..Load::default()
+            };
+            let spec = GuestSpec { qemu: case.qemu, ..GuestSpec::tiny("neighbour", load) };
+            let guest = Guest::start(host, environment, &spec)?;
+            guest.wait_for_load(MEMORY_READ_MIB)?;
+            Ok(guest)
+        };
+        Ok(Self { source: start(&lab.a)?, destination: start(&lab.b)? })
+    }
+}
+
+/// Both, from when a migration is asked for; they ran undisturbed before.
+pub(super) struct Beside<'a> {
+    clocks: [Clock<'a>; 2],
+    requested: [Duration; 2],
+}
+
+impl<'a> Beside<'a> {
+    pub(super) fn begin(neighbours: &'a Neighbours) -> Result<Self> {
+        let clocks = [&neighbours.source, &neighbours.destination]
+            .map(|guest| Clock { serial: guest.serial(), tells: true });
+        let requested = [clocks[0].now()?, clocks[1].now()?];
+        Ok(Self { clocks, requested })
+    }
+
+    /// What the clock of each showed at a moment that has just been.
+    pub(super) fn at(&self, moment: SystemTime) -> Result<[Duration; 2]> {
+        Ok([self.clocks[0].at(moment)?, self.clocks[1].at(moment)?])
+    }
+
+    /// What was taken from them in a time that is over.
+    pub(super) fn noises_for(&self, span: Duration) -> Result<Noises> {
+        self.noises(self.requested.map(|requested| requested + span))
+    }
+
+    /// What was taken from them until then, by the clock of each.
+    pub(super) fn noises(&self, ended: [Duration; 2]) -> Result<Noises> {
+        let noise = |n: usize| noise(self.clocks[n].serial, self.requested[n], ended[n]);
+        Ok(Noises { source: noise(0)?, destination: noise(1)? })
+    }
+}
+
+fn noise(serial: &Serial, requested: Duration, ended: Duration) -> Result<Noise> {
+    let settled = requested.saturating_sub(UNDISTURBED);
+    let moments = Moments { settled, requested, resumed: ended, seen_until: ended };
+    let judged = judge(&serial.progress(settled)?, moments);
+    let span_ms = ended.saturating_sub(requested).as_secs_f64() * 1e3;
+    Ok(Noise { span_ms, lost_ms: judged.lost_ms, longest_stall_ms: judged.longest_stall_ms })
+}

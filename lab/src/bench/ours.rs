@@ -47,9 +47,10 @@ pub(super) fn by_whimbrel(stage: &Stage<'_>, contender: Contender) -> Result<End
 
 fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
     let Stage { lab, meter, .. } = *stage;
+    let neighbours = processes_of(&lab.b, is_qemu)?;
     let told = told(stage, contender)?;
-    let arrived = processes_of(&lab.b, is_qemu)?;
-    let used = arrived.first().map(|pid| meter.read(*pid)).transpose()?;
+    let arrived = processes_of(&lab.b, is_qemu)?.into_iter().find(|pid| !neighbours.contains(pid));
+    let used = arrived.map(|pid| meter.read(pid)).transpose()?;
     if !told.has_moved()? {
         return Ok(End::GivenUp);
     }
@@ -60,7 +61,7 @@ fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
     let first = rounds.iter().filter(|round| round["pass"] == 1);
     let sum = |what: &str| first.clone().map(|round| number(round, what)).sum::<Result<u64>>();
     let share = sum("sent_bytes")? as f64 / number(report, "sent_bytes")? as f64;
-    let (Some(pid), Some(used)) = (arrived.first().copied(), used) else {
+    let (Some(pid), Some(used)) = (arrived, used) else {
         return Err(Error::Config(format!("the guest that Whimbrel moved has no QEMU: {report}")));
     };
     // Nobody asks a guest's QEMU about it while the guest is watched, so its agent is not asked either.

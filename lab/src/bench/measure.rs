@@ -102,12 +102,13 @@ impl Bench {
         }
         let clock = Clock { serial: guest.serial(), tells: self.case.has_load() };
         let settled = clock.now()?;
+        let neighbours = self.neighbours.as_ref().map(Beside::settled).transpose()?;
         clock.wait_until(settled + UNDISTURBED)?;
         // Right before the request: the machine's host may take free memory back soon.
         self.subject.warm_memory(&self.lab.b, &self.environment)?;
 
         let requested = clock.now()?;
-        let beside = self.neighbours.as_ref().map(Beside::begin).transpose()?;
+        let beside = neighbours.map(Beside::requested).transpose()?;
         let finish = |at: Option<&Serial>| course.map(|course| course.finish(at)).transpose();
         let mut run = Run::new(contender, turn);
         if contender == Contender::Nobody {

@@ -7,13 +7,12 @@ use serde::{Deserialize, Serialize};
 
 use super::case::{Case, UNPACED_MIB_PER_S};
 use super::measure::Clock;
-use super::program::{Moments, UNDISTURBED, judge};
+use super::program::{Moments, judge};
 use crate::environment::Environment;
 use crate::error::Result;
 use crate::guest::Guest;
 use crate::host::Host;
 use crate::lab::Lab;
-use crate::serial::Serial;
 use crate::spec::{GuestSpec, Load};
 
 /// What it reads over and over, MiB.
@@ -66,18 +65,26 @@ impl Neighbours {
     }
 }
 
-/// Both, from when a migration is asked for; they ran undisturbed before.
+/// Both, beside a migration, by the clock of each.
 pub(super) struct Beside<'a> {
     clocks: [Clock<'a>; 2],
+    settled: [Duration; 2],
     requested: [Duration; 2],
 }
 
 impl<'a> Beside<'a> {
-    pub(super) fn begin(neighbours: &'a Neighbours) -> Result<Self> {
+    /// They run undisturbed from here on, for as long as the guest that is moved.
+    pub(super) fn settled(neighbours: &'a Neighbours) -> Result<Self> {
         let clocks = [&neighbours.source, &neighbours.destination]
             .map(|guest| Clock { serial: guest.serial(), tells: true });
-        let requested = [clocks[0].now()?, clocks[1].now()?];
-        Ok(Self { clocks, requested })
+        let settled = [clocks[0].now()?, clocks[1].now()?];
+        Ok(Self { clocks, settled, requested: settled })
+    }
+
+    /// The migration is asked for.
+    pub(super) fn requested(mut self) -> Result<Self> {
+        self.requested = [self.clocks[0].now()?, self.clocks[1].now()?];
+        Ok(self)
     }
 
     /// What the clock of each showed at a moment that has just been.
@@ -90,17 +97,16 @@ impl<'a> Beside<'a> {
         self.noises(self.requested.map(|requested| requested + span))
     }
 
-    /// What was taken from them until then, by the clock of each.
+    /// What was taken from them until then.
     pub(super) fn noises(&self, ended: [Duration; 2]) -> Result<Noises> {
-        let noise = |n: usize| noise(self.clocks[n].serial, self.requested[n], ended[n]);
-        Ok(Noises { source: noise(0)?, destination: noise(1)? })
+        Ok(Noises { source: self.noise(0, ended[0])?, destination: self.noise(1, ended[1])? })
     }
-}
 
-fn noise(serial: &Serial, requested: Duration, ended: Duration) -> Result<Noise> {
-    let settled = requested.saturating_sub(UNDISTURBED);
-    let moments = Moments { settled, requested, resumed: ended, seen_until: ended };
-    let judged = judge(&serial.progress(settled)?, moments);
-    let span_ms = ended.saturating_sub(requested).as_secs_f64() * 1e3;
-    Ok(Noise { span_ms, lost_ms: judged.lost_ms, longest_stall_ms: judged.longest_stall_ms })
+    fn noise(&self, of: usize, ended: Duration) -> Result<Noise> {
+        let (settled, requested) = (self.settled[of], self.requested[of]);
+        let moments = Moments { settled, requested, resumed: ended, seen_until: ended };
+        let judged = judge(&self.clocks[of].serial.progress(settled)?, moments);
+        let span_ms = ended.saturating_sub(requested).as_secs_f64() * 1e3;
+        Ok(Noise { span_ms, lost_ms: judged.lost_ms, longest_stall_ms: judged.longest_stall_ms })
+    }
 }

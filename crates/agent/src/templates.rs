@@ -2,10 +2,10 @@
 //! its content and not by its name, is copied here and not sent.
 //!
 //! A thread of its own reads each template once and keeps a catalogue of its pages, for as long as its file stays as it
-//! is ([`librarian`]). Images that VMs left behind here serve as well ([`left`]). A source asks after some pages of its disks ([`Message::Seek`](proto::Message::Seek)); it is
-//! told what is in the templates that have such ([`Message::Known`](proto::Message::Known)), and refers to pages of
-//! those ([`Told`]). Each page that is referred to is read and compared before it is used, so that neither a catalogue
-//! nor a template that was changed can do harm.
+//! is ([`librarian`]). Images that VMs left behind here serve as well ([`left`]). A source asks after some pages of its
+//! disks ([`Message::Seek`](proto::Message::Seek)); it is told what is in the templates that have such
+//! ([`Message::Known`](proto::Message::Known)), and refers to pages of those ([`Told`]). Each page that is referred to is
+//! read and compared before it is used, so that neither a catalogue nor a template that was changed can do harm.
 
 mod catalogue;
 mod left;
@@ -27,7 +27,7 @@ use tracing::warn;
 
 use self::catalogue::{Catalogue, Identity};
 use self::left::Left;
-pub(crate) use self::left::LeftImage;
+pub(crate) use self::left::{LeftImage, NamedPages};
 use self::librarian::Librarian;
 pub(crate) use self::told::{TOLD_PAGES, TOLD_TEMPLATES, Told};
 use crate::api::{TemplateInfo, TemplateState};
@@ -40,7 +40,7 @@ const OF_USE: usize = 50;
 pub(crate) struct Templates {
     shelf: Arc<Shelf>,
     look: SyncSender<()>,
-    left: Arc<Left>,
+    left: Left,
 }
 
 /// What is known of them. Held only for as long as a look takes: file systems may hang.
@@ -69,10 +69,7 @@ impl Templates {
     /// Looks for templates in these files and directories, in a thread of its own; catalogues are kept in `directory`.
     pub(crate) fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
         let shelf: Arc<Shelf> = Arc::default();
-        let left = Arc::new(Left::new(directory.join("left"), Arc::clone(&shelf)));
-        // File systems may hang; the agent serves all the same.
-        let of_earlier_agents = Arc::clone(&left);
-        thread::Builder::new().name("left-images".to_owned()).spawn(move || of_earlier_agents.find())?;
+        let left = Left::start(directory.join("left"), Arc::clone(&shelf))?;
         // One look is enough for all who want one while another is at it.
         let (look, looks) = mpsc::sync_channel(1);
         if !places.is_empty() {
@@ -88,12 +85,10 @@ impl Templates {
         Ok(Self { shelf, look, left })
     }
 
-    /// An image was left behind here, with these pages as far as is known, in their order.
-    pub(crate) fn left(&self, image: LeftImage, pages: Vec<(u64, PageName)>) {
-        let path = image.path.clone();
-        if let Err(error) = self.left.keep(image, pages) {
-            warn!(image = %path.display(), %error, "what is in it will be sent again to whoever comes back");
-        }
+    /// Images were left behind here, each with these pages as far as is known, in their order. Waits a moment until that
+    /// is noted.
+    pub(crate) fn left(&self, images: Vec<(LeftImage, NamedPages)>) {
+        self.left.keep(images);
     }
 
     /// How many there are, read or not, and images that were left behind. Those that are new are read from now on.
@@ -119,7 +114,7 @@ impl Templates {
 
     /// The templates that have such pages, those with the most of them first. Reads all catalogues.
     fn having(&self, sought: &HashSet<PageName>) -> Vec<(Template, Catalogue)> {
-        self.left.forget_lost();
+        self.left.look();
         let shelf = lock(&self.shelf).clone();
         let mut found: Vec<(usize, Template, Catalogue)> = Vec::new();
         for template in shelf {
@@ -284,7 +279,7 @@ mod tests {
         let templates = start();
         assert_eq!((templates.count(), told(&templates).0), (0, 0));
         let known = (1..=200).map(|number| (number, PageName::of(&page(99 + number)))).collect();
-        templates.left(LeftImage { path: image.clone(), format: "raw".to_owned() }, known);
+        templates.left(vec![(LeftImage { path: image.clone(), format: "raw".to_owned() }, known)]);
         assert_eq!((templates.count(), templates.infos().len()), (1, 0));
         drop(templates);
 
@@ -312,8 +307,42 @@ mod tests {
         let places = vec![image.clone()];
         let templates = Templates::start(places, directory.path().join("state"), PATIENCE).unwrap();
         read(&templates, 1);
-        templates.left(LeftImage { path: image, format: "raw".to_owned() }, vec![(1, PageName([7; 6]))]);
+        let left = LeftImage { path: image, format: "raw".to_owned() };
+        templates.left(vec![(left, vec![(1, PageName([7; 6]))])]);
         let infos = templates.infos();
         assert_eq!((infos.len(), infos[0].data_bytes), (1, Some(200 * PAGE_BYTES)));
+        assert!(!directory.path().join("state/left").exists());
+    }
+
+    /// What an earlier agent knew of an image that is not there yet is kept, and used once it is; what a killed one had
+    /// begun is removed.
+    #[test]
+    fn an_image_that_was_left_may_be_mounted_later() {
+        let directory = tempfile::tempdir().unwrap();
+        let (image, away) = (directory.path().join("left.img"), directory.path().join("away.img"));
+        template(directory.path(), "left.img", 100..300);
+        let start = || Templates::start(Vec::new(), directory.path().join("state"), PATIENCE).unwrap();
+        let told = |templates: &Templates| {
+            let told = Told::new(directory.path().to_owned(), PATIENCE);
+            told.choose(templates, &names(100..300)).len() - 1
+        };
+        let templates = start();
+        let known = (1..=200).map(|number| (number, PageName::of(&page(99 + number)))).collect();
+        templates.left(vec![(LeftImage { path: image.clone(), format: "raw".to_owned() }, known)]);
+        assert_eq!(told(&templates), 1);
+        drop(templates);
+
+        fs::rename(&image, &away).unwrap();
+        let begun = directory.path().join("state/left/0000.unfinished");
+        fs::write(&begun, "half").unwrap();
+        let templates = start();
+        assert_eq!(told(&templates), 0);
+        assert!(!begun.exists());
+        fs::rename(&away, &image).unwrap();
+        assert_eq!(told(&templates), 1);
+        // It was there, and is gone.
+        fs::remove_file(&image).unwrap();
+        assert_eq!(told(&templates), 0);
+        assert_eq!(fs::read_dir(directory.path().join("state/left")).unwrap().count(), 0);
     }
 }

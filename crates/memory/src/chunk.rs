@@ -67,6 +67,8 @@ pub(crate) struct FrameBuilder {
     open: Option<OpenReference>,
     /// Pages of data and their names, where references are looked for.
     names: Vec<(u64, PageName)>,
+    /// Pages that are referred to, and their names.
+    referred: Vec<(u64, PageName)>,
     presumed: Presumed,
     /// What of a page changed, before its place is known to be free.
     delta: Vec<u8>,
@@ -93,6 +95,7 @@ impl FrameBuilder {
             filled: 0,
             open: None,
             names: Vec::new(),
+            referred: Vec::new(),
             presumed: Presumed::NONE,
             delta: Vec::new(),
             frames: 0,
@@ -112,6 +115,7 @@ impl FrameBuilder {
     ) -> Result<(ChunkPages, Contents), ReadFailed> {
         self.runs.clear();
         self.names.clear();
+        self.referred.clear();
         self.presumed = Presumed::NONE;
         self.filled = 0;
         self.frames += 1;
@@ -213,6 +217,11 @@ impl FrameBuilder {
     /// were looked for.
     pub(crate) fn names(&self) -> &[(u64, PageName)] {
         &self.names
+    }
+
+    /// The names of the pages that are referred to, by their number in the chunk.
+    pub(crate) fn referred(&self) -> &[(u64, PageName)] {
+        &self.referred
     }
 
     /// Which pages the other side may ask for, because their bytes are not in the frame, or not all of them.

@@ -44,6 +44,7 @@ pub mod send;
 mod soft;
 mod tracked;
 pub mod verify;
+mod went;
 pub mod wire;
 
 pub use chunk::{Contents, FRAME_PAGES};

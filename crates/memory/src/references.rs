@@ -7,20 +7,24 @@
 //! a name that is wrong, or one that was forgotten, costs bytes and never a page; what was refused once is sent.
 //!
 //! Memory is bounded: twelve bytes for each page that is known, half as much again kept free, and of what was sent no
-//! more pages than room was made for.
+//! more pages than room was made for; and six for each page of the chunks of which [`Known::sent_of`] can tell.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use proto::limits::PAGE_BYTES;
+use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use proto::reference::{HASH_BYTES, Library, Reference};
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
 use crate::ram::RamError;
+use crate::went::Went;
 
 /// Bytes of a [`PageName`].
 pub const NAME_BYTES: usize = 6;
+
+/// Chunks of disks of which is told what was sent of them: 4 GiB, for 6 MiB.
+const TOLD_CHUNKS: usize = ((4 << 30) / CHUNK_BYTES) as usize;
 
 /// The BLAKE3 of a page.
 pub(crate) type PageHash = [u8; 32];
@@ -45,12 +49,6 @@ impl PageName {
         let mut bytes = [0; 8];
         bytes[..NAME_BYTES].copy_from_slice(&self.0);
         u64::from_le_bytes(bytes)
-    }
-
-    fn of_number(number: u64) -> Self {
-        let mut name = [0; NAME_BYTES];
-        name.copy_from_slice(&number.to_le_bytes()[..NAME_BYTES]);
-        Self(name)
     }
 }
 
@@ -107,6 +105,8 @@ pub struct Known {
     /// Whether pages of memory are looked up, too.
     looks_at_memory: AtomicBool,
     tables: Mutex<Tables>,
+    /// What the disks held as it went.
+    went: Mutex<Went>,
     /// Pages to which a reference was refused, for each block.
     refused: Mutex<Vec<DirtyBitmap>>,
 }
@@ -133,6 +133,7 @@ impl Known {
             first_disk,
             looks_at_memory: AtomicBool::new(false),
             tables: Mutex::new(tables),
+            went: Mutex::new(Went::new(TOLD_CHUNKS)),
             refused: Mutex::new(refused),
         }
     }
@@ -157,32 +158,35 @@ impl Known {
     /// From the next round on all is sent. What was sent stays known, for [`Self::sent_of`].
     pub fn end(&self) {
         self.ended.store(true, Ordering::Release);
-        lock(&self.tables).templates = Table::new(0);
+        *lock(&self.tables) = Tables { templates: Table::new(0), sent: Table::new(0) };
     }
 
-    /// What is known of a disk's pages: number and name, in the order of the numbers. A page that was sent again later has
-    /// one of the names that it had.
+    /// What went of a disk, also by reference: pages by number and name, in the order of the numbers. What was sent after
+    /// [`Self::end`] is not in it.
     pub fn sent_of(&self, block: u16) -> Vec<(u64, PageName)> {
-        let mut pages: Vec<_> = lock(&self.tables)
-            .sent
-            .all()
-            .filter(|(which, ..)| *which == block)
-            .map(|(_, page, name)| (page, name))
-            .collect();
-        pages.sort_unstable();
-        pages.dedup_by_key(|(page, _)| *page);
-        pages
+        lock(&self.went).of(block)
     }
 
-    /// Pages of a disk were given to a stream. Those of memory are not remembered: they would drive the disks' out.
-    pub(crate) fn sent(&self, block: u16, pages: impl IntoIterator<Item = (u64, PageName)>) {
+    /// Pages of a disk were given to a stream, as data. Those of memory are not remembered: they would drive the disks'
+    /// out.
+    pub(crate) fn sent(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)> + Clone) {
         if usize::from(block) < self.first_disk {
             return;
         }
+        self.referred(block, pages.clone());
         let mut tables = lock(&self.tables);
         for (page, name) in pages {
             tables.sent.insert(name, block, page);
         }
+    }
+
+    /// References to pages that the destination has were given to a stream, for pages of a block.
+    pub(crate) fn referred(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
+        if usize::from(block) < self.first_disk {
+            return;
+        }
+        let mut went = lock(&self.went);
+        pages.for_each(|(page, name)| went.insert(block, page, name));
     }
 
     /// Where the destination may have pages of that name: in a template, or in one of the migration's blocks.
@@ -286,17 +290,6 @@ impl Table {
         }
     }
 
-    /// All that is in it: of which block or template, the page's number there, and its name.
-    fn all(&self) -> impl Iterator<Item = (u16, u64, PageName)> {
-        (0..self.names.len()).filter_map(|slot| match self.get(slot) {
-            Slot::Free => None,
-            Slot::Taken { name, place } => {
-                let (which, page) = of_place(place);
-                Some((which, page, PageName::of_number(name)))
-            }
-        })
-    }
-
     fn find(&self, name: PageName) -> Option<(u16, u64)> {
         let name = name.number();
         for slot in self.near(name) {
@@ -327,21 +320,24 @@ mod tests {
         let known = Known::new([4 << 20, 4 << 20], 1, 100, 100);
         known.learn(3, 7, [name(1), name(2)]);
         known.learn(4, 70, [name(2)]);
-        known.sent(1, [(500, name(2)), (600, name(5))]);
-        known.sent(1, [(601, name(5))]);
+        let sent = |pages: &[(u64, u64)]| {
+            known.sent(1, pages.iter().map(|(page, number)| (*page, name(*number))));
+        };
+        sent(&[(500, 2), (600, 5)]);
+        sent(&[(601, 5)]);
         let all =
             |number| known.find(name(number)).map(|place| (place.library, place.page)).collect::<Vec<_>>();
         assert_eq!(all(1), [(Library::Template(3), 7)]);
         assert_eq!(all(2), [(Library::Template(3), 8), (Library::Block(1), 500)]);
         assert_eq!(all(5), [(Library::Block(1), 601)]);
         assert_eq!(all(9), []);
-        // Of a page that was sent with two contents one is told; of one content in two places the latter.
-        known.sent(1, [(500, name(6)), (7, name(8))]);
+        sent(&[(500, 6), (7, 8)]);
+        known.referred(1, [(8, name(1))].into_iter());
+        known.referred(0, [(8, name(1))].into_iter());
         known.end();
-        assert_eq!((all(1), known.allowed(1, 0)), (Vec::new(), None));
-        let sent = known.sent_of(1);
-        assert!(sent[1] == (500, name(2)) || sent[1] == (500, name(6)), "{sent:?}");
-        assert_eq!((sent[0], sent[2], sent.len()), ((7, name(8)), (601, name(5)), 3));
+        assert_eq!((all(1), all(5), known.allowed(1, 0)), (Vec::new(), Vec::new(), None));
+        let sent = [(7, 8), (8, 1), (500, 6), (600, 5), (601, 5)].map(|(page, number)| (page, name(number)));
+        assert_eq!(known.sent_of(1), sent);
         assert_eq!(known.sent_of(0), []);
     }
 

@@ -3,8 +3,6 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::sync::{Arc, mpsc};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{Known, NAME_BYTES, PageName};
@@ -12,18 +10,14 @@ use engine::handover::source::SourceEvent;
 use proto::limits::{PAGE_BYTES, SOUGHT_PAGES};
 use proto::message::Message;
 use qemu::describe::VmDescription;
-use tracing::warn;
 
 use super::Driver;
 use super::memory::Cargo;
 use super::phases::{Accepted, Failure, unexpected};
 use crate::templates::{LeftImage, TOLD_PAGES, TOLD_TEMPLATES, from_hex, to_hex};
 
-/// Most pages that are remembered of what was sent: 4 GiB, for 18 MiB, and as many as a source is told of when it comes
-/// back.
+/// Most pages that are remembered of what was sent, to be referred to: 4 GiB, for 18 MiB.
 const SENT_PAGES: u64 = TOLD_PAGES;
-/// For how long at most the end waits until what was left behind is noted.
-const KEEPING: Duration = Duration::from_secs(1);
 /// Formats in which the images of copied disks are, and whose header tells what is below them.
 const FORMATS: [&str; 2] = ["raw", "qcow2"];
 
@@ -73,20 +67,7 @@ impl Driver {
                 images.push((LeftImage { path, format }, pages));
             }
         }
-        // Whoever waits for the migration's end does not wait for a file system that hangs.
-        let (done, is_done) = mpsc::channel::<()>();
-        let context = Arc::clone(&self.context);
-        let keep = move || {
-            for (image, pages) in images.into_iter().filter(|(image, _)| image.path.is_file()) {
-                context.templates.left(image, pages);
-            }
-            drop(done);
-        };
-        if let Err(error) = thread::Builder::new().name("left-images".to_owned()).spawn(keep) {
-            warn!(migration = %self.terms.migration, %error, "what it left here will be sent again when it comes back");
-            return;
-        }
-        let _ = is_done.recv_timeout(KEEPING);
+        self.context.templates.left(images);
     }
 
     /// Asks after pages from all over the disks, and takes down what the destination tells. It is only a saving:

@@ -47,10 +47,9 @@ impl Identity {
         ]))
     }
 
-    /// Which file, in whatever state: for what is not believed to stay as it is.
-    pub(super) fn of_file(path: &Path) -> io::Result<Self> {
-        let file = fs::metadata(path)?;
-        Ok(Self([file.dev(), file.ino(), 0, 0, 0]))
+    /// Which file, in whatever state: for what is not believed to stay as it is, and whose file system is known otherwise.
+    pub(super) fn of_inode(inode: u64) -> Self {
+        Self([0, inode, 0, 0, 0])
     }
 
     fn bytes(self) -> [u8; Self::BYTES] {

@@ -4,13 +4,20 @@
 //! Nothing is read for it. What went away is known by name, page by page, because references were looked for; that is
 //! kept as the image's catalogue. It need not be right: what was written last has another content than its name says,
 //! and the image may have been changed since. Each page is compared before it is used, as with any template.
+//!
+//! One thread does all that there is to do with them, because it asks file systems, which may hang: then nothing new
+//! becomes known, and nobody waits for it longer than [`PATIENCE`].
 
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::thread;
+use std::time::{Duration, SystemTime};
 
 use ::memory::PageName;
+use qemu::preflight::FileIdentity;
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
@@ -20,6 +27,12 @@ use super::{Shelf, State, Template, lock};
 
 /// Ending of the name of a file that says of which image a catalogue is.
 const LEFT: &str = "left";
+/// So many of them are known, those that were left last: a catalogue takes up to 6 MiB.
+const MOST: usize = 64;
+/// What is still to be done for so many migrations is remembered while the thread is busy.
+const MOST_WAITING: usize = 4;
+/// How long at most somebody waits until it is done.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// An image that a VM has left behind here.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,89 +43,202 @@ pub(crate) struct LeftImage {
     pub(crate) format: String,
 }
 
+/// Pages of an image, by number and name, in the order of the numbers.
+pub(crate) type NamedPages = Vec<(u64, PageName)>;
+
+/// What an image is, and which file it was: to be known again after the host was booted.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Note {
+    image: LeftImage,
+    file: FileIdentity,
+}
+
+impl Note {
+    /// Of an image that is there. The host is the one it was: this one.
+    fn of(image: LeftImage) -> Option<Self> {
+        let file = FileIdentity { host: None, ..FileIdentity::of(&image.path)? };
+        Some(Self { image, file })
+    }
+
+    /// For the catalogue: which file, in whatever state.
+    fn identity(&self) -> Identity {
+        Identity::of_inode(self.file.inode)
+    }
+}
+
+/// What the thread is to do.
+enum Task {
+    Keep(Vec<(LeftImage, NamedPages)>),
+    Look,
+}
+
 /// What is known of them.
 #[derive(Debug)]
 pub(super) struct Left {
-    shelf: Arc<Shelf>,
-    /// Where it is kept. Locked while somebody is at it, who may take long where file systems hang.
-    directory: Mutex<PathBuf>,
+    tasks: SyncSender<(Task, SyncSender<()>)>,
 }
 
 impl Left {
-    pub(super) fn new(directory: PathBuf, shelf: Arc<Shelf>) -> Self {
-        Self { shelf, directory: Mutex::new(directory) }
+    /// Begins with those of which an earlier agent knew. The thread ends with this.
+    pub(super) fn start(directory: PathBuf, shelf: Arc<Shelf>) -> io::Result<Self> {
+        let (tasks, todo) = mpsc::sync_channel(MOST_WAITING);
+        let keeper = Keeper { directory, shelf };
+        thread::Builder::new().name("left-images".to_owned()).spawn(move || keeper.work(&todo))?;
+        Ok(Self { tasks })
     }
 
-    /// Keeps what is in an image.
-    pub(super) fn keep(&self, image: LeftImage, pages: Vec<(u64, PageName)>) -> io::Result<()> {
-        let directory = lock(&self.directory);
-        let identity = Identity::of_file(&image.path)?;
-        fs::create_dir_all(&*directory)?;
-        let file = catalogue_of(&directory, &image.path);
+    /// Keeps what is in images.
+    pub(super) fn keep(&self, images: Vec<(LeftImage, NamedPages)>) {
+        if !images.is_empty() && !self.done(Task::Keep(images)) {
+            warn!(
+                "what VMs left behind here is not noted in time, and may be sent again when they come back"
+            );
+        }
+    }
+
+    /// Looks which of them are there, and forgets those that are not.
+    pub(super) fn look(&self) {
+        self.done(Task::Look);
+    }
+
+    /// Whether it was done in time; what was not may still be, later.
+    fn done(&self, task: Task) -> bool {
+        let (done, is_done) = mpsc::sync_channel(1);
+        self.tasks.try_send((task, done)).is_ok() && is_done.recv_timeout(PATIENCE).is_ok()
+    }
+}
+
+/// The only one who is at the files.
+struct Keeper {
+    directory: PathBuf,
+    shelf: Arc<Shelf>,
+}
+
+impl Keeper {
+    fn work(&self, todo: &Receiver<(Task, SyncSender<()>)>) {
+        self.clean();
+        self.look();
+        while let Ok((task, done)) = todo.recv() {
+            match task {
+                Task::Keep(images) => {
+                    for (image, pages) in images {
+                        let path = image.path.clone();
+                        if let Err(error) = self.keep(image, pages) {
+                            warn!(image = %path.display(), %error, "what is in it will be sent again to whoever comes back");
+                        }
+                    }
+                    self.forget_eldest();
+                }
+                Task::Look => self.look(),
+            }
+            let _ = done.try_send(());
+        }
+    }
+
+    /// What an agent that was killed had begun.
+    fn clean(&self) {
+        for path in self.files(UNFINISHED) {
+            remove(&path);
+        }
+    }
+
+    fn files(&self, ending: &str) -> Vec<PathBuf> {
+        let files = fs::read_dir(&self.directory).into_iter().flatten().flatten().map(|entry| entry.path());
+        files.filter(|path| path.extension().is_some_and(|found| found == ending)).collect()
+    }
+
+    fn keep(&self, image: LeftImage, pages: NamedPages) -> io::Result<()> {
+        // Not of block devices: those are given to others.
+        let Some(note) = Note::of(image).filter(|note| note.image.path.is_file()) else { return Ok(()) };
+        if self.is_named(&note.image.path) {
+            return Ok(());
+        }
+        fs::create_dir_all(&self.directory)?;
+        let file = catalogue_of(&self.directory, &note.image.path);
         // The note first: one without a catalogue is found and removed, a catalogue without a note would stay.
-        fs::write(file.with_extension(LEFT), serde_json::to_vec(&image)?)?;
-        let catalogue = Catalogue::of_pages(pages, identity, &file)?;
-        self.put(image, identity, catalogue);
+        let kept = fs::write(file.with_extension(LEFT), serde_json::to_vec(&note)?)
+            .and_then(|()| Catalogue::of_pages(pages, note.identity(), &file));
+        match kept {
+            Ok(catalogue) => self.put(note, catalogue),
+            Err(error) => {
+                remove(&file.with_extension(UNFINISHED));
+                self.forget(&note.image.path);
+                return Err(error);
+            }
+        }
         Ok(())
     }
 
-    /// Puts those on the shelf of which an earlier agent knew and that are still there, and forgets the others.
-    pub(super) fn find(&self) {
-        let directory = lock(&self.directory);
-        for entry in fs::read_dir(&*directory).into_iter().flatten().flatten() {
-            let path = entry.path();
-            let ending = path.extension().unwrap_or_default();
-            if ending == UNFINISHED {
-                remove(&path);
-            } else if ending == LEFT {
-                match known(&directory, &path) {
-                    Some((image, identity, catalogue)) => self.put(image, identity, catalogue),
-                    // It is only a waste of room.
-                    None => remove(&path),
-                }
+    /// Puts those on the shelf that are there, and forgets those that are other files, or were there and are gone. One that
+    /// was not there from the beginning may be on a file system that is mounted later.
+    fn look(&self) {
+        for file in self.files(LEFT) {
+            let note = fs::read(&file).ok().and_then(|bytes| serde_json::from_slice::<Note>(&bytes).ok());
+            let catalogue = note.as_ref().and_then(|note| {
+                Some((note.clone(), Catalogue::kept(&file.with_extension(CATALOGUE), note.identity())?))
+            });
+            let Some((note, catalogue)) = catalogue else {
+                remove_both(&file);
+                continue;
+            };
+            let path = note.image.path.clone();
+            match Note::of(note.image.clone()).map(|now| now.file) {
+                Some(now) if now == note.file => self.put(note, catalogue),
+                None if !self.is_shelved(&path) => {}
+                _ => self.forget(&path),
             }
         }
     }
 
-    /// Forgets those that are not there any more, or are other files.
-    pub(super) fn forget_lost(&self) {
-        let directory = lock(&self.directory);
-        let shelf = lock(&self.shelf).clone();
-        for Template { path, identity, .. } in shelf.into_iter().filter(|template| template.is_left) {
-            if Identity::of_file(&path).is_ok_and(|now| now == identity) {
-                continue;
+    fn forget_eldest(&self) {
+        let left_at = |file: &PathBuf| fs::metadata(file).and_then(|meta| meta.modified());
+        let mut files = self.files(LEFT);
+        files.sort_by_cached_key(|file| left_at(file).unwrap_or(SystemTime::UNIX_EPOCH));
+        let too_many = files.len().saturating_sub(MOST);
+        for file in files.into_iter().take(too_many) {
+            match fs::read(&file).ok().and_then(|bytes| serde_json::from_slice::<Note>(&bytes).ok()) {
+                Some(note) => self.forget(&note.image.path),
+                None => remove_both(&file),
             }
-            remove(&catalogue_of(&directory, &path).with_extension(LEFT));
-            lock(&self.shelf).retain(|template| !(template.is_left && template.path == path));
         }
+    }
+
+    fn forget(&self, image: &Path) {
+        lock(&self.shelf).retain(|template| !(template.is_left && template.path == image));
+        remove_both(&catalogue_of(&self.directory, image).with_extension(LEFT));
+    }
+
+    fn is_shelved(&self, image: &Path) -> bool {
+        lock(&self.shelf).iter().any(|template| template.is_left && template.path == image)
     }
 
     /// One that is named as a template is read anyway, and stays what it is.
-    fn put(&self, LeftImage { path, format }: LeftImage, identity: Identity, catalogue: Catalogue) {
-        let mut shelf = lock(&self.shelf);
-        if shelf.iter().any(|template| template.path == path && !template.is_left) {
+    fn is_named(&self, image: &Path) -> bool {
+        lock(&self.shelf).iter().any(|template| !template.is_left && template.path == image)
+    }
+
+    fn put(&self, note: Note, catalogue: Catalogue) {
+        if self.is_named(&note.image.path) {
             return;
         }
-        shelf.retain(|template| template.path != path);
+        let identity = note.identity();
+        let LeftImage { path, format } = note.image;
+        let mut shelf = lock(&self.shelf);
+        shelf.retain(|template| !(template.is_left && template.path == path));
         shelf.push(Template { path, format, identity, state: State::Ready(catalogue), is_left: true });
     }
 }
 
-/// The image of which a note is, if it is still there.
-fn known(directory: &Path, note: &Path) -> Option<(LeftImage, Identity, Catalogue)> {
-    let image: LeftImage = serde_json::from_slice(&fs::read(note).ok()?).ok()?;
-    let identity = Identity::of_file(&image.path).ok()?;
-    let catalogue = Catalogue::kept(&catalogue_of(directory, &image.path), identity)?;
-    Some((image, identity, catalogue))
+/// A note and its catalogue, which goes first: nobody would find it without.
+fn remove_both(note: &Path) {
+    remove(&note.with_extension(CATALOGUE));
+    remove(note);
 }
 
-/// A note and its catalogue.
-fn remove(note: &Path) {
-    for file in [note.to_owned(), note.with_extension(CATALOGUE)] {
-        if let Err(error) = fs::remove_file(&file)
-            && error.kind() != io::ErrorKind::NotFound
-        {
-            warn!(file = %file.display(), %error, "what is known of an image that is gone cannot be removed");
-        }
+fn remove(file: &Path) {
+    if let Err(error) = fs::remove_file(file)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        warn!(file = %file.display(), %error, "what is known of an image that is gone cannot be removed");
     }
 }

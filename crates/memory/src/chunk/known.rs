@@ -207,5 +207,6 @@ impl FrameBuilder {
         let reference = Reference { library, first_page, hash: hash.finish() };
         self.data[record..record + REFERENCE_BYTES].copy_from_slice(&reference.encode());
         self.presumed.referred.insert(&ChunkPages::from_range(first..first + pages));
+        self.referred.extend((first..).zip(names));
     }
 }

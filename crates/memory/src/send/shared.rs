@@ -15,7 +15,7 @@ use crate::background::{GivesWay, NICE};
 use crate::chunk::{Contents, Knowledge, Refer};
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
-use crate::references::Known;
+use crate::references::{Known, PageName};
 use crate::send::counters::Counters;
 use crate::send::plan::{Place, Plan};
 use crate::send::stream::{InFlight, Outlet, Stream};
@@ -271,8 +271,9 @@ impl Shared {
                 soft.sent(place.block, place.chunk.into(), &taken, &left_out);
             }
             if let Some(Refer { known, block, base_page, .. }) = &knowledge.refer {
-                let names = outlet.builder.names().iter();
-                known.sent(*block, names.map(|(page, name)| (*base_page + page, *name)));
+                let in_block = |(page, name): &(u64, PageName)| (*base_page + page, *name);
+                known.sent(*block, outlet.builder.names().iter().map(in_block));
+                known.referred(*block, outlet.builder.referred().iter().map(in_block));
             }
             if let Some((deltas, _)) = &knowledge.marks {
                 deltas.sent(contents.delta, outlet.builder.pieces(), outlet.builder.mark_ns());

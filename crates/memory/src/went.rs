@@ -1,0 +1,77 @@
+//! What disks held as it went: the name of each page by its number, the latest that it had. Chunk by chunk, because what
+//! is referred to later is a run of neighbours, and room is not to go to single pages of all of a large disk.
+
+use std::collections::BTreeMap;
+
+use proto::limits::CHUNK_PAGES;
+
+use crate::references::{NAME_BYTES, PageName};
+
+/// Of a page that did not go.
+const NONE: PageName = PageName([0; NAME_BYTES]);
+
+/// The names of one chunk's pages.
+type Names = Box<[PageName; CHUNK_PAGES as usize]>;
+
+/// Of all disks.
+#[derive(Debug)]
+pub(crate) struct Went {
+    /// By block, and by the chunk's number in it.
+    chunks: BTreeMap<(u16, u64), Names>,
+    most_chunks: usize,
+}
+
+impl Went {
+    /// Nothing yet. Of chunks beyond so many nothing is kept.
+    pub(crate) fn new(most_chunks: usize) -> Self {
+        Self { chunks: BTreeMap::new(), most_chunks }
+    }
+
+    /// A page of a disk went.
+    pub(crate) fn insert(&mut self, block: u16, page: u64, name: PageName) {
+        let chunk = (block, page / CHUNK_PAGES);
+        let has_room = self.chunks.len() < self.most_chunks;
+        if let Some(names) = self.chunks.get_mut(&chunk) {
+            names[(page % CHUNK_PAGES) as usize] = name;
+        } else if has_room {
+            let names = self.chunks.entry(chunk).or_insert_with(|| Box::new([NONE; CHUNK_PAGES as usize]));
+            names[(page % CHUNK_PAGES) as usize] = name;
+        }
+    }
+
+    /// What is known of a disk's pages: number and name, in the order of the numbers.
+    pub(crate) fn of(&self, block: u16) -> Vec<(u64, PageName)> {
+        let chunks = self.chunks.range((block, 0)..=(block, u64::MAX));
+        let pages = chunks.flat_map(|((_, chunk), names)| (chunk * CHUNK_PAGES..).zip(names.iter().copied()));
+        pages.filter(|(_, name)| *name != NONE).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(number: u64) -> PageName {
+        PageName::of(&number.to_le_bytes())
+    }
+
+    #[test]
+    fn the_latest_name_of_each_page_is_known_as_far_as_there_is_room() {
+        let mut went = Went::new(3);
+        for (block, page, number) in [
+            (1, 7, 1),
+            (1, CHUNK_PAGES, 2),
+            (2, 0, 3),
+            (1, 7, 4),
+            (1, 3, 5),
+            // One chunk more than there is room for.
+            (2, CHUNK_PAGES, 6),
+            (2, CHUNK_PAGES - 1, 7),
+        ] {
+            went.insert(block, page, name(number));
+        }
+        assert_eq!(went.of(1), [(3, name(5)), (7, name(4)), (CHUNK_PAGES, name(2))]);
+        assert_eq!(went.of(2), [(0, name(3)), (CHUNK_PAGES - 1, name(7))]);
+        assert_eq!(went.of(3), []);
+    }
+}

@@ -173,9 +173,12 @@ impl Chooser {
     }
 
     fn learn(&mut self, trials: &[Trial]) {
-        if let [probe] = trials {
-            // Data that is worth it is unlike what was tried before: all is found out anew, and at once.
-            if Seen::of(probe).ratio < PROBE_WORTH {
+        if let [probe] = trials
+            && probe.way == WAYS[1]
+        {
+            // Data that is worth it, where what was tried before was not: all is found out anew, and at once.
+            let is_news = self.seen[1].is_none_or(|seen| seen.ratio >= PROBE_WORTH);
+            if is_news && Seen::of(probe).ratio < PROBE_WORTH {
                 self.seen = [None; WAYS.len()];
                 self.looks_since_trial = None;
             }

@@ -226,6 +226,25 @@ fn noise_here_and_there_does_not_keep_text_from_being_compressed() {
     }
 }
 
+/// Text that the destination has no time for: that it compresses is known, and is no reason to try all ways again before
+/// their time.
+#[test]
+fn what_compresses_and_is_not_worth_it_is_tried_as_seldom_as_anything() {
+    let taken = World::new(1_200, 3.5);
+    let world = World { peer_bytes_per_s: 0.9e9, ..taken };
+    let mut chooser = Chooser::default();
+    run(&mut chooser, &taken, 30);
+    run(&mut chooser, &world, 10);
+    let mut decision = Decision { way: WAYS[chooser.present], ..Decision::default() };
+    let mut tries_all = || {
+        decision = chooser.decide(&world.interval(&decision));
+        assert_eq!(decision.way, Compression::None);
+        decision.try_out.len() > 1
+    };
+    let tried = (0..5 * TRIAL_LOOKS).filter(|_| tries_all()).count();
+    assert!((1..=5).contains(&tried), "{tried}");
+}
+
 /// Text, and then noise: of what a way did to the noise the next look knows as well.
 #[test]
 fn content_that_changes_is_followed_without_going_back_and_forth() {

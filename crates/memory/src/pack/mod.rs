@@ -186,8 +186,11 @@ impl Packer {
             None
         } else {
             let mut encoders = lock(&packing.encoders).pop().unwrap_or_default();
-            for way in to_try {
-                self.try_out(packing, &mut encoders, way, data);
+            let tried = to_try.into_iter().map(|way| self.try_out(packing, &mut encoders, way, data));
+            let tried = tried.collect::<Vec<_>>();
+            if !tried.is_empty() {
+                // All at once: what is compared with each other is of the same data.
+                lock(&packing.trials).extend(tried);
             }
             let began = cpu_ns();
             let packed = self.pack_if_worth(packing, &mut encoders, way, data);
@@ -224,14 +227,20 @@ impl Packer {
         is_worth.then_some((codec, packed))
     }
 
-    fn try_out(&mut self, packing: &Packing, encoders: &mut Encoders, way: Compression, data: &[u8]) {
+    fn try_out(
+        &mut self,
+        packing: &Packing,
+        encoders: &mut Encoders,
+        way: Compression,
+        data: &[u8],
+    ) -> Trial {
         let began = cpu_ns();
         let packed = encoders.encode(way, data, &mut self.out).map_or(data.len(), |(_, packed)| packed);
         let pack_ns = cpu_ns().saturating_sub(began);
         packing.counters.trial_ns.fetch_add(pack_ns, Ordering::Relaxed);
         // What is not worth it is sent as it is.
         let packed_bytes = if packing.worth.holds(data.len(), packed) { packed } else { data.len() } as u64;
-        lock(&packing.trials).push(Trial { way, data_bytes: data.len() as u64, packed_bytes, pack_ns });
+        Trial { way, data_bytes: data.len() as u64, packed_bytes, pack_ns }
     }
 }
 

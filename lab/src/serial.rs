@@ -179,10 +179,17 @@ impl Serial {
 
     /// What the tiny guest's program got done from a moment of its clock on.
     pub fn progress(&self, from: Duration) -> Result<Progress> {
-        let mut all = Progress { first: (from.as_millis() / SLOT.as_millis()) as u64, ..Progress::default() };
+        self.progress_until(from, Duration::MAX)
+    }
+
+    /// The same, no further than to another moment: a guest that has no time may do more while it tells than it has told.
+    pub fn progress_until(&self, from: Duration, until: Duration) -> Result<Progress> {
+        let slot = |at: Duration| u64::try_from(at.as_millis() / SLOT.as_millis()).unwrap_or(u64::MAX);
+        let mut all = Progress { first: slot(from), ..Progress::default() };
         loop {
-            let piece = self.piece_of_progress(all.first + all.work.len() as u64)?;
-            if piece.work.is_empty() {
+            let next = all.first + all.work.len() as u64;
+            let piece = self.piece_of_progress(next)?;
+            if piece.work.is_empty() || next > slot(until) {
                 return Ok(all);
             }
             // The guest has forgotten what is older.

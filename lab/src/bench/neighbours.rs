@@ -105,7 +105,7 @@ impl<'a> Beside<'a> {
     fn noise(&self, of: usize, ended: Duration) -> Result<Noise> {
         let (settled, requested) = (self.settled[of], self.requested[of]);
         let moments = Moments { settled, requested, resumed: ended, seen_until: ended };
-        let judged = judge(&self.clocks[of].serial.progress(settled)?, moments);
+        let judged = judge(&self.clocks[of].serial.progress_until(settled, ended)?, moments);
         let span_ms = ended.saturating_sub(requested).as_secs_f64() * 1e3;
         Ok(Noise { span_ms, lost_ms: judged.lost_ms, longest_stall_ms: judged.longest_stall_ms })
     }

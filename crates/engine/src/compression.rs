@@ -12,8 +12,8 @@
 //! goes in; *handling* and *packing* are processor time for a byte; *processors* are those that the workers had, and
 //! most of what was idle beside them. Ratio and packing of a way are tried out on a few frames now and then; the rest
 //! counts as the work goes on. Memory is not alike everywhere: what is tried out may be the one part of it that does not
-//! compress. So while nothing is compressed the cheapest way is tried again and again, and as soon as that is worth it all
-//! are; and a way that is worth nothing at the moment is kept for a while where the processors can follow, for what it skips
+//! compress. So while nothing is compressed the cheapest way is tried again and again, and as soon as that is worth it, where it
+//! was not the last time, all are; and a way that is worth nothing at the moment is kept for a while where the processors can follow, for what it skips
 //! costs little. Taken is the cheapest way whose rate is next to the best one. Where the destination is
 //! what is waited for, because its workers have no pause, nothing helps, and least is done.
 //!
@@ -55,7 +55,7 @@ const SLOW_LOOKS: u32 = 2;
 /// Looks from one trial to the next, and where nothing is compressed from one trial of the cheapest way to the next.
 const TRIAL_LOOKS: u32 = 20;
 const PROBE_LOOKS: u32 = 2;
-/// Where the cheapest way leaves less than this of a byte, all are tried.
+/// Where the cheapest way leaves less than this of a byte, and did not the last time, all are tried.
 const PROBE_WORTH: f64 = 0.9;
 /// Looks for which a way is kept that is worth nothing at the moment.
 const STAY_LOOKS: u32 = 20;
@@ -145,6 +145,8 @@ pub struct Chooser {
     seen: [Option<Seen>; WAYS.len()],
     looks_since_trial: Option<u32>,
     looks_since_probe: u32,
+    /// What LZ4 made of a byte when it was tried last.
+    probed: Option<f64>,
     /// For how many looks in a row the present way was worth nothing.
     unworthy_looks: u32,
     /// For which part of the time the destination's workers had nothing to do: a mean, for it tells of it in lumps.
@@ -177,8 +179,9 @@ impl Chooser {
             && probe.way == WAYS[1]
         {
             // Data that is worth it, where what was tried before was not: all is found out anew, and at once.
-            let is_news = self.seen[1].is_none_or(|seen| seen.ratio >= PROBE_WORTH);
-            if is_news && Seen::of(probe).ratio < PROBE_WORTH {
+            let ratio = Seen::of(probe).ratio;
+            let is_news = self.probed.replace(ratio).is_none_or(|before| before >= PROBE_WORTH);
+            if is_news && ratio < PROBE_WORTH {
                 self.seen = [None; WAYS.len()];
                 self.looks_since_trial = None;
             }
@@ -187,6 +190,9 @@ impl Chooser {
         for trial in trials {
             let Some(place) = WAYS.iter().position(|way| *way == trial.way) else { continue };
             let newer = Seen::of(trial);
+            if place == 1 {
+                self.probed = Some(newer.ratio);
+            }
             self.seen[place] = Some(self.seen[place].map_or(newer, |seen| seen.toward(newer)));
         }
     }

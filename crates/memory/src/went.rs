@@ -1,5 +1,6 @@
-//! What disks held as it went: the name of each page by its number, the latest that it had. Chunk by chunk, because what
-//! is referred to later is a run of neighbours, and room is not to go to single pages of all of a large disk.
+//! What disks held as it went: the name of each page by its number, the latest under which its bytes went, or a reference
+//! to them. Chunk by chunk, because what is referred to later is a run of neighbours, and room is not to go to single pages
+//! of all of a large disk.
 
 use std::collections::BTreeMap;
 

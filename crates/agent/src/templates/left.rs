@@ -12,9 +12,9 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::mpsc::{self, Receiver, SyncSender};
+use std::sync::mpsc::{self, Receiver, SyncSender, TrySendError};
 use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use ::memory::PageName;
 use qemu::preflight::FileIdentity;
@@ -27,12 +27,14 @@ use super::{Shelf, State, Template, lock};
 
 /// Ending of the name of a file that says of which image a catalogue is.
 const LEFT: &str = "left";
-/// So many of them are known, those that were left last: a catalogue takes up to 6 MiB.
+/// So many of them are known, those that were left last: a catalogue takes up to 9 MiB.
 const MOST: usize = 64;
-/// What is still to be done for so many migrations is remembered while the thread is busy.
+/// So many tasks are remembered while the thread is busy, of up to 16 MiB each; more have to wait for a place.
 const MOST_WAITING: usize = 4;
 /// How long at most somebody waits until it is done.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How often it is looked whether there is a place.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// An image that a VM has left behind here.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,9 +56,13 @@ struct Note {
 }
 
 impl Note {
-    /// Of an image that is there. The host is the one it was: this one.
+    /// Of an image that is there. The host is the one it was: this one, and of what it alone has the device's name is not
+    /// looked at, because another boot may change it.
     fn of(image: LeftImage) -> Option<Self> {
-        let file = FileIdentity { host: None, ..FileIdentity::of(&image.path)? };
+        let mut file = FileIdentity::of(&image.path)?;
+        if file.host.take().is_some() {
+            file.mounted.clear();
+        }
         Some(Self { image, file })
     }
 
@@ -103,8 +109,17 @@ impl Left {
 
     /// Whether it was done in time; what was not may still be, later.
     fn done(&self, task: Task) -> bool {
+        let deadline = Instant::now() + PATIENCE;
         let (done, is_done) = mpsc::sync_channel(1);
-        self.tasks.try_send((task, done)).is_ok() && is_done.recv_timeout(PATIENCE).is_ok()
+        let mut task = (task, done);
+        while let Err(TrySendError::Full(again)) = self.tasks.try_send(task) {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            task = again;
+            thread::sleep(LOOK);
+        }
+        is_done.recv_timeout(deadline.saturating_duration_since(Instant::now())).is_ok()
     }
 }
 
@@ -150,7 +165,7 @@ impl Keeper {
     fn keep(&self, image: LeftImage, pages: NamedPages) -> io::Result<()> {
         // Not of block devices: those are given to others.
         let Some(note) = Note::of(image).filter(|note| note.image.path.is_file()) else { return Ok(()) };
-        if self.is_named(&note.image.path) {
+        if is_named(&lock(&self.shelf), &note.image.path) {
             return Ok(());
         }
         fs::create_dir_all(&self.directory)?;
@@ -170,22 +185,25 @@ impl Keeper {
     }
 
     /// Puts those on the shelf that are there, and forgets those that are other files, or were there and are gone. One that
-    /// was not there from the beginning may be on a file system that is mounted later.
+    /// was not there from the beginning may be on a file system that is mounted later; and where a file system does not
+    /// answer all stays as it is.
     fn look(&self) {
         for file in self.files(LEFT) {
-            let note = fs::read(&file).ok().and_then(|bytes| serde_json::from_slice::<Note>(&bytes).ok());
-            let catalogue = note.as_ref().and_then(|note| {
-                Some((note.clone(), Catalogue::kept(&file.with_extension(CATALOGUE), note.identity())?))
-            });
-            let Some((note, catalogue)) = catalogue else {
+            let Ok(bytes) = fs::read(&file) else { continue };
+            let Ok(note) = serde_json::from_slice::<Note>(&bytes) else {
                 remove_both(&file);
                 continue;
             };
             let path = note.image.path.clone();
-            match Note::of(note.image.clone()).map(|now| now.file) {
-                Some(now) if now == note.file => self.put(note, catalogue),
-                None if !self.is_shelved(&path) => {}
-                _ => self.forget(&path),
+            let Some(catalogue) = Catalogue::kept(&file.with_extension(CATALOGUE), note.identity()) else {
+                self.forget(&path);
+                continue;
+            };
+            match Note::of(note.image.clone()) {
+                Some(now) if now.file == note.file => self.put(note, catalogue),
+                Some(_) => self.forget(&path),
+                None if self.is_shelved(&path) && is_gone(&path) => self.forget(&path),
+                None => {}
             }
         }
     }
@@ -212,21 +230,25 @@ impl Keeper {
         lock(&self.shelf).iter().any(|template| template.is_left && template.path == image)
     }
 
-    /// One that is named as a template is read anyway, and stays what it is.
-    fn is_named(&self, image: &Path) -> bool {
-        lock(&self.shelf).iter().any(|template| !template.is_left && template.path == image)
-    }
-
     fn put(&self, note: Note, catalogue: Catalogue) {
-        if self.is_named(&note.image.path) {
-            return;
-        }
         let identity = note.identity();
         let LeftImage { path, format } = note.image;
         let mut shelf = lock(&self.shelf);
-        shelf.retain(|template| !(template.is_left && template.path == path));
+        if is_named(&shelf, &path) {
+            return;
+        }
+        shelf.retain(|template| template.path != path);
         shelf.push(Template { path, format, identity, state: State::Ready(catalogue), is_left: true });
     }
+}
+
+/// One that is named as a template is read anyway, and stays what it is.
+fn is_named(shelf: &[Template], image: &Path) -> bool {
+    shelf.iter().any(|template| !template.is_left && template.path == image)
+}
+
+fn is_gone(image: &Path) -> bool {
+    fs::metadata(image).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 /// A note and its catalogue, which goes first: nobody would find it without.

@@ -226,6 +226,19 @@ fn noise_here_and_there_does_not_keep_text_from_being_compressed() {
     }
 }
 
+/// However long it was otherwise.
+#[test]
+fn text_behind_much_noise_is_compressed_at_once() {
+    let (text, noise) = (World::new(12, 2.0), World { ratios: NOISE, ..World::new(12, 2.0) });
+    let mut chooser = Chooser::default();
+    for _ in 0..3 {
+        let ways = run(&mut chooser, &text, 60);
+        assert!(ways[5..].iter().all(|way| *way != Compression::None), "{ways:?}");
+        let ways = run(&mut chooser, &noise, 60);
+        assert!(ways[59] == Compression::None, "{ways:?}");
+    }
+}
+
 /// Text that the destination has no time for: that it compresses is known, and is no reason to try all ways again before
 /// their time.
 #[test]

@@ -266,6 +266,11 @@ fn is_whimbrel(run: &Run) -> bool {
 }
 
 impl Quantity {
+    /// Whether more is better.
+    fn is_pace(self) -> bool {
+        matches!(self, Self::PaceAtSource | Self::PaceAtDestination)
+    }
+
     /// Whether it is compared by its ratio. What can be nothing, or less, is compared by the difference.
     pub fn has_ratio(self) -> bool {
         use Quantity::{
@@ -302,13 +307,13 @@ impl CaseResult {
         spread(&self.runs, contender, |run| quantity.of(run))
     }
 
-    /// QEMU's way with the least median, among those that always ended.
+    /// QEMU's way with the least median, or the highest pace, among those that always ended.
     pub fn best_of_qemu(&self, quantity: Quantity) -> Option<(Contender, f64)> {
         self.contenders()
             .into_iter()
             .filter(|one| one.is_qemu() && self.ended(*one).0 == self.ended(*one).1)
             .filter_map(|one| Some((one, self.spread(one, quantity)?.median)))
-            .min_by(|(_, a), (_, b)| a.total_cmp(b))
+            .min_by(|(_, a), (_, b)| if quantity.is_pace() { b.total_cmp(a) } else { a.total_cmp(b) })
     }
 
     /// Ratio of medians of a quantity: a contender's to another's.

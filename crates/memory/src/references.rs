@@ -169,19 +169,18 @@ impl Known {
 
     /// Pages of a disk were given to a stream, as data. Those of memory are not remembered: they would drive the disks'
     /// out.
-    pub(crate) fn sent(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)> + Clone) {
+    pub(crate) fn sent(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
         if usize::from(block) < self.first_disk {
             return;
         }
-        self.referred(block, pages.clone());
         let mut tables = lock(&self.tables);
         for (page, name) in pages {
             tables.sent.insert(name, block, page);
         }
     }
 
-    /// References to pages that the destination has were given to a stream, for pages of a block.
-    pub(crate) fn referred(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
+    /// Pages of a disk were given to a stream, as data or as references to what the destination has.
+    pub(crate) fn went(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
         if usize::from(block) < self.first_disk {
             return;
         }
@@ -321,7 +320,9 @@ mod tests {
         known.learn(3, 7, [name(1), name(2)]);
         known.learn(4, 70, [name(2)]);
         let sent = |pages: &[(u64, u64)]| {
-            known.sent(1, pages.iter().map(|(page, number)| (*page, name(*number))));
+            let named = || pages.iter().map(|(page, number)| (*page, name(*number)));
+            known.sent(1, named());
+            known.went(1, named());
         };
         sent(&[(500, 2), (600, 5)]);
         sent(&[(601, 5)]);
@@ -332,8 +333,8 @@ mod tests {
         assert_eq!(all(5), [(Library::Block(1), 601)]);
         assert_eq!(all(9), []);
         sent(&[(500, 6), (7, 8)]);
-        known.referred(1, [(8, name(1))].into_iter());
-        known.referred(0, [(8, name(1))].into_iter());
+        known.went(1, [(8, name(1))].into_iter());
+        known.went(0, [(8, name(1))].into_iter());
         known.end();
         assert_eq!((all(1), all(5), known.allowed(1, 0)), (Vec::new(), Vec::new(), None));
         let sent = [(7, 8), (8, 1), (500, 6), (600, 5), (601, 5)].map(|(page, number)| (page, name(number)));

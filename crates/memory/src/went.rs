@@ -31,10 +31,7 @@ impl Went {
     /// A page of a disk went.
     pub(crate) fn insert(&mut self, block: u16, page: u64, name: PageName) {
         let chunk = (block, page / CHUNK_PAGES);
-        let has_room = self.chunks.len() < self.most_chunks;
-        if let Some(names) = self.chunks.get_mut(&chunk) {
-            names[(page % CHUNK_PAGES) as usize] = name;
-        } else if has_room {
+        if self.chunks.len() < self.most_chunks || self.chunks.contains_key(&chunk) {
             let names = self.chunks.entry(chunk).or_insert_with(|| Box::new([NONE; CHUNK_PAGES as usize]));
             names[(page % CHUNK_PAGES) as usize] = name;
         }

@@ -272,8 +272,9 @@ impl Shared {
             }
             if let Some(Refer { known, block, base_page, .. }) = &knowledge.refer {
                 let in_block = |(page, name): &(u64, PageName)| (*base_page + page, *name);
-                known.sent(*block, outlet.builder.names().iter().map(in_block));
-                known.referred(*block, outlet.builder.referred().iter().map(in_block));
+                let (names, referred) = (outlet.builder.names(), outlet.builder.referred());
+                known.sent(*block, names.iter().map(in_block));
+                known.went(*block, names.iter().chain(referred).map(in_block));
             }
             if let Some((deltas, _)) = &knowledge.marks {
                 deltas.sent(contents.delta, outlet.builder.pieces(), outlet.builder.mark_ns());

@@ -129,6 +129,57 @@ fn memory_that_came_from_a_disk_is_not_sent() {
     cluster.guest_is_whole("a", "vm1");
 }
 
+/// A guest that has read from images that both hosts have, on a slow link: its page cache is not sent. What is below its own
+/// image is read once, for all migrations.
+#[test]
+fn memory_that_came_from_storage_that_both_hosts_have_is_not_sent() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let shared = cluster.lab.shared_directory().unwrap();
+    let (base, image) = (shared.join("base.qcow2"), shared.join("disk.qcow2"));
+    disk::known_content(&qemu, &base, "qcow2", 64).unwrap();
+    disk::overlay(&qemu, &image, &base, "qcow2").unwrap();
+    // It writes to the second half, so that both images have a part of the disk.
+    let load = Load { fill_mib: 128, disk_threads: 2, disk_writers: 1, disk_mib: 32, ..Load::default() };
+    let mut spec = GuestSpec { qemu: QemuVersion::Newer, ..GuestSpec::tiny("vm1", load) };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "qcow2")));
+    let guest = cluster.guest(&spec);
+    let serial = guest.serial();
+    until("the guest has read", || serial.next_tick().unwrap().disk_reads > 1000);
+
+    let sum = |report: &Value, what: &str| {
+        let rounds = report["rounds"].as_array().unwrap().iter();
+        rounds.map(|round| round[what].as_u64().unwrap()).sum::<u64>()
+    };
+    // MiB that are known, and MiB of them that were read for it.
+    let learnt = |report: &Value| {
+        let mut events = report["events"].as_array().unwrap().iter();
+        let told = events.find(|event| event["what"] == "shared-images").unwrap();
+        let said = told["detail"].as_str().unwrap();
+        assert!(said.starts_with("2 of 2 images"), "{said}");
+        let numbers: Vec<u64> = said.split(' ').filter_map(|word| word.parse().ok()).collect();
+        (numbers[2], numbers[3])
+    };
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    assert!(sum(&report, "reference_pages") > (8 << 20) / 4096, "{report:#}");
+    let (known, read) = learnt(&report);
+    assert!(read >= 64 && known == read, "{known} and {read}");
+    cluster.guest_is_whole("b", "vm1");
+
+    let report = cluster.migrate("vm1", "b", "a", &["--no-references"]);
+    assert_eq!(sum(&report, "reference_pages"), 0, "{report:#}");
+    assert!(!has_event(&report, "shared-images"), "{report:#}");
+    cluster.guest_is_whole("a", "vm1");
+
+    // The base is known; of the guest's own image, 32 MiB at most, nothing is believed to be as it was.
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    assert!(sum(&report, "reference_pages") > (8 << 20) / 4096, "{report:#}");
+    let (known, read) = learnt(&report);
+    assert!(known >= read + 64, "{known} and {read}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
 /// 20 GB of which 1 GB is in use, made from a template of 0.9 GB that the destination has: at most 120 MB are sent for
 /// it (all figures of the requirement).
 #[test]

@@ -43,7 +43,7 @@ pub(crate) struct Context {
     /// What the QEMUs of this host have said of themselves.
     pub(crate) emulators: Emulators,
     /// Templates of this host.
-    pub(crate) templates: Templates,
+    pub(crate) templates: Arc<Templates>,
     /// Parts of the downtime that do not depend on memory, as measured here.
     pub(crate) fixed_costs: Mutex<CostHistory>,
 }

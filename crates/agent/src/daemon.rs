@@ -106,6 +106,7 @@ impl Agent {
                 config.state_dir.join("catalogues"),
                 Duration::from_millis(config.timeouts.qemu_start_ms),
             )
+            .map(Arc::new)
             .map_err(StartError::Templates)?,
             boot_id: boot_id.trim().to_owned(),
             journal,

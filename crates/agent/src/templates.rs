@@ -10,6 +10,7 @@
 mod catalogue;
 mod left;
 mod librarian;
+mod shared;
 mod told;
 
 use std::cmp::Reverse;
@@ -17,11 +18,11 @@ use std::collections::HashSet;
 use std::io;
 use std::path::PathBuf;
 use std::sync::mpsc::{self, SyncSender};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::Duration;
 
-use ::memory::{NAME_BYTES, PageName};
+use ::memory::{Known, NAME_BYTES, PageName};
 use proto::limits::PAGE_BYTES;
 use tracing::warn;
 
@@ -29,6 +30,8 @@ use self::catalogue::{Catalogue, Identity};
 use self::left::Left;
 pub(crate) use self::left::{LeftImage, NamedPages};
 use self::librarian::Librarian;
+use self::shared::Shared;
+pub(crate) use self::shared::{Learnt, SharedImage, shared_images};
 pub(crate) use self::told::{TOLD_PAGES, TOLD_TEMPLATES, Told};
 use crate::api::{TemplateInfo, TemplateState};
 
@@ -41,6 +44,7 @@ pub(crate) struct Templates {
     shelf: Arc<Shelf>,
     look: SyncSender<()>,
     left: Left,
+    shared: Shared,
 }
 
 /// What is known of them. Held only for as long as a look takes: file systems may hang.
@@ -69,6 +73,7 @@ impl Templates {
     /// Looks for templates in these files and directories, in a thread of its own; catalogues are kept in `directory`.
     pub(crate) fn start(places: Vec<PathBuf>, directory: PathBuf, patience: Duration) -> io::Result<Self> {
         let shelf: Arc<Shelf> = Arc::default();
+        let shared = Shared::new(directory.join("shared"), &directory, patience);
         let left = Left::start(directory.join("left"), Arc::clone(&shelf))?;
         // One look is enough for all who want one while another is at it.
         let (look, looks) = mpsc::sync_channel(1);
@@ -82,7 +87,18 @@ impl Templates {
             };
             thread::Builder::new().name("templates".to_owned()).spawn(work)?;
         }
-        Ok(Self { shelf, look, left })
+        Ok(Self { shelf, look, left, shared })
+    }
+
+    /// Learns what is in images that both hosts have, for a guest with so much memory, as long as somebody wants to know.
+    /// Takes as long as it takes to read them.
+    pub(crate) fn learn_shared(
+        &self,
+        images: &[SharedImage],
+        memory_bytes: u64,
+        known: &Weak<Known>,
+    ) -> Learnt {
+        self.shared.learn(images, memory_bytes, known)
     }
 
     /// Images were left behind here, each with these pages as far as is known, in their order. Waits a moment until that
@@ -214,7 +230,7 @@ mod tests {
         let ready = |pages: u64| (TemplateState::Ready, Some(pages * PAGE_BYTES));
         assert_eq!(states, [(TemplateState::Failed, None), ready(200), ready(900), ready(100)]);
 
-        let told = Told::new(directory.path().to_owned(), PATIENCE);
+        let told = Told::new(directory.path().to_owned(), PATIENCE, Vec::new());
         let messages = told.choose(&templates, &names((0..1000).step_by(10)));
         let run = |pages: std::ops::Range<u64>| NamedRun { first_page: 1, names: names(pages).concat() };
         let known = |template, runs| Message::Known { template, runs, last: false };
@@ -273,7 +289,7 @@ mod tests {
         template(directory.path(), "left.img", 100..300);
         let start = || Templates::start(Vec::new(), directory.path().join("state"), PATIENCE).unwrap();
         let told = |templates: &Templates| {
-            let told = Told::new(directory.path().to_owned(), PATIENCE);
+            let told = Told::new(directory.path().to_owned(), PATIENCE, Vec::new());
             (told.choose(templates, &names(100..300)).len() - 1, told)
         };
         let templates = start();
@@ -323,7 +339,7 @@ mod tests {
         template(directory.path(), "left.img", 100..300);
         let start = || Templates::start(Vec::new(), directory.path().join("state"), PATIENCE).unwrap();
         let told = |templates: &Templates| {
-            let told = Told::new(directory.path().to_owned(), PATIENCE);
+            let told = Told::new(directory.path().to_owned(), PATIENCE, Vec::new());
             told.choose(templates, &names(100..300)).len() - 1
         };
         let templates = start();

@@ -135,7 +135,9 @@ impl World {
             names: Names::default(),
             emulators: Emulators::default(),
             fixed_costs: Mutex::default(),
-            templates: Templates::start(Vec::new(), folder.path().join("templates"), PATIENCE).unwrap(),
+            templates: Arc::new(
+                Templates::start(Vec::new(), folder.path().join("templates"), PATIENCE).unwrap(),
+            ),
             config,
         };
         Self { context: Arc::new(context), folder, arrivals, _peer: peer }

@@ -182,13 +182,13 @@ impl Server {
         let cache = if takes_direct_io(path, format) { "none" } else { "writeback" };
         let mut command = Command::new("qemu-nbd");
         command.args(["--format", format.as_str(), "--cache", cache, "--discard", "unmap"]);
-        Self::spawn(command, path.as_os_str(), path, socket, u32::from(connections), patience)
+        Self::spawn(command, &[path.as_os_str()], path, socket, u32::from(connections), patience)
     }
 
-    /// Serves an image of this format for reading to one connection, by QEMU's own options for it; `image` is what to
-    /// call it.
+    /// Serves an image of this format for reading to one connection; `named` are the arguments by which QEMU knows it,
+    /// `image` is what to call it.
     pub(crate) fn start_reading(
-        options: &str,
+        named: &[&str],
         image: &Path,
         format: &str,
         socket: &Path,
@@ -196,8 +196,8 @@ impl Server {
     ) -> Result<Self, ImageError> {
         let start = |cache| {
             let mut command = Command::new("qemu-nbd");
-            command.args(["--read-only", "--cache", cache, "--image-opts"]);
-            Self::spawn(command, OsStr::new(options), image, socket, 1, patience)
+            command.args(["--read-only", "--cache", cache]);
+            Self::spawn(command, named, image, socket, 1, patience)
         };
         if takes_direct_io(image, Format::of(format).unwrap_or(Format::Qcow2)) {
             match start("none") {
@@ -211,7 +211,7 @@ impl Server {
 
     fn spawn(
         mut command: Command,
-        image: &OsStr,
+        named: &[impl AsRef<OsStr>],
         path: &Path,
         socket: &Path,
         connections: u32,
@@ -223,7 +223,7 @@ impl Server {
             .args(["--export-name", EXPORT, "--shared", &shared])
             .arg("--socket")
             .arg(socket)
-            .arg(image)
+            .args(named)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::piped())

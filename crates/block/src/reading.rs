@@ -4,7 +4,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::image::{ImageError, Server};
+use serde_json::{Value, json};
+
+use crate::image::{Format, ImageError, Server};
 use crate::nbd::{ALLOCATION, Client, NbdError, ZERO};
 
 /// An image that is open for reading.
@@ -28,7 +30,29 @@ impl Reading {
         let file = image.replace(',', ",,");
         let size = disk_bytes.map_or_else(String::new, |bytes| format!(",size={bytes}"));
         let options = format!("driver={format}{size},file.filename={file},force-share=on");
-        let server = Server::start_reading(&options, Path::new(image), format, socket, patience)?;
+        let named = ["--image-opts", &options];
+        Self::of(Server::start_reading(&named, Path::new(image), format, socket, patience)?)
+    }
+
+    /// Opens what one image has itself; what images below it have reads as zeros. Whoever writes to it may go on: what is
+    /// read then need not be what is there, nor what ever was.
+    pub fn open_alone(
+        image: &Path,
+        format: &str,
+        socket: &Path,
+        patience: Duration,
+    ) -> Result<Self, ImageError> {
+        let file = image.to_string_lossy();
+        let mut options = json!({ "driver": format, "file": { "filename": file }, "force-share": true });
+        if format == Format::Qcow2.as_str() {
+            // Without it QEMU would open the images below.
+            options["backing"] = Value::Null;
+        }
+        let named = format!("json:{options}");
+        Self::of(Server::start_reading(&[&named], image, format, socket, patience)?)
+    }
+
+    fn of(server: Server) -> Result<Self, ImageError> {
         let client = server.client_for(Some(ALLOCATION))?;
         Ok(Self { server, client })
     }

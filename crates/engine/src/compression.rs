@@ -103,6 +103,8 @@ pub struct Decision {
     /// The link is what is waited for, and processors could look at each page before it is sent: pages are to be marked,
     /// and what changed of those that are marked is to be sent; and what the destination has elsewhere is to be looked up.
     pub link_is_slow: bool,
+    /// The destination's workers have no pause, as far as is known.
+    pub peer_is_busy: bool,
 }
 
 /// What a way is like, by its trials: bytes out and nanoseconds, both for a byte in.
@@ -162,8 +164,9 @@ impl Chooser {
     pub fn decide(&mut self, observed: &Observation) -> Decision {
         self.learn(&observed.trials);
         let tells = observed.data_bytes > 0 && observed.interval_ns > 0 && observed.workers > 0;
+        let pause = self.hear_of_peer(observed);
         if tells {
-            self.look(observed);
+            self.look(observed, pause);
         }
         Decision {
             way: WAYS[self.present],
@@ -171,6 +174,7 @@ impl Chooser {
             try_out: if tells { self.due_trials(observed) } else { Vec::new() },
             link_bytes_per_s: self.link_bytes_per_s.map(|rate| rate as u64),
             link_is_slow: self.link_is_slow,
+            peer_is_busy: self.pause.is_some_and(|pause| pause < NO_PAUSE),
         }
     }
 
@@ -197,15 +201,19 @@ impl Chooser {
         }
     }
 
-    fn look(&mut self, observed: &Observation) {
-        self.banned = self.banned.and_then(|(way, looks)| Some((way, looks.checked_sub(1)?)));
-        let of_workers = |ns: u64| ns as f64 / (observed.interval_ns as f64 * f64::from(observed.workers));
+    /// For which part of the time the destination's workers have nothing to do, also where nothing was sent but references.
+    fn hear_of_peer(&mut self, observed: &Observation) -> f64 {
         // What is told in lumps may be of more than this interval.
-        let pause_now = of_workers(observed.peer_waited_ns).min(1.0);
+        let pause_now = of_workers(observed, observed.peer_waited_ns).min(1.0);
         let pause = self.pause.map_or(pause_now, |pause| pause + (pause_now - pause) * WEIGHT);
         self.pause = Some(pause);
+        pause
+    }
+
+    fn look(&mut self, observed: &Observation, pause: f64) {
+        self.banned = self.banned.and_then(|(way, looks)| Some((way, looks.checked_sub(1)?)));
         let wire_bytes_per_s = observed.wire_bytes as f64 * 1e9 / observed.interval_ns as f64;
-        if of_workers(observed.blocked_ns) < WAITS {
+        if of_workers(observed, observed.blocked_ns) < WAITS {
             // Nobody waits. The link carries what it did, and maybe more.
             self.slow_looks = 0;
             let more =
@@ -301,6 +309,11 @@ impl Chooser {
         }
         WAYS[1..].to_vec()
     }
+}
+
+/// Which part of the workers' time this is.
+fn of_workers(observed: &Observation, ns: u64) -> f64 {
+    ns as f64 / (observed.interval_ns.max(1) as f64 * f64::from(observed.workers.max(1)))
 }
 
 /// How fast the processors that there are can handle data, each byte of which takes so long to compress.

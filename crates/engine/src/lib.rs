@@ -9,6 +9,7 @@
 //! - [`precopy`]: when to stop the guest.
 //! - [`pressure`]: how far copying gives way to its guest on a busy host.
 //! - [`push`]: post-copy: how much of what is left is sent at once.
+//! - [`referring`]: whether it pays to refer memory to what the destination has.
 //! - [`throttle`]: how fast a guest may write to disks that are copied.
 //! - [`phase`]: the parts of a migration in their order, for progress and report.
 
@@ -19,4 +20,5 @@ pub mod phase;
 pub mod precopy;
 pub mod pressure;
 pub mod push;
+pub mod referring;
 pub mod throttle;

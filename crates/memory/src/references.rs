@@ -10,7 +10,7 @@
 //! more pages than room was made for; and six for each page of the chunks of which [`Known::sent_of`] can tell.
 
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use proto::limits::{CHUNK_BYTES, PAGE_BYTES};
 use proto::reference::{HASH_BYTES, Library, Reference};
@@ -104,6 +104,8 @@ pub struct Known {
     first_disk: usize,
     /// Whether pages of memory are looked up, too.
     looks_at_memory: AtomicBool,
+    /// Pages of memory that were referred to.
+    referred: AtomicU64,
     tables: Mutex<Tables>,
     /// What the disks held as it went.
     went: Mutex<Went>,
@@ -132,6 +134,7 @@ impl Known {
             ended: AtomicBool::new(false),
             first_disk,
             looks_at_memory: AtomicBool::new(false),
+            referred: AtomicU64::new(0),
             tables: Mutex::new(tables),
             went: Mutex::new(Went::new(TOLD_CHUNKS)),
             refused: Mutex::new(refused),
@@ -149,10 +152,36 @@ impl Known {
         }
     }
 
+    /// Makes room for so many pages of templates, beside those that are known.
+    pub fn make_room(&self, pages: usize) {
+        let mut tables = lock(&self.tables);
+        if !self.has_ended() {
+            let known = tables.templates.places().count();
+            let larger = Table::new(known + pages);
+            let smaller = std::mem::replace(&mut tables.templates, larger);
+            smaller.places().for_each(|(name, place)| tables.templates.put(name, place));
+        }
+    }
+
+    /// Whether nothing is looked up any more.
+    pub fn has_ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
     /// From here on pages of memory are looked up as well: much of it is what the guest has read from its disks. To look
     /// costs a hash of each page, and the destination a read for each run of them, so that it pays where the link is slow.
     pub fn look_at_memory(&self) {
         self.looks_at_memory.store(true, Ordering::Release);
+    }
+
+    /// From here on memory is sent as it is: the destination does not read it as fast as it could be sent.
+    pub fn look_away_from_memory(&self) {
+        self.looks_at_memory.store(false, Ordering::Release);
+    }
+
+    /// How much of memory was referred to, in bytes.
+    pub fn referred_bytes(&self) -> u64 {
+        self.referred.load(Ordering::Relaxed) * PAGE_BYTES
     }
 
     /// From the next round on all is sent. What was sent stays known, for [`Self::sent_of`].
@@ -179,6 +208,13 @@ impl Known {
         }
     }
 
+    /// So many pages of a block were referred to.
+    pub(crate) fn referred(&self, block: u16, pages: u64) {
+        if usize::from(block) < self.first_disk {
+            self.referred.fetch_add(pages, Ordering::Relaxed);
+        }
+    }
+
     /// Pages of a disk were given to a stream, as data or as references to what the destination has.
     pub(crate) fn went(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
         if usize::from(block) < self.first_disk {
@@ -202,7 +238,7 @@ impl Known {
     pub(crate) fn allowed(&self, block: u16, chunk: u64) -> Option<ChunkPages> {
         let is_looked_up =
             usize::from(block) >= self.first_disk || self.looks_at_memory.load(Ordering::Acquire);
-        if !is_looked_up || self.ended.load(Ordering::Acquire) {
+        if !is_looked_up || self.has_ended() {
             return None;
         }
         let mut allowed = ChunkPages::ALL;
@@ -272,8 +308,14 @@ impl Table {
     }
 
     fn insert(&mut self, name: PageName, which: u16, page: u64) {
-        let (name, place) = (name.number(), u64::from(which) << PAGE_BITS | page);
-        if self.names.is_empty() || page >> PAGE_BITS != 0 || which >> WHICH_BITS != 0 || place == NOWHERE {
+        let place = u64::from(which) << PAGE_BITS | page;
+        if page >> PAGE_BITS == 0 && which >> WHICH_BITS == 0 && place != NOWHERE {
+            self.put(name.number(), place);
+        }
+    }
+
+    fn put(&mut self, name: u64, place: u64) {
+        if self.names.is_empty() {
             return;
         }
         // The same name gets its new place.
@@ -287,6 +329,14 @@ impl Table {
             self.names[slot] = place >> 32 << NAME_BITS | name;
             self.places[slot] = place as u32;
         }
+    }
+
+    /// Names and their places, in no order.
+    fn places(&self) -> impl Iterator<Item = (u64, u64)> {
+        (0..self.names.len()).filter_map(|slot| match self.get(slot) {
+            Slot::Taken { name, place } => Some((name, place)),
+            Slot::Free => None,
+        })
     }
 
     fn find(&self, name: PageName) -> Option<(u16, u64)> {
@@ -340,6 +390,25 @@ mod tests {
         let sent = [(7, 8), (8, 1), (500, 6), (600, 5), (601, 5)].map(|(page, number)| (page, name(number)));
         assert_eq!(known.sent_of(1), sent);
         assert_eq!(known.sent_of(0), []);
+    }
+
+    #[test]
+    fn room_is_made_while_pages_are_known() {
+        let known = Known::new([4 << 20], 1, 100, 0);
+        known.learn(3, 7, (0..100).map(name));
+        known.make_room(2000);
+        known.learn(9, 0, (1000..3000).map(name));
+        let found = |number| known.find(name(number)).next().map(|place| (place.library, place.page));
+        assert_eq!(
+            (found(5), found(2999)),
+            (Some((Library::Template(3), 12)), Some((Library::Template(9), 1999)))
+        );
+        let all = (1000..3000).filter(|number| found(*number).is_some()).count();
+        assert!(all >= 1996, "{all}");
+        known.end();
+        known.make_room(10);
+        known.learn(9, 0, [name(1)]);
+        assert!(known.has_ended() && found(1).is_none());
     }
 
     #[test]

@@ -121,6 +121,10 @@ pub struct Disk {
     pub format: Option<String>,
     /// The images below it, from top to bottom.
     pub backing_files: Vec<String>,
+    /// The images of formats that are widely known in which its content is, from top to bottom; none where a file of this
+    /// host is not all that is behind one of them.
+    #[serde(default)]
+    pub layers: Vec<Layer>,
     /// Whether the guest can only read it.
     pub read_only: bool,
     /// Whether what is in it is encrypted on the host, and the guest sees it in plain text.
@@ -145,6 +149,15 @@ pub struct Disk {
     /// Its place in the block graph; `None` for an empty drive.
     #[serde(default)]
     pub nodes: Option<DiskNodes>,
+}
+
+/// One of the images in which a disk's content is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Layer {
+    /// Its file, or block device.
+    pub file: String,
+    /// Its format: `raw` or `qcow2`.
+    pub format: String,
 }
 
 /// A disk's place in the block graph.

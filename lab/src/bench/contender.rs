@@ -13,11 +13,11 @@ pub enum Contender {
     Nobody,
     /// Whimbrel, with so many data streams; None: as many as it chooses.
     Whimbrel(Option<u16>),
-    /// Whimbrel, told how to compress; where not at all, it sends pages in full, too.
+    /// Whimbrel, told how to compress, and to refer to nothing; where not to compress, it sends pages in full, too.
     Packing(Way),
     /// Whimbrel, told to send pages in full that it sent before.
     Whole,
-    /// Whimbrel, told what of the guest's memory need not be sent.
+    /// Whimbrel, told what of the guest's memory need not be sent, and to refer to nothing.
     Soft(Soft),
     /// Whimbrel, told when to stop the guest; it does so however long the guest stands still then.
     Policy(Policy),
@@ -197,12 +197,16 @@ impl Contender {
 
     /// What Whimbrel is told on its command line.
     pub(super) fn options(self) -> Vec<String> {
+        // What one way of sending less does by itself.
+        let alone = "--no-references";
         match self {
             Self::Whimbrel(Some(streams)) => vec![format!("--streams={streams}")],
-            Self::Packing(Way::None) => vec!["--compress=none".to_owned(), "--deltas=never".to_owned()],
-            Self::Packing(way) => vec![format!("--compress={way}")],
+            Self::Packing(Way::None) => {
+                [alone, "--compress=none", "--deltas=never"].map(str::to_owned).to_vec()
+            }
+            Self::Packing(way) => vec![alone.to_owned(), format!("--compress={way}")],
             Self::Whole => vec!["--deltas=never".to_owned()],
-            Self::Soft(soft) => vec![format!("--soft-pages={}", soft.word())],
+            Self::Soft(soft) => vec![alone.to_owned(), format!("--soft-pages={}", soft.word())],
             Self::Policy(policy) => policy.options(),
             Self::Whimbrel(None) | Self::Nobody | Self::Qemu(_) => Vec::new(),
         }

@@ -145,7 +145,7 @@ pub fn suites() -> Vec<Suite> {
         let case = idle(&format!("cache-{user}")).sized(2048, user);
         let case = Case { cache_mib: 2048, link_bytes_per_s: Some(megabits(1_000)), ..case };
         let ours = [Soft::None, Soft::Free, Soft::All].map(Contender::Soft);
-        (case, [&[Contender::Nobody], &ours[..], &[MULTIFD_2]].concat())
+        (case, [&[Contender::Nobody, OURS], &ours[..], &[MULTIFD_2]].concat())
     });
 
     // The same, section 2: what it takes from guests that stay where they are.

@@ -11,6 +11,7 @@ use ::memory::{
 };
 use proto::message::Proposal;
 use proto::{Generation, MigrationId};
+use qemu::describe::VmDescription;
 use tracee::{AddressRange, Injector, Process};
 use tracing::{debug, info, warn};
 
@@ -18,7 +19,13 @@ use super::arriving::{ArriveError, Arriving};
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
 use crate::disks::Images;
-use crate::templates::Told;
+use crate::templates::{SharedImage, Told, shared_images};
+
+/// The images that both hosts have, as this one knows them by now: those that are copied have no layers here.
+fn shared_with_source(proposal: &Proposal) -> Vec<SharedImage> {
+    let described = serde_json::from_value::<VmDescription>(proposal.description.clone());
+    described.map_or_else(|_| Vec::new(), |vm| shared_images(&vm.disks, |_| false))
+}
 
 /// Memory on its way in.
 pub(crate) struct Receiving {
@@ -55,7 +62,8 @@ impl Receiving {
         let flushing = images.flushing();
         let notices = mailbox.clone();
         let patience = Duration::from_millis(context.config.timeouts.qmp_ms);
-        let told = Arc::new(Told::new(vm.traces.directory.clone(), patience));
+        let shared = shared_with_source(proposal);
+        let told = Arc::new(Told::new(vm.traces.directory.clone(), patience, shared));
         let templates = Arc::clone(&told);
         let presumed = Presumed { templates: Some(templates), delta_seed: proposal.delta_seed };
         let (switched, streams) = (switch.clone(), proposal.streams);
@@ -100,7 +108,7 @@ impl Receiving {
             }
         };
         let receiver = Arc::new(Mutex::new(Receiver::new(Arc::clone(&ram), streams, observer)));
-        let told = Arc::new(Told::new(PathBuf::new(), Duration::ZERO));
+        let told = Arc::new(Told::new(PathBuf::new(), Duration::ZERO, Vec::new()));
         let (context, switch) = (Arc::clone(context), Switch::default());
         Self { receiver, context, migration, streams, has_page_stream: true, mailbox, ram, switch, told }
     }

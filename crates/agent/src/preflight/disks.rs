@@ -83,9 +83,10 @@ pub(super) fn as_here(mut disk: Disk, here: &HostRules) -> Disk {
         disk.file = Some(image.path.display().to_string());
         disk.format = Some(image.format.clone());
         // Only what the guest sees was copied.
-        (disk.backing_files, disk.snapshots, disk.bitmaps) = <_>::default();
+        (disk.backing_files, disk.layers, disk.snapshots, disk.bitmaps) = <_>::default();
     } else {
-        let files = disk.file.iter_mut().chain(&mut disk.backing_files);
+        let layers = disk.layers.iter_mut().map(|layer| &mut layer.file);
+        let files = disk.file.iter_mut().chain(&mut disk.backing_files).chain(layers);
         files.for_each(|file| *file = here.path_here(file));
     }
     disk
@@ -387,6 +388,7 @@ mod tests {
             file: Some(file.to_owned()),
             format: Some("raw".to_owned()),
             backing_files: Vec::new(),
+            layers: Vec::new(),
             read_only: false,
             encrypted: false,
             snapshots: Vec::new(),
@@ -416,6 +418,7 @@ mod tests {
     fn a_disk_that_would_fill_by_being_read_is_not_copied() {
         let over = |top: &str| Disk {
             backing_files: vec!["/srv/base.raw".to_owned()],
+            layers: Vec::new(),
             nodes: Some(DiskNodes {
                 top: top.to_owned(),
                 image: "image".to_owned(),
@@ -454,6 +457,7 @@ mod tests {
         here.images.insert("one".to_owned(), image);
         let over_base = |given| Disk {
             backing_files: vec!["/srv/base.raw".to_owned()],
+            layers: Vec::new(),
             bitmaps: vec!["backup".to_owned()],
             ..disk(given)
         };

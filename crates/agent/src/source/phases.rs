@@ -32,6 +32,7 @@ use tracing::{debug, warn};
 
 use super::memory::Cargo;
 use super::pressure;
+use super::references::SharedImages;
 use super::slowing::Slowing;
 use super::sparing::Sparing;
 use super::vm::SourceVm;
@@ -134,10 +135,11 @@ impl Driver {
     }
 
     fn move_to_ready(&mut self, accepted: &Accepted, cargo: &mut Cargo) -> Result<Ready, Failure> {
-        if self.controls.aims().references && accepted.references && cargo.has_disks() {
+        let shared = self.shared_images(accepted, cargo);
+        if self.refers(accepted) && (cargo.has_disks() || shared.is_some()) {
             cargo.refer_to(self.find_out(accepted, cargo)?);
         }
-        let _sparing = self.spare(accepted, cargo);
+        let _sparing = self.spare(accepted, shared, cargo);
         self.may_leave_out(cargo);
         let ahead = if cargo.has_disks() { Some(self.send_disks(cargo)?) } else { None };
         let tracked = self.track()?;
@@ -161,10 +163,11 @@ impl Driver {
     }
 
     /// Less is sent from here on, as wished for, until what is returned is dropped.
-    fn spare(&self, accepted: &Accepted, cargo: &mut Cargo) -> Sparing {
+    fn spare(&self, accepted: &Accepted, shared: Option<SharedImages>, cargo: &mut Cargo) -> Sparing {
         let delta_seed = self.proposal.as_ref().and_then(|proposal| proposal.delta_seed);
         let delta_seed = delta_seed.filter(|_| accepted.deltas);
-        let (blocks, known) = (cargo.ram_blocks(), cargo.known());
+        let known = cargo.known().map(|known| (known, shared));
+        let blocks = cargo.ram_blocks();
         let sparing =
             Sparing::begin(&accepted.codecs, delta_seed, blocks, known, &self.controls, &self.telemetry);
         if let Some(packing) = sparing.packing() {

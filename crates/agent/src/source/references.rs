@@ -3,6 +3,8 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use ::memory::{Known, NAME_BYTES, PageName};
@@ -11,20 +13,44 @@ use proto::limits::{PAGE_BYTES, SOUGHT_PAGES};
 use proto::message::Message;
 use qemu::describe::VmDescription;
 
-use super::Driver;
+use rustix::process::setpriority_process;
+use tracing::warn;
+
 use super::memory::Cargo;
 use super::phases::{Accepted, Failure, unexpected};
-use crate::templates::{LeftImage, TOLD_PAGES, TOLD_TEMPLATES, from_hex, to_hex};
+use super::{Controls, Driver};
+use crate::templates::{
+    Learnt, LeftImage, SharedImage, TOLD_PAGES, TOLD_TEMPLATES, Templates, from_hex, shared_images, to_hex,
+};
 
 /// Most pages that are remembered of what was sent, to be referred to: 4 GiB, for 18 MiB.
 const SENT_PAGES: u64 = TOLD_PAGES;
+/// By how much the reading of images gives way, to guests and to the data plane (`nice(2)`).
+const NICE: i32 = 10;
 /// Formats in which the images of copied disks are, and whose header tells what is below them.
 const FORMATS: [&str; 2] = ["raw", "qcow2"];
 
 impl Driver {
+    /// Whether pages are referred to.
+    pub(super) fn refers(&self, accepted: &Accepted) -> bool {
+        self.controls.aims().references && accepted.references
+    }
+
+    /// The images that the destination has as well, where pages of them may be referred to.
+    pub(super) fn shared_images(&self, accepted: &Accepted, cargo: &Cargo) -> Option<SharedImages> {
+        let described = self.proposal.as_ref().filter(|_| self.refers(accepted))?.description.clone();
+        let vm = serde_json::from_value::<VmDescription>(described).ok()?;
+        let is_copied = |name: &str| accepted.copied.iter().any(|copied| copied.name == name);
+        let images = shared_images(&vm.disks, is_copied);
+        let templates = Arc::clone(&self.context.templates);
+        let memory_bytes = cargo.total_ram_bytes();
+        (!images.is_empty()).then_some(SharedImages { images, memory_bytes, templates })
+    }
+
     /// What the destination has already, as far as it says.
     pub(super) fn find_out(&mut self, accepted: &Accepted, cargo: &Cargo) -> Result<Known, Failure> {
-        let runs = if accepted.templates > 0 { self.seek(cargo)? } else { Vec::new() };
+        let seeks = accepted.templates > 0 && !accepted.copied.is_empty();
+        let runs = if seeks { self.seek(cargo)? } else { Vec::new() };
         let template_pages: usize = runs.iter().map(|run| run.names.len()).sum();
         let sent_pages = cargo.first_of_disks().iter().map(::memory::DirtyBitmap::count).sum::<u64>();
         let blocks = cargo.readers();
@@ -118,6 +144,40 @@ impl Driver {
             if last {
                 return Ok(());
             }
+        }
+    }
+}
+
+/// Images that both hosts have, to be read when it pays.
+#[derive(Clone, Debug)]
+pub(super) struct SharedImages {
+    images: Vec<SharedImage>,
+    memory_bytes: u64,
+    templates: Arc<Templates>,
+}
+
+impl SharedImages {
+    /// Learns what is in them, in a thread of its own, until all is known or what is known is not asked for any more; the
+    /// report is told.
+    pub(super) fn learn(self, known: &Arc<Known>, controls: &Arc<Controls>) {
+        let (known, controls) = (Arc::downgrade(known), Arc::clone(controls));
+        let work = move || {
+            // The servers that it starts give way as it does. Without leave to do so it works on as it is.
+            let _ = setpriority_process(None, NICE);
+            let Learnt { images, pages, read_pages } =
+                self.templates.learn_shared(&self.images, self.memory_bytes, &known);
+            let mib = |pages: u64| (pages * PAGE_BYTES) >> 20;
+            let detail = format!(
+                "{images} of {} images that both hosts have are known, {} MiB in all, {} MiB of it read for this migration",
+                self.images.len(),
+                mib(pages),
+                mib(read_pages)
+            );
+            let at_us = controls.requested.elapsed().as_micros() as u64;
+            controls.report(|report| report.event(at_us, "shared-images", detail));
+        };
+        if let Err(error) = thread::Builder::new().name("shared images".to_owned()).spawn(work) {
+            warn!(%error, "no thread to read images that both hosts have");
         }
     }
 }

@@ -8,9 +8,11 @@ use std::time::{Duration, Instant};
 
 use ::memory::{Counted, Deltas, DeltasCounted, Known, Packing};
 use engine::compression::{Chooser, Decision, Observation, WAYS};
+use engine::referring::{Passed, Referring};
 use proto::limits::PAGE_BYTES;
 use proto::packed::{Codec, Compression as Way, Trial};
 
+use super::references::SharedImages;
 use super::{Aims, Controls, Telemetry};
 use crate::api::{Compress, Deltas as WantedDeltas};
 use crate::cpu;
@@ -45,8 +47,9 @@ struct Means {
     wanted_deltas: WantedDeltas,
     /// None where pages are sent in full.
     deltas: Option<Arc<Deltas>>,
-    /// None where nothing is referred to. For memory it is looked up only where the link is slow.
-    known: Option<Arc<Known>>,
+    /// None where nothing is referred to. For memory it is looked up, and images that both hosts have are read, only where
+    /// the link is slow.
+    known: Option<(Arc<Known>, Option<SharedImages>)>,
 }
 
 impl Sparing {
@@ -56,7 +59,7 @@ impl Sparing {
         codecs: &[Codec],
         delta_seed: Option<u64>,
         ram_blocks: usize,
-        known: Option<Arc<Known>>,
+        known: Option<(Arc<Known>, Option<SharedImages>)>,
         controls: &Arc<Controls>,
         telemetry: &Telemetry,
     ) -> Self {
@@ -139,12 +142,27 @@ impl Drop for Sparing {
 
 impl Means {
     /// The link is waited for: from here on it pays to look at pages before they are sent.
-    fn use_what_is_known(&self, controls: &Controls) {
+    fn use_what_is_known(&self, controls: &Arc<Controls>) {
         if self.wanted_deltas == WantedDeltas::Auto {
             self.mark(controls);
         }
-        if let Some(known) = &self.known {
+        if let Some((known, shared)) = &self.known {
             known.look_at_memory();
+            if let Some(shared) = shared.clone() {
+                shared.learn(known, controls);
+            }
+        }
+    }
+
+    /// How much of memory was referred to.
+    fn referred_bytes(&self) -> u64 {
+        self.known.as_ref().map_or(0, |(known, _)| known.referred_bytes())
+    }
+
+    /// The destination is slower to read what is referred to than the link would be: it does not read any more.
+    fn send_memory(&self) {
+        if let Some((known, _)) = &self.known {
+            known.look_away_from_memory();
         }
     }
 
@@ -176,24 +194,28 @@ fn tell(decision: &Decision, controls: &Controls) {
 fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Controls>) -> Option<Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     let looks = move || {
-        let (mut chooser, mut before) = (Chooser::default(), Look::now(&packing));
+        let now = || Look::now(&packing, means.referred_bytes());
+        let (mut chooser, mut referring, mut before) = (Chooser::default(), Referring::default(), now());
         let (mut present, mut is_slow, mut looks) = (Way::None, false, 0);
         let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
         while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
-            let data_bytes = packing.count().data_bytes - before.counted.data_bytes;
-            if data_bytes == 0 || (data_bytes < LEAST_DATA_BYTES && before.at.elapsed() < LONGEST) {
+            let now = now();
+            let passed_bytes = now.passed_bytes() - before.passed_bytes();
+            if passed_bytes == 0 || (passed_bytes < LEAST_DATA_BYTES && before.at.elapsed() < LONGEST) {
                 continue;
             }
             looks += 1;
-            let now = Look::now(&packing);
             let decision = chooser.decide(&now.since(&before, workers, packing.take_trials()));
+            if is_slow && !referring.pays(&now.passed_since(&before, &decision)) {
+                means.send_memory();
+            }
             before = now;
             if decision.link_is_slow && !is_slow {
                 is_slow = true;
                 means.use_what_is_known(&controls);
             }
             if means.wanted != Compress::Auto {
-                if is_slow {
+                if is_slow && means.known.is_none() {
                     return;
                 }
                 continue;
@@ -215,12 +237,28 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
 struct Look {
     at: Instant,
     counted: Counted,
+    referred_bytes: u64,
     idle_ns: u64,
 }
 
 impl Look {
-    fn now(packing: &Packing) -> Self {
-        Self { at: Instant::now(), counted: packing.count(), idle_ns: cpu::idle_ns() }
+    fn now(packing: &Packing, referred_bytes: u64) -> Self {
+        Self { at: Instant::now(), counted: packing.count(), referred_bytes, idle_ns: cpu::idle_ns() }
+    }
+
+    /// Data, and pages that were referred to.
+    fn passed_bytes(&self) -> u64 {
+        self.counted.data_bytes + self.referred_bytes
+    }
+
+    fn passed_since(&self, before: &Self, decision: &Decision) -> Passed {
+        Passed {
+            interval_ns: self.at.duration_since(before.at).as_nanos() as u64,
+            data_bytes: self.counted.data_bytes - before.counted.data_bytes,
+            referred_bytes: self.referred_bytes - before.referred_bytes,
+            link_bytes_per_s: decision.link_bytes_per_s,
+            peer_is_busy: decision.peer_is_busy,
+        }
     }
 
     fn since(&self, before: &Self, workers: u32, trials: Vec<Trial>) -> Observation {

@@ -110,24 +110,10 @@ impl Catalogue {
     ) -> Result<Self, CatalogueError> {
         let keep = |source| CatalogueError::Keep { path: file.to_owned(), source };
         let mut writing = Writing::begin(file).map_err(keep)?;
-        // Only whole pages: a disk's last one may be shorter, and is not worth a thought.
-        let whole_bytes = template.size_bytes() / PAGE_BYTES * PAGE_BYTES;
-        for extent in template.allocated(0..template.size_bytes())? {
-            let extent = extent.start / PAGE_BYTES * PAGE_BYTES
-                ..extent.end.next_multiple_of(PAGE_BYTES).min(whole_bytes);
-            for_pieces(&extent, |piece| {
-                let mut bytes = vec![0; (piece.end - piece.start) as usize];
-                template.read(piece.start, &mut bytes)?;
-                for (page, bytes) in (piece.start / PAGE_BYTES..).zip(bytes.chunks_exact(PAGE_BYTES as usize))
-                {
-                    if bytes.iter().all(|byte| *byte == 0) {
-                        continue;
-                    }
-                    writing.add(page, PageName::of(bytes)).map_err(keep)?;
-                }
-                Ok::<_, CatalogueError>(())
-            })?;
-        }
+        let extents = template.allocated(0..template.size_bytes())?;
+        name_pages(template, extents, |pages| {
+            pages.iter().try_for_each(|(page, name)| writing.add(*page, *name)).map_err(keep)
+        })?;
         writing.finish(identity, file).map_err(keep)
     }
 
@@ -159,8 +145,37 @@ impl Catalogue {
     }
 }
 
+/// Reads these extents of a template, and tells the names of their pages, some at a time and ascending, but those of
+/// zeros.
+pub(super) fn name_pages<E: From<ImageError>>(
+    template: &mut Reading,
+    extents: Vec<Range<u64>>,
+    mut each: impl FnMut(&[(u64, PageName)]) -> Result<(), E>,
+) -> Result<(), E> {
+    // Only whole pages: a disk's last one may be shorter, and is not worth a thought.
+    let whole_bytes = template.size_bytes() / PAGE_BYTES * PAGE_BYTES;
+    let (mut bytes, mut names) = (Vec::new(), Vec::new());
+    // Two extents may share a page.
+    let mut next = 0;
+    for extent in extents {
+        let extent = (extent.start / PAGE_BYTES * PAGE_BYTES).max(next)
+            ..extent.end.next_multiple_of(PAGE_BYTES).min(whole_bytes);
+        next = extent.end.max(next);
+        for_pieces(&extent, |piece| {
+            bytes.resize((piece.end - piece.start) as usize, 0);
+            template.read(piece.start, &mut bytes)?;
+            let pages = (piece.start / PAGE_BYTES..).zip(bytes.chunks_exact(PAGE_BYTES as usize));
+            let pages = pages.filter(|(_, bytes)| bytes.iter().any(|byte| *byte != 0));
+            names.clear();
+            names.extend(pages.map(|(page, bytes)| (page, PageName::of(bytes))));
+            each(&names)
+        })?;
+    }
+    Ok(())
+}
+
 /// A catalogue that is being made.
-struct Writing {
+pub(super) struct Writing {
     unfinished: PathBuf,
     out: BufWriter<File>,
     run: Run,
@@ -168,7 +183,7 @@ struct Writing {
 }
 
 impl Writing {
-    fn begin(file: &Path) -> io::Result<Self> {
+    pub(super) fn begin(file: &Path) -> io::Result<Self> {
         let unfinished = file.with_extension(UNFINISHED);
         let mut out = BufWriter::new(File::create(&unfinished)?);
         out.write_all(&[0; HEAD_BYTES])?;
@@ -176,7 +191,7 @@ impl Writing {
     }
 
     /// The next page; pages come in their order.
-    fn add(&mut self, page: u64, name: PageName) -> io::Result<()> {
+    pub(super) fn add(&mut self, page: u64, name: PageName) -> io::Result<()> {
         let run = &mut self.run;
         if page != run.first_page + run.names.len() as u64 || run.names.len() == KNOWN_PAGES {
             run.write(&mut self.out)?;
@@ -187,7 +202,7 @@ impl Writing {
         Ok(())
     }
 
-    fn finish(mut self, identity: Identity, file: &Path) -> io::Result<Catalogue> {
+    pub(super) fn finish(mut self, identity: Identity, file: &Path) -> io::Result<Catalogue> {
         self.run.write(&mut self.out)?;
         Run { first_page: 0, names: Vec::new() }.write_even_if_empty(&mut self.out)?;
         self.out.seek(SeekFrom::Start(0))?;

@@ -18,6 +18,7 @@ use tracing::{info, warn};
 
 use super::catalogue::{Catalogue, Run};
 use super::librarian::{is_whole, open};
+use super::shared::{FIRST, SharedImage};
 use super::{Template, Templates, from_hex, lock, to_hex};
 
 /// Most pages of templates of which a source is told: 4 GiB, for which it needs 18 MiB.
@@ -33,22 +34,37 @@ pub(crate) struct Told {
     patience: Duration,
     asked: AtomicBool,
     templates: Mutex<Vec<Arc<Mutex<Open>>>>,
+    /// Images that both hosts have. Of those it needs not be told.
+    shared: Vec<(SharedImage, Arc<Mutex<Open>>)>,
 }
 
 /// A template, from when the source was told of it on.
 #[derive(Debug)]
 enum Open {
     /// Nothing was read yet.
-    Not(Template),
+    Not(Source),
     Reading(Reading),
     /// It cannot be opened, or answered late: what would come next on the connection is not known. It is not tried
     /// again, for each try takes its time.
     Dead,
 }
 
+/// What is to be opened.
+#[derive(Debug)]
+enum Source {
+    Template(Template),
+    Shared(SharedImage),
+}
+
 impl Told {
-    pub(crate) fn new(directory: PathBuf, patience: Duration) -> Self {
-        Self { directory, patience, asked: AtomicBool::new(false), templates: Mutex::default() }
+    /// The source may refer to these images, too, without asking.
+    pub(crate) fn new(directory: PathBuf, patience: Duration, shared: Vec<SharedImage>) -> Self {
+        let unopened = |image: SharedImage| {
+            let open = Open::Not(Source::Shared(image.clone()));
+            (image, Arc::new(Mutex::new(open)))
+        };
+        let shared = shared.into_iter().map(unopened).collect();
+        Self { directory, patience, asked: AtomicBool::new(false), templates: Mutex::default(), shared }
     }
 
     /// Whether the source asks for the first time, as it may only once.
@@ -68,7 +84,7 @@ impl Told {
                 Ok(known) => {
                     info!(template = %template.path.display(), "has pages of an arriving disk");
                     messages.extend(known);
-                    chosen.push(Arc::new(Mutex::new(Open::Not(template))));
+                    chosen.push(Arc::new(Mutex::new(Open::Not(Source::Template(template)))));
                 }
                 Err(error) => {
                     warn!(template = %template.path.display(), %error, "its catalogue cannot be read");
@@ -80,9 +96,37 @@ impl Told {
         messages
     }
 
-    /// Lets go of all of them: nothing refers to them any more.
+    /// Lets go of all of them: for now nothing refers to them. The source may not have read yet what both have; that is
+    /// opened again where it is referred to.
     pub(crate) fn close(&self) {
         lock(&self.templates).clear();
+        for (image, open) in &self.shared {
+            let mut open = lock(open);
+            if matches!(*open, Open::Reading(_)) {
+                *open = Open::Not(Source::Shared(image.clone()));
+            }
+        }
+    }
+
+    fn find(&self, template: u16) -> Option<Arc<Mutex<Open>>> {
+        match template.checked_sub(FIRST) {
+            Some(shared) => self.shared.get(usize::from(shared)).map(|(_, open)| Arc::clone(open)),
+            None => lock(&self.templates).get(usize::from(template)).map(Arc::clone),
+        }
+    }
+
+    /// None if it is not to be opened.
+    fn open(&self, source: &Source, template: u16) -> Option<Result<Reading, ImageError>> {
+        let socket = self.directory.join(format!("template-{template}.sock"));
+        match source {
+            // What a VM left behind may lie over other images.
+            Source::Template(Template { path, format, is_left, .. }) => {
+                (*is_left || is_whole(path)).then(|| open(path, format, &socket, self.patience))
+            }
+            Source::Shared(SharedImage { path, format, .. }) => {
+                Some(Reading::open_alone(path, format, &socket, self.patience))
+            }
+        }
     }
 }
 
@@ -127,13 +171,10 @@ impl ::memory::Templates for Told {
         let failed = |error: ImageError| RamError::Disk(Box::new(error));
         let nowhere =
             || RamError::Disk(format!("there is no page {first_page} in template {template}").into());
-        let open = lock(&self.templates).get(usize::from(template)).map(Arc::clone).ok_or_else(nowhere)?;
+        let open = self.find(template).ok_or_else(nowhere)?;
         let mut open = lock(&open);
-        if let Open::Not(Template { path, format, is_left, .. }) = &*open {
-            let socket = self.directory.join(format!("template-{template}.sock"));
-            // What a VM left behind may lie over other images.
-            let opened =
-                (*is_left || is_whole(path)).then(|| self::open(path, format, &socket, self.patience));
+        if let Open::Not(source) = &*open {
+            let opened = self.open(source, template);
             *open = Open::Dead;
             *open = Open::Reading(opened.ok_or_else(nowhere)?.map_err(failed)?);
         }

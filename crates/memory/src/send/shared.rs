@@ -274,6 +274,7 @@ impl Shared {
                 let in_block = |(page, name): &(u64, PageName)| (*base_page + page, *name);
                 let (names, referred) = (outlet.builder.names(), outlet.builder.referred());
                 known.sent(*block, names.iter().map(in_block));
+                known.referred(*block, contents.reference);
                 known.went(*block, names.iter().chain(referred).map(in_block));
             }
             if let Some((deltas, _)) = &knowledge.marks {

@@ -12,7 +12,7 @@ use serde_json::{Map, Value as Json, json};
 
 use super::graph::{Backend, Node};
 use super::live::{Live, LiveDevice};
-use super::{Disk, DiskNodes, Problem, absolute};
+use super::{Disk, DiskNodes, Layer, Problem, absolute};
 use crate::cmdline::Given;
 use crate::options::Value;
 use crate::recording;
@@ -76,6 +76,8 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
     let is_device = |name: &String| live.nodes.get(name).is_some_and(|node| node.driver == "host_device");
     let is_encrypted =
         |name: &String| live.nodes.get(name).is_some_and(|node| node.encrypted || node.driver == "luks");
+    let is_encrypted_somewhere =
+        backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_encrypted(&name));
     // Of a device QEMU does not know how much is in use.
     let on_device = backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_device(&name));
     let filters = filters(&chain);
@@ -92,10 +94,11 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
         },
         device: backend.device.clone(),
         backing_files: below.into_iter().skip(1).collect(),
+        layers: if is_encrypted_somewhere { Vec::new() } else { layers(&chain, live, working_dir) },
         file,
         format: top.map(|node| node.driver.clone()),
         read_only: top.is_some_and(|node| node.read_only),
-        encrypted: backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_encrypted(&name)),
+        encrypted: is_encrypted_somewhere,
         snapshots: snapshots.collect(),
         bitmaps: bitmaps.filter(is_others).cloned().collect(),
         direct: top.is_some_and(|node| node.cache.direct),
@@ -112,6 +115,26 @@ const FILTERS: &[&str] = &["throttle", "copy-on-read", "preallocate"];
 /// How many nodes of a chain come before its first image.
 fn filters(chain: &[&Node]) -> usize {
     chain.iter().take_while(|node| FILTERS.contains(&node.driver.as_str())).count()
+}
+
+/// The images of a chain.
+fn layers(chain: &[&Node], live: &Live, working_dir: &Path) -> Vec<Layer> {
+    let is_file = |driver: &str| ["file", "host_device"].contains(&driver);
+    let mut layers = Vec::new();
+    for node in chain.iter().skip(filters(chain)) {
+        let is_lowest = !node.children.contains_key("backing");
+        let below = live.nodes.get(node.children.get("file").unwrap_or(&node.name));
+        let format = match node.driver.as_str() {
+            driver if is_file(driver) => "raw",
+            "raw" | "qcow2" if below.is_some_and(|below| is_file(&below.driver)) => &node.driver,
+            _ => return Vec::new(),
+        };
+        layers.push(Layer { file: absolute(&live.file_of(node), working_dir), format: format.to_owned() });
+        if is_lowest {
+            break;
+        }
+    }
+    layers
 }
 
 fn nodes(top: &str, live: &Live, names: &Names) -> DiskNodes {

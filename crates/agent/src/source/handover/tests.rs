@@ -6,7 +6,7 @@ use std::thread;
 
 use engine::handover::register::RegisterAnswer;
 use engine::handover::source::SourceState;
-use proto::message::{Message, Ownership, Verdict};
+use proto::message::{CopiedDisk, Message, Ownership, Verdict};
 use proto::{Epoch, Generation, Incarnation};
 
 use super::*;
@@ -161,7 +161,14 @@ fn templates_of_which_nothing_is_told_because_the_link_is_cut_are_done_without()
     let (mut driver, _, controls) = driver(&world, SourceState::Prepared { run: true }, Some(&qemu));
     driver.control = Some(driver.connect_control().unwrap());
     let mut control = world.accept();
-    let accepted = Accepted { copied: vec![], references: true, templates: 1, codecs: vec![], deltas: false };
+    let disk = CopiedDisk {
+        name: "disk0".to_owned(),
+        path: "/pool/disk0".to_owned(),
+        format: "raw".to_owned(),
+        zeros_too: false,
+    };
+    let accepted =
+        Accepted { copied: vec![disk], references: true, templates: 1, codecs: vec![], deltas: false };
     let opening = thread::spawn(move || {
         let cargo = memory::Cargo::new(driver.vm.as_ref().unwrap(), None, None).unwrap();
         driver.find_out(&accepted, &cargo).map_err(|failure| failure.reason)?;

@@ -1,0 +1,385 @@
+//! Images on storage that both hosts have: what a guest has read of them into its memory is there already, and need not
+//! be sent.
+//!
+//! The source reads them beside the rounds, giving way to all else, and notes the names of their pages as it goes; the
+//! destination reads what is referred to, from the same images. Both number them in the order of the VM's description.
+//! An image may change while it is read: each page is compared before it is used, as with any template.
+//!
+//! Of images to which nobody writes (those below a VM's own, and those that it only reads) a catalogue is kept, so that
+//! they are read once, however many VMs lie over them.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, Weak};
+use std::time::{Duration, SystemTime};
+
+use ::memory::{Known, PageName};
+use block::image::ImageError;
+use block::reading::Reading;
+use proto::limits::PAGE_BYTES;
+use qemu::describe::Disk;
+use tracing::debug;
+
+use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED, Writing, name_pages};
+use super::librarian::{CATALOGUE, catalogue_of};
+use super::lock;
+use super::told::{TOLD_PAGES, TOLD_TEMPLATES};
+
+/// The number of the first of them. Below are the templates of which a destination tells.
+pub(super) const FIRST: u16 = TOLD_TEMPLATES as u16;
+/// So many are looked at.
+const MOST: usize = 64;
+/// An image is not read if it has so many times as much as the guest has memory: too little of it would be there.
+const MOST_OF_MEMORY: u64 = 4;
+/// So many catalogues are kept, those that were made last.
+const MOST_KEPT: usize = 64;
+/// The socket at which an image is served while it is read.
+const SOCKET: &str = "shared.sock";
+
+/// An image that both hosts have.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct SharedImage {
+    pub(super) path: PathBuf,
+    pub(super) format: String,
+    /// Nobody writes to it.
+    stays: bool,
+}
+
+/// The images of a VM's disks that are not copied, in the order in which both sides number them.
+pub(crate) fn shared_images(disks: &[Disk], is_copied: impl Fn(&str) -> bool) -> Vec<SharedImage> {
+    let shared = disks.iter().filter(|disk| !is_copied(&disk.name));
+    let layers = shared.flat_map(|disk| {
+        disk.layers.iter().enumerate().map(|(depth, layer)| SharedImage {
+            path: PathBuf::from(&layer.file),
+            format: layer.format.clone(),
+            stays: depth > 0 || disk.read_only,
+        })
+    });
+    layers.take(MOST).collect()
+}
+
+/// What is kept of them, and who reads them: one at a time.
+#[derive(Debug)]
+pub(super) struct Shared {
+    directory: PathBuf,
+    socket: PathBuf,
+    patience: Duration,
+    alone: Mutex<()>,
+}
+
+/// What became known of the images of one VM.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Learnt {
+    /// Images of which pages are known.
+    pub(crate) images: usize,
+    /// Their pages, but those of zeros.
+    pub(crate) pages: u64,
+    /// How many of these were read for it. The others were known from before.
+    pub(crate) read_pages: u64,
+}
+
+/// Why an image was not read to its end.
+#[derive(Debug, thiserror::Error)]
+enum ReadError {
+    #[error(transparent)]
+    Catalogue(#[from] CatalogueError),
+    #[error("it has more than is worth reading")]
+    TooLarge,
+    #[error("nothing is looked up any more")]
+    Over,
+}
+
+impl From<ImageError> for ReadError {
+    fn from(error: ImageError) -> Self {
+        Self::Catalogue(error.into())
+    }
+}
+
+impl Shared {
+    /// Catalogues are kept in `directory`; images are served in `sockets`.
+    pub(super) fn new(directory: PathBuf, sockets: &Path, patience: Duration) -> Self {
+        let socket = sockets.join(SOCKET);
+        // Of an agent that was killed as it began to read.
+        block::image::end_unused(&socket);
+        Self { directory, socket, patience, alone: Mutex::default() }
+    }
+
+    /// Tells what is in these images, those first that are known from before. Returns when all were read that are worth
+    /// it for a guest with so much memory, or nobody wants to know any more. What has been begun of an image that stays as
+    /// it is is read to its end, for the VMs to come.
+    pub(super) fn learn(&self, images: &[SharedImage], memory_bytes: u64, known: &Weak<Known>) -> Learnt {
+        let mut learning = Learning { known, learnt: Learnt::default() };
+        let mut unread: Vec<(u16, &SharedImage)> = Vec::new();
+        for (number, image) in (FIRST..).zip(images) {
+            if unread.iter().any(|(_, other)| other.path == image.path) {
+                continue;
+            }
+            match self.kept(image) {
+                Some(catalogue) => learning.all_of(number, &catalogue),
+                None => unread.push((number, image)),
+            }
+        }
+        unread.sort_by_key(|(_, image)| fs::metadata(&image.path).map_or(0, |file| file.blocks()));
+        let _alone = lock(&self.alone);
+        for (number, image) in unread {
+            if learning.is_over() {
+                break;
+            }
+            // Somebody else may have read it meanwhile.
+            if let Some(catalogue) = self.kept(image) {
+                learning.all_of(number, &catalogue);
+            } else if let Err(error) = self.read(number, image, memory_bytes, &mut learning) {
+                debug!(image = %image.path.display(), error = crate::chain(&error), "not read");
+            }
+        }
+        learning.learnt
+    }
+
+    /// The catalogue of an image that is as it was.
+    fn kept(&self, image: &SharedImage) -> Option<Catalogue> {
+        let identity = identity_of(image)?;
+        Catalogue::kept(&catalogue_of(&self.directory, &image.path), identity)
+    }
+
+    fn read(
+        &self,
+        number: u16,
+        image: &SharedImage,
+        memory_bytes: u64,
+        learning: &mut Learning<'_>,
+    ) -> Result<(), ReadError> {
+        fs::create_dir_all(&self.directory)
+            .map_err(|source| CatalogueError::Keep { path: self.directory.clone(), source })?;
+        let mut reading = Reading::open_alone(&image.path, &image.format, &self.socket, self.patience)?;
+        let extents = reading.allocated(0..reading.size_bytes())?;
+        let data_bytes: u64 = extents.iter().map(|extent| extent.end - extent.start).sum();
+        if data_bytes > memory_bytes.saturating_mul(MOST_OF_MEMORY) {
+            return Err(ReadError::TooLarge);
+        }
+        learning.begin(data_bytes / PAGE_BYTES)?;
+        let Some(identity) = identity_of(image) else {
+            return name_pages(&mut reading, extents, |pages| {
+                if learning.is_over() {
+                    return Err(ReadError::Over);
+                }
+                learning.read(number, pages);
+                Ok(())
+            });
+        };
+        let file = catalogue_of(&self.directory, &image.path);
+        let keep = |source| CatalogueError::Keep { path: file.clone(), source };
+        self.tidy().map_err(keep)?;
+        let mut writing = Writing::begin(&file).map_err(keep)?;
+        name_pages(&mut reading, extents, |pages| {
+            learning.read(number, pages);
+            pages.iter().try_for_each(|(page, name)| writing.add(*page, *name)).map_err(keep)?;
+            Ok::<_, ReadError>(())
+        })?;
+        writing.finish(identity, &file).map_err(keep)?;
+        Ok(())
+    }
+
+    /// Makes room for one more catalogue, and removes what was left of making others.
+    fn tidy(&self) -> io::Result<()> {
+        let files = fs::read_dir(&self.directory)?.flatten().map(|entry| entry.path());
+        let (mut kept, begun): (Vec<_>, Vec<_>) = files
+            .filter(|path| path.extension().is_some_and(|ending| ending == CATALOGUE || ending == UNFINISHED))
+            .partition(|path| path.extension().is_some_and(|ending| ending == CATALOGUE));
+        let made = |path: &PathBuf| {
+            fs::metadata(path).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH)
+        };
+        kept.sort_by_cached_key(made);
+        let too_many = (kept.len() + 1).saturating_sub(MOST_KEPT);
+        // What cannot be removed is only a waste of room.
+        kept.drain(..too_many).chain(begun).for_each(|path| drop(fs::remove_file(path)));
+        Ok(())
+    }
+}
+
+/// By what an image's catalogue is known again; none if none is kept of it: others may write to it, or it is a block
+/// device, which does not tell of that.
+fn identity_of(image: &SharedImage) -> Option<Identity> {
+    let is_kept = image.stays && image.path.is_file();
+    is_kept.then(|| Identity::of(&image.path).ok()).flatten()
+}
+
+/// Takes down what becomes known, as long as somebody wants to know.
+struct Learning<'a> {
+    known: &'a Weak<Known>,
+    learnt: Learnt,
+}
+
+impl Learning<'_> {
+    fn is_over(&self) -> bool {
+        self.known.upgrade().is_none_or(|known| known.has_ended())
+    }
+
+    /// An image with so many pages comes.
+    fn begin(&mut self, pages: u64) -> Result<(), ReadError> {
+        if self.learnt.pages + pages > TOLD_PAGES {
+            return Err(ReadError::TooLarge);
+        }
+        self.learnt.images += 1;
+        if let Some(known) = self.known.upgrade() {
+            known.make_room(pages as usize);
+        }
+        Ok(())
+    }
+
+    fn all_of(&mut self, number: u16, catalogue: &Catalogue) {
+        let Ok(runs) = catalogue.runs() else { return };
+        if self.is_over() || self.begin(catalogue.pages()).is_err() {
+            return;
+        }
+        for run in runs.map_while(Result::ok) {
+            self.learnt.pages += run.names.len() as u64;
+            if let Some(known) = self.known.upgrade() {
+                known.learn(number, run.first_page, run.names);
+            }
+        }
+    }
+
+    fn read(&mut self, number: u16, pages: &[(u64, PageName)]) {
+        self.learnt.pages += pages.len() as u64;
+        self.learnt.read_pages += pages.len() as u64;
+        if let Some(known) = self.known.upgrade() {
+            for run in pages.chunk_by(|(page, _), (next, _)| page + 1 == *next) {
+                known.learn(number, run[0].0, run.iter().map(|(_, name)| *name));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+    use std::process::Command;
+    use std::sync::Arc;
+
+    use ::memory::Templates as _;
+    use qemu::describe::Layer;
+
+    use super::super::Told;
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+    const PAGE: usize = PAGE_BYTES as usize;
+
+    fn page(number: u64) -> Vec<u8> {
+        [&number.to_le_bytes()[..], &[1; PAGE - 8]].concat()
+    }
+
+    /// A raw image with these pages from its beginning on.
+    fn image(directory: &Path, name: &str, pages: std::ops::Range<u64>, stays: bool) -> SharedImage {
+        let path = directory.join(name);
+        fs::write(&path, pages.flat_map(page).collect::<Vec<_>>()).unwrap();
+        SharedImage { path, format: "raw".to_owned(), stays }
+    }
+
+    fn disk(name: &str, layers: &[(&str, &str)], read_only: bool) -> Disk {
+        let layer = |(file, format): &(&str, &str)| Layer { file: (*file).into(), format: (*format).into() };
+        let layers: Vec<_> = layers.iter().map(layer).collect();
+        serde_json::from_value(serde_json::json!({
+            "name": name, "device": null, "file": null, "format": null, "backing_files": [], "layers": layers,
+            "read_only": read_only, "direct": false, "removable": false,
+        }))
+        .unwrap()
+    }
+
+    #[test]
+    fn images_are_numbered_as_the_disks_are_described() {
+        let disks = [
+            disk("one", &[("/vm/one", "qcow2"), ("/base", "raw")], false),
+            disk("copied", &[("/vm/two", "raw")], false),
+            disk("cd", &[("/cd", "raw")], true),
+            disk("remote", &[], false),
+        ];
+        let images = shared_images(&disks, |name| name == "copied");
+        let found: Vec<_> = images.iter().map(|image| (image.path.to_str().unwrap(), image.stays)).collect();
+        assert_eq!(found, [("/vm/one", false), ("/base", true), ("/cd", true)]);
+        let many = vec![disk("one", &[("/vm/one", "qcow2"); 40], false); 2];
+        assert_eq!(shared_images(&many, |_| false).len(), MOST);
+    }
+
+    #[test]
+    fn what_stays_is_read_once_and_what_is_written_to_each_time() {
+        let directory = tempfile::tempdir().unwrap();
+        let shared = Shared::new(directory.path().join("catalogues"), directory.path(), PATIENCE);
+        let images = [
+            image(directory.path(), "own", 0..100, false),
+            image(directory.path(), "base", 50..1000, true),
+            SharedImage { path: "/nowhere".into(), format: "raw".to_owned(), stays: true },
+        ];
+        let learn = |memory_bytes| {
+            let known = Arc::new(Known::new([8 << 20], 1, 0, 0));
+            let learnt = shared.learn(&images, memory_bytes, &Arc::downgrade(&known));
+            (learnt.images, learnt.pages, learnt.read_pages)
+        };
+        assert_eq!(learn(8 << 20), (2, 1050, 1050));
+        assert_eq!(learn(8 << 20), (2, 1050, 100));
+        // More than is worth reading, which is no reason not to use what is known.
+        assert_eq!(learn(50 << 12), (2, 1050, 100));
+        assert_eq!(learn(20 << 12), (1, 950, 0));
+        // Another file has its place.
+        image(directory.path(), "base", 0..10, true);
+        assert_eq!(learn(8 << 20), (2, 110, 110));
+        // Nobody wants to know: nothing is begun.
+        let known = Arc::new(Known::new([8 << 20], 1, 0, 0));
+        known.end();
+        assert_eq!(shared.learn(&images, 8 << 20, &Arc::downgrade(&known)), Learnt::default());
+        assert_eq!(shared.learn(&images, 8 << 20, &Weak::new()), Learnt::default());
+    }
+
+    #[test]
+    fn of_many_catalogues_the_newest_are_kept() {
+        let directory = tempfile::tempdir().unwrap();
+        let kept = directory.path().join("catalogues");
+        fs::create_dir(&kept).unwrap();
+        for number in 0..MOST_KEPT {
+            let file = fs::File::create(kept.join(format!("{number}.{CATALOGUE}"))).unwrap();
+            file.set_modified(SystemTime::UNIX_EPOCH + Duration::from_secs(number as u64)).unwrap();
+        }
+        fs::write(kept.join(format!("begun.{UNFINISHED}")), "").unwrap();
+        let shared = Shared::new(kept.clone(), directory.path(), PATIENCE);
+        let known = Arc::new(Known::new([8 << 20], 1, 0, 0));
+        let images = [image(directory.path(), "base", 0..10, true)];
+        assert_eq!(shared.learn(&images, 8 << 20, &Arc::downgrade(&known)).pages, 10);
+        let is_there = |name: &str| kept.join(name).exists();
+        assert!(!is_there("0.catalogue") && is_there("1.catalogue") && !is_there("begun.unfinished"));
+        assert_eq!(fs::read_dir(&kept).unwrap().count(), MOST_KEPT);
+    }
+
+    /// The destination reads what is referred to, each image by itself, and again after it has let go of them.
+    #[test]
+    fn what_both_have_is_read_by_its_number() {
+        let directory = tempfile::tempdir().unwrap();
+        let base = image(directory.path(), "base", 0..16, true);
+        let own = directory.path().join("own.qcow2");
+        let made = Command::new("qemu-img")
+            .args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"])
+            .args([&base.path, &own])
+            .status()
+            .unwrap();
+        assert!(made.success());
+        let images = vec![SharedImage { path: own, format: "qcow2".to_owned(), stays: false }, base.clone()];
+        let told = Told::new(directory.path().to_owned(), PATIENCE, images);
+        let mut bytes = vec![7; PAGE];
+        for _ in 0..2 {
+            told.read(FIRST + 1, 3, &mut bytes).unwrap();
+            assert_eq!(bytes, page(3));
+            // The image above it has nothing.
+            told.read(FIRST, 3, &mut bytes).unwrap();
+            assert_eq!(bytes, vec![0; PAGE]);
+            told.close();
+        }
+        for (image, first_page) in [(FIRST, 16), (FIRST + 1, u64::MAX), (FIRST + 2, 0), (0, 0)] {
+            assert!(told.read(image, first_page, &mut bytes).is_err(), "{image} {first_page}");
+        }
+        // As it is now, whatever it was.
+        fs::File::options().write(true).open(&base.path).unwrap().write_all_at(&page(99), 0).unwrap();
+        told.read(FIRST + 1, 0, &mut bytes).unwrap();
+        assert_eq!(bytes, page(99));
+    }
+}

@@ -1,0 +1,93 @@
+//! Whether it pays to refer memory to what the destination has.
+//!
+//! Where the link is slow a reference is there long before the page would be, and then the destination reads: from storage
+//! that may be slower than the link, or be reached over the very same one. So it is watched how fast pages pass, those
+//! that are referred to and those that are sent. Where that is slower than the link alone would be, and it is the
+//! destination that is waited for, all is sent from there on.
+
+/// So much of what the link carries has to pass.
+const WORTH: f64 = 0.8;
+/// Looks in a row in which less does, before no more is referred to. What the destination tells of its pauses comes in
+/// lumps.
+const LOOKS: u32 = 6;
+
+/// What was counted in an interval.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Passed {
+    /// How long it was, in nanoseconds.
+    pub interval_ns: u64,
+    /// Data of pages that were sent, before it was compressed, in bytes.
+    pub data_bytes: u64,
+    /// Length of the pages that were referred to, in bytes.
+    pub referred_bytes: u64,
+    /// What the link seems to carry, in bytes per second; absent as long as nobody waited for it.
+    pub link_bytes_per_s: Option<u64>,
+    /// The destination's workers have no pause.
+    pub peer_is_busy: bool,
+}
+
+/// Watches what passes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Referring {
+    slow_looks: u32,
+}
+
+impl Referring {
+    /// Whether to go on referring to what the destination has; once it does not pay, this is for good.
+    pub fn pays(&mut self, passed: &Passed) -> bool {
+        if self.slow_looks < LOOKS {
+            let passed_bytes = (passed.data_bytes + passed.referred_bytes) as f64;
+            let sent_bytes_per_s = passed.link_bytes_per_s.unwrap_or(0) as f64;
+            let sent_bytes = sent_bytes_per_s * passed.interval_ns as f64 / 1e9;
+            let is_slow =
+                passed.peer_is_busy && passed.referred_bytes > 0 && passed_bytes < sent_bytes * WORTH;
+            self.slow_looks = if is_slow { self.slow_looks + 1 } else { 0 };
+        }
+        self.slow_looks < LOOKS
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A look of 50 ms at a link of 118 MB/s.
+    const LOOK: Passed = Passed {
+        interval_ns: 50_000_000,
+        data_bytes: 0,
+        referred_bytes: 3_000_000,
+        link_bytes_per_s: Some(118_000_000),
+        peer_is_busy: true,
+    };
+
+    fn looks(referring: &mut Referring, passed: &Passed, looks: u32) -> Vec<bool> {
+        (0..looks).map(|_| referring.pays(passed)).collect()
+    }
+
+    #[test]
+    fn what_is_read_slower_than_it_could_be_sent_is_sent() {
+        let mut referring = Referring::default();
+        assert_eq!(looks(&mut referring, &LOOK, LOOKS + 1)[LOOKS as usize - 2..], [true, false, false]);
+        // For good: it may look well because nothing is referred to any more.
+        assert!(!referring.pays(&Passed { data_bytes: 9_000_000, referred_bytes: 0, ..LOOK }));
+    }
+
+    #[test]
+    fn what_passes_quicker_or_is_held_up_elsewhere_is_referred_to() {
+        let well = [
+            Passed { referred_bytes: 5_000_000, ..LOOK },
+            Passed { data_bytes: 2_000_000, ..LOOK },
+            // It is this side, or the link, that is waited for.
+            Passed { peer_is_busy: false, ..LOOK },
+            Passed { link_bytes_per_s: None, ..LOOK },
+            // It is not references that keep it busy.
+            Passed { data_bytes: 3_000_000, referred_bytes: 0, ..LOOK },
+        ];
+        for passed in well {
+            let mut referring = Referring::default();
+            assert_eq!(looks(&mut referring, &LOOK, LOOKS - 1), [true; LOOKS as usize - 1]);
+            assert_eq!(looks(&mut referring, &passed, 1), [true], "{passed:?}");
+            assert_eq!(looks(&mut referring, &LOOK, LOOKS - 1), [true; LOOKS as usize - 1]);
+        }
+    }
+}

@@ -10,6 +10,8 @@ const WORTH: f64 = 0.8;
 /// Looks in a row in which less does, before no more is referred to. What the destination tells of its pauses comes in
 /// lumps.
 const LOOKS: u32 = 6;
+/// When so much was refused, and more than was taken, the destination has other things than was thought: in bytes.
+const MANY_REFUSED: u64 = 4 << 20;
 
 /// What was counted in an interval.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,8 +20,12 @@ pub struct Passed {
     pub interval_ns: u64,
     /// Data of pages that were sent, before it was compressed, in bytes.
     pub data_bytes: u64,
-    /// Length of the pages that were referred to, in bytes.
+    /// Length of the pages that the destination took by reference, in bytes.
     pub referred_bytes: u64,
+    /// Length of those that it had not after all, in bytes.
+    pub refused_bytes: u64,
+    /// It has yet to answer to references, and nothing else passes.
+    pub is_awaited: bool,
     /// What the link seems to carry, in bytes per second; absent as long as nobody waited for it.
     pub link_bytes_per_s: Option<u64>,
     /// The destination's workers have no pause.
@@ -30,17 +36,24 @@ pub struct Passed {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Referring {
     slow_looks: u32,
+    taken_bytes: u64,
+    refused_bytes: u64,
 }
 
 impl Referring {
     /// Whether to go on referring to what the destination has; once it does not pay, this is for good.
     pub fn pays(&mut self, passed: &Passed) -> bool {
+        self.taken_bytes += passed.referred_bytes;
+        self.refused_bytes += passed.refused_bytes;
+        if self.refused_bytes >= MANY_REFUSED && self.refused_bytes > self.taken_bytes {
+            self.slow_looks = LOOKS;
+        }
         if self.slow_looks < LOOKS {
             let passed_bytes = (passed.data_bytes + passed.referred_bytes) as f64;
             let sent_bytes_per_s = passed.link_bytes_per_s.unwrap_or(0) as f64;
             let sent_bytes = sent_bytes_per_s * passed.interval_ns as f64 / 1e9;
-            let is_slow =
-                passed.peer_is_busy && passed.referred_bytes > 0 && passed_bytes < sent_bytes * WORTH;
+            let is_by_references = passed.is_awaited || (passed.peer_is_busy && passed.referred_bytes > 0);
+            let is_slow = is_by_references && passed_bytes < sent_bytes * WORTH;
             self.slow_looks = if is_slow { self.slow_looks + 1 } else { 0 };
         }
         self.slow_looks < LOOKS
@@ -56,6 +69,8 @@ mod tests {
         interval_ns: 50_000_000,
         data_bytes: 0,
         referred_bytes: 3_000_000,
+        refused_bytes: 0,
+        is_awaited: false,
         link_bytes_per_s: Some(118_000_000),
         peer_is_busy: true,
     };
@@ -70,6 +85,21 @@ mod tests {
         assert_eq!(looks(&mut referring, &LOOK, LOOKS + 1)[LOOKS as usize - 2..], [true, false, false]);
         // For good: it may look well because nothing is referred to any more.
         assert!(!referring.pays(&Passed { data_bytes: 9_000_000, referred_bytes: 0, ..LOOK }));
+    }
+
+    #[test]
+    fn a_destination_that_says_nothing_is_not_referred_to() {
+        let mut referring = Referring::default();
+        let silent = Passed { referred_bytes: 0, is_awaited: true, peer_is_busy: false, ..LOOK };
+        assert!(!looks(&mut referring, &silent, LOOKS)[LOOKS as usize - 1]);
+    }
+
+    #[test]
+    fn a_destination_that_has_other_things_is_not_referred_to() {
+        let refused = Passed { referred_bytes: 1 << 20, refused_bytes: 2 << 20, peer_is_busy: false, ..LOOK };
+        assert_eq!(looks(&mut Referring::default(), &refused, 3), [true, false, false]);
+        let few = Passed { referred_bytes: 3 << 20, ..refused };
+        assert_eq!(looks(&mut Referring::default(), &few, 9), [true; 9]);
     }
 
     #[test]

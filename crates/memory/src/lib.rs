@@ -58,7 +58,7 @@ pub use receive::{
     AttachError, DestinationRam, Discardable, Presumed, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,
 };
 pub use recent::Recent;
-pub use references::{Known, NAME_BYTES, PageName, Templates};
+pub use references::{Known, NAME_BYTES, PageName, Referred, Templates};
 pub use round::{
     Cleared, Cut, DirtyLog, DrainFailed, Owed, PartAround, Place, Readable, ScanError, ScanFailed, ScanStats,
 };

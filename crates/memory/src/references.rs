@@ -95,6 +95,17 @@ pub(crate) struct Place {
     pub(crate) page: u64,
 }
 
+/// What became of references to pages of memory, in bytes of these pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Referred {
+    /// The destination had them.
+    pub taken_bytes: u64,
+    /// It had them not; they are sent.
+    pub refused_bytes: u64,
+    /// It has not said yet. What was lost with a connection stays in here.
+    pub awaited_bytes: u64,
+}
+
 /// What is known of the destination's content, shared by all streams and all generations of a migration, until it
 /// [ends](Known::end).
 #[derive(Debug)]
@@ -104,8 +115,10 @@ pub struct Known {
     first_disk: usize,
     /// Whether pages of memory are looked up, too.
     looks_at_memory: AtomicBool,
-    /// Pages of memory that were referred to.
-    referred: AtomicU64,
+    /// Pages of memory to which a reference was sent; those that the destination has taken so; and those it has refused.
+    referring: AtomicU64,
+    taken: AtomicU64,
+    declined: AtomicU64,
     tables: Mutex<Tables>,
     /// What the disks held as it went.
     went: Mutex<Went>,
@@ -134,7 +147,9 @@ impl Known {
             ended: AtomicBool::new(false),
             first_disk,
             looks_at_memory: AtomicBool::new(false),
-            referred: AtomicU64::new(0),
+            referring: AtomicU64::new(0),
+            taken: AtomicU64::new(0),
+            declined: AtomicU64::new(0),
             tables: Mutex::new(tables),
             went: Mutex::new(Went::new(TOLD_CHUNKS)),
             refused: Mutex::new(refused),
@@ -179,9 +194,17 @@ impl Known {
         self.looks_at_memory.store(false, Ordering::Release);
     }
 
-    /// How much of memory was referred to, in bytes.
-    pub fn referred_bytes(&self) -> u64 {
-        self.referred.load(Ordering::Relaxed) * PAGE_BYTES
+    /// Whether pages of memory are looked up.
+    pub fn looks_at_memory(&self) -> bool {
+        self.looks_at_memory.load(Ordering::Acquire) && !self.has_ended()
+    }
+
+    /// What became of references to memory.
+    pub fn referred(&self) -> Referred {
+        let [taken, declined, all] = [&self.taken, &self.declined, &self.referring]
+            .map(|pages| pages.load(Ordering::Acquire) * PAGE_BYTES);
+        let awaited_bytes = all.saturating_sub(taken + declined);
+        Referred { taken_bytes: taken, refused_bytes: declined, awaited_bytes }
     }
 
     /// From the next round on all is sent. What was sent stays known, for [`Self::sent_of`].
@@ -208,10 +231,19 @@ impl Known {
         }
     }
 
-    /// So many pages of a block were referred to.
-    pub(crate) fn referred(&self, block: u16, pages: u64) {
+    /// References to so many pages of a block are sent.
+    pub(crate) fn refers(&self, block: u16, pages: u64) {
+        self.count(&self.referring, block, pages);
+    }
+
+    /// So many pages of a block are at the destination by references.
+    pub(crate) fn took(&self, block: u16, pages: u64) {
+        self.count(&self.taken, block, pages);
+    }
+
+    fn count(&self, what: &AtomicU64, block: u16, pages: u64) {
         if usize::from(block) < self.first_disk {
-            self.referred.fetch_add(pages, Ordering::Relaxed);
+            what.fetch_add(pages, Ordering::AcqRel);
         }
     }
 
@@ -248,6 +280,7 @@ impl Known {
 
     /// References to these were refused: from now on they are sent.
     pub(crate) fn refuse(&self, block: u16, chunk: u64, pages: &ChunkPages) {
+        self.count(&self.declined, block, pages.count());
         if let Some(refused) = lock(&self.refused).get_mut(usize::from(block)) {
             refused.insert_into_chunk(chunk, pages);
         }

@@ -6,7 +6,7 @@ use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use ::memory::{Counted, Deltas, DeltasCounted, Known, Packing};
+use ::memory::{Counted, Deltas, DeltasCounted, Known, Packing, Referred};
 use engine::compression::{Chooser, Decision, Observation, WAYS};
 use engine::referring::{Passed, Referring};
 use proto::limits::PAGE_BYTES;
@@ -154,9 +154,9 @@ impl Means {
         }
     }
 
-    /// How much of memory was referred to.
-    fn referred_bytes(&self) -> u64 {
-        self.known.as_ref().map_or(0, |(known, _)| known.referred_bytes())
+    /// What became of references to memory.
+    fn referred(&self) -> Referred {
+        self.known.as_ref().map_or_else(Referred::default, |(known, _)| known.referred())
     }
 
     /// The destination is slower to read what is referred to than the link would be: it does not read any more.
@@ -194,19 +194,21 @@ fn tell(decision: &Decision, controls: &Controls) {
 fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Controls>) -> Option<Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     let looks = move || {
-        let now = || Look::now(&packing, means.referred_bytes());
+        let now = || Look::now(&packing, means.referred());
         let (mut chooser, mut referring, mut before) = (Chooser::default(), Referring::default(), now());
         let (mut present, mut is_slow, mut looks) = (Way::None, false, 0);
         let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
         while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
             let now = now();
             let passed_bytes = now.passed_bytes() - before.passed_bytes();
-            if passed_bytes == 0 || (passed_bytes < LEAST_DATA_BYTES && before.at.elapsed() < LONGEST) {
+            let is_long = before.at.elapsed() >= LONGEST;
+            let is_awaited = is_long && passed_bytes == 0 && now.referred.awaited_bytes > 0;
+            if !is_awaited && (passed_bytes == 0 || (passed_bytes < LEAST_DATA_BYTES && !is_long)) {
                 continue;
             }
             looks += 1;
             let decision = chooser.decide(&now.since(&before, workers, packing.take_trials()));
-            if is_slow && !referring.pays(&now.passed_since(&before, &decision)) {
+            if is_slow && !referring.pays(&now.passed_since(&before, &decision, is_awaited)) {
                 means.send_memory();
             }
             before = now;
@@ -237,25 +239,27 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
 struct Look {
     at: Instant,
     counted: Counted,
-    referred_bytes: u64,
+    referred: Referred,
     idle_ns: u64,
 }
 
 impl Look {
-    fn now(packing: &Packing, referred_bytes: u64) -> Self {
-        Self { at: Instant::now(), counted: packing.count(), referred_bytes, idle_ns: cpu::idle_ns() }
+    fn now(packing: &Packing, referred: Referred) -> Self {
+        Self { at: Instant::now(), counted: packing.count(), referred, idle_ns: cpu::idle_ns() }
     }
 
     /// Data, and pages that were referred to.
     fn passed_bytes(&self) -> u64 {
-        self.counted.data_bytes + self.referred_bytes
+        self.counted.data_bytes + self.referred.taken_bytes + self.referred.refused_bytes
     }
 
-    fn passed_since(&self, before: &Self, decision: &Decision) -> Passed {
+    fn passed_since(&self, before: &Self, decision: &Decision, is_awaited: bool) -> Passed {
         Passed {
             interval_ns: self.at.duration_since(before.at).as_nanos() as u64,
             data_bytes: self.counted.data_bytes - before.counted.data_bytes,
-            referred_bytes: self.referred_bytes - before.referred_bytes,
+            referred_bytes: self.referred.taken_bytes - before.referred.taken_bytes,
+            refused_bytes: self.referred.refused_bytes - before.referred.refused_bytes,
+            is_awaited,
             link_bytes_per_s: decision.link_bytes_per_s,
             peer_is_busy: decision.peer_is_busy,
         }
@@ -263,10 +267,13 @@ impl Look {
 
     fn since(&self, before: &Self, workers: u32, trials: Vec<Trial>) -> Observation {
         let (now, then) = (&self.counted, &before.counted);
+        let (interval, data_bytes) = (self.at.duration_since(before.at), now.data_bytes - then.data_bytes);
+        // Between references there may be too little of it to tell of the link.
+        let tells = data_bytes >= LEAST_DATA_BYTES || interval >= LONGEST;
         Observation {
-            interval_ns: self.at.duration_since(before.at).as_nanos() as u64,
+            interval_ns: interval.as_nanos() as u64,
             workers,
-            data_bytes: now.data_bytes - then.data_bytes,
+            data_bytes: if tells { data_bytes } else { 0 },
             wire_bytes: now.wire_bytes - then.wire_bytes,
             pack_ns: now.pack_ns - then.pack_ns,
             cpu_ns: (now.cpu_ns - then.cpu_ns).saturating_sub(now.trial_ns - then.trial_ns),

@@ -12,8 +12,9 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, Weak};
-use std::time::{Duration, SystemTime};
+use std::sync::{Mutex, MutexGuard, TryLockError, Weak};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 use ::memory::{Known, PageName};
 use block::image::ImageError;
@@ -24,7 +25,6 @@ use tracing::debug;
 
 use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED, Writing, name_pages};
 use super::librarian::{CATALOGUE, catalogue_of};
-use super::lock;
 use super::told::{TOLD_PAGES, TOLD_TEMPLATES};
 
 /// The number of the first of them. Below are the templates of which a destination tells.
@@ -33,6 +33,12 @@ pub(super) const FIRST: u16 = TOLD_TEMPLATES as u16;
 const MOST: usize = 64;
 /// An image is not read if it has so many times as much as the guest has memory: too little of it would be there.
 const MOST_OF_MEMORY: u64 = 4;
+/// For so long an image that stays as it is is read on when nobody wants to know any more.
+const FINISH: Duration = Duration::from_secs(10);
+/// How often whoever waits to read looks whether he still has to.
+const LOOK: Duration = Duration::from_millis(50);
+/// What `st_blocks` counts.
+const SECTOR_BYTES: u64 = 512;
 /// So many catalogues are kept, those that were made last.
 const MOST_KEPT: usize = 64;
 /// The socket at which an image is served while it is read.
@@ -108,7 +114,7 @@ impl Shared {
 
     /// Tells what is in these images, those first that are known from before. Returns when all were read that are worth
     /// it for a guest with so much memory, or nobody wants to know any more. What has been begun of an image that stays as
-    /// it is is read to its end, for the VMs to come.
+    /// it is is read on for a moment, for the VMs to come.
     pub(super) fn learn(&self, images: &[SharedImage], memory_bytes: u64, known: &Weak<Known>) -> Learnt {
         let mut learning = Learning { known, learnt: Learnt::default() };
         let mut unread: Vec<(u16, &SharedImage)> = Vec::new();
@@ -122,7 +128,7 @@ impl Shared {
             }
         }
         unread.sort_by_key(|(_, image)| fs::metadata(&image.path).map_or(0, |file| file.blocks()));
-        let _alone = lock(&self.alone);
+        let Some(_alone) = self.alone(&learning) else { return learning.learnt };
         for (number, image) in unread {
             if learning.is_over() {
                 break;
@@ -135,6 +141,18 @@ impl Shared {
             }
         }
         learning.learnt
+    }
+
+    /// The right to read; none if nobody wants to know any more.
+    fn alone(&self, learning: &Learning<'_>) -> Option<MutexGuard<'_, ()>> {
+        loop {
+            match self.alone.try_lock() {
+                Ok(alone) => return Some(alone),
+                Err(TryLockError::Poisoned(poisoned)) => return Some(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) if learning.is_over() => return None,
+                Err(TryLockError::WouldBlock) => thread::sleep(LOOK),
+            }
+        }
     }
 
     /// The catalogue of an image that is as it was.
@@ -150,12 +168,19 @@ impl Shared {
         memory_bytes: u64,
         learning: &mut Learning<'_>,
     ) -> Result<(), ReadError> {
+        let most_bytes = memory_bytes.saturating_mul(MOST_OF_MEMORY).min(TOLD_PAGES * PAGE_BYTES);
+        // To find out where its data is takes a while, too. Of a block device nothing else tells how much it has.
+        let taken =
+            fs::metadata(&image.path).map_or(0, |file| if file.is_file() { file.blocks() } else { 0 });
+        if taken * SECTOR_BYTES > most_bytes {
+            return Err(ReadError::TooLarge);
+        }
         fs::create_dir_all(&self.directory)
             .map_err(|source| CatalogueError::Keep { path: self.directory.clone(), source })?;
         let mut reading = Reading::open_alone(&image.path, &image.format, &self.socket, self.patience)?;
         let extents = reading.allocated(0..reading.size_bytes())?;
         let data_bytes: u64 = extents.iter().map(|extent| extent.end - extent.start).sum();
-        if data_bytes > memory_bytes.saturating_mul(MOST_OF_MEMORY) {
+        if data_bytes > most_bytes {
             return Err(ReadError::TooLarge);
         }
         learning.begin(data_bytes / PAGE_BYTES)?;
@@ -172,7 +197,11 @@ impl Shared {
         let keep = |source| CatalogueError::Keep { path: file.clone(), source };
         self.tidy().map_err(keep)?;
         let mut writing = Writing::begin(&file).map_err(keep)?;
+        let mut over_since: Option<Instant> = None;
         name_pages(&mut reading, extents, |pages| {
+            if learning.is_over() && over_since.get_or_insert_with(Instant::now).elapsed() > FINISH {
+                return Err(ReadError::Over);
+            }
             learning.read(number, pages);
             pages.iter().try_for_each(|(page, name)| writing.add(*page, *name)).map_err(keep)?;
             Ok::<_, ReadError>(())
@@ -213,7 +242,7 @@ struct Learning<'a> {
 
 impl Learning<'_> {
     fn is_over(&self) -> bool {
-        self.known.upgrade().is_none_or(|known| known.has_ended())
+        self.known.upgrade().is_none_or(|known| !known.looks_at_memory())
     }
 
     /// An image with so many pages comes.
@@ -271,6 +300,12 @@ mod tests {
         [&number.to_le_bytes()[..], &[1; PAGE - 8]].concat()
     }
 
+    fn known() -> Arc<Known> {
+        let known = Arc::new(Known::new([8 << 20], 1, 0, 0));
+        known.look_at_memory();
+        known
+    }
+
     /// A raw image with these pages from its beginning on.
     fn image(directory: &Path, name: &str, pages: std::ops::Range<u64>, stays: bool) -> SharedImage {
         let path = directory.join(name);
@@ -313,7 +348,7 @@ mod tests {
             SharedImage { path: "/nowhere".into(), format: "raw".to_owned(), stays: true },
         ];
         let learn = |memory_bytes| {
-            let known = Arc::new(Known::new([8 << 20], 1, 0, 0));
+            let known = known();
             let learnt = shared.learn(&images, memory_bytes, &Arc::downgrade(&known));
             (learnt.images, learnt.pages, learnt.read_pages)
         };
@@ -326,7 +361,7 @@ mod tests {
         image(directory.path(), "base", 0..10, true);
         assert_eq!(learn(8 << 20), (2, 110, 110));
         // Nobody wants to know: nothing is begun.
-        let known = Arc::new(Known::new([8 << 20], 1, 0, 0));
+        let known = known();
         known.end();
         assert_eq!(shared.learn(&images, 8 << 20, &Arc::downgrade(&known)), Learnt::default());
         assert_eq!(shared.learn(&images, 8 << 20, &Weak::new()), Learnt::default());
@@ -343,7 +378,7 @@ mod tests {
         }
         fs::write(kept.join(format!("begun.{UNFINISHED}")), "").unwrap();
         let shared = Shared::new(kept.clone(), directory.path(), PATIENCE);
-        let known = Arc::new(Known::new([8 << 20], 1, 0, 0));
+        let known = known();
         let images = [image(directory.path(), "base", 0..10, true)];
         assert_eq!(shared.learn(&images, 8 << 20, &Arc::downgrade(&known)).pages, 10);
         let is_there = |name: &str| kept.join(name).exists();

@@ -3,8 +3,9 @@
 use std::collections::HashSet;
 use std::io;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 
 use ::memory::PageName;
@@ -33,6 +34,8 @@ pub(crate) struct Told {
     directory: PathBuf,
     patience: Duration,
     asked: AtomicBool,
+    /// How many were opened.
+    opened: AtomicU64,
     templates: Mutex<Vec<Arc<Mutex<Open>>>>,
     /// Images that both hosts have. Of those it needs not be told.
     shared: Vec<(SharedImage, Arc<Mutex<Open>>)>,
@@ -64,7 +67,14 @@ impl Told {
             (image, Arc::new(Mutex::new(open)))
         };
         let shared = shared.into_iter().map(unopened).collect();
-        Self { directory, patience, asked: AtomicBool::new(false), templates: Mutex::default(), shared }
+        Self {
+            directory,
+            patience,
+            asked: AtomicBool::new(false),
+            opened: AtomicU64::new(0),
+            templates: Mutex::default(),
+            shared,
+        }
     }
 
     /// Whether the source asks for the first time, as it may only once.
@@ -99,12 +109,17 @@ impl Told {
     /// Lets go of all of them: for now nothing refers to them. The source may not have read yet what both have; that is
     /// opened again where it is referred to.
     pub(crate) fn close(&self) {
-        lock(&self.templates).clear();
+        let mut closed = std::mem::take(&mut *lock(&self.templates));
         for (image, open) in &self.shared {
             let mut open = lock(open);
             if matches!(*open, Open::Reading(_)) {
-                *open = Open::Not(Source::Shared(image.clone()));
+                let reading = std::mem::replace(&mut *open, Open::Not(Source::Shared(image.clone())));
+                closed.push(Arc::new(Mutex::new(reading)));
             }
+        }
+        // The guest may stand still: nobody waits until their servers have ended.
+        if !closed.is_empty() {
+            let _ = thread::Builder::new().name("close".to_owned()).spawn(move || drop(closed));
         }
     }
 
@@ -117,7 +132,9 @@ impl Told {
 
     /// None if it is not to be opened.
     fn open(&self, source: &Source, template: u16) -> Option<Result<Reading, ImageError>> {
-        let socket = self.directory.join(format!("template-{template}.sock"));
+        // One that was let go of may not have ended yet.
+        let number = self.opened.fetch_add(1, Ordering::Relaxed);
+        let socket = self.directory.join(format!("template-{template}-{number}.sock"));
         match source {
             // What a VM left behind may lie over other images.
             Source::Template(Template { path, format, is_left, .. }) => {

@@ -274,7 +274,6 @@ impl Shared {
                 let in_block = |(page, name): &(u64, PageName)| (*base_page + page, *name);
                 let (names, referred) = (outlet.builder.names(), outlet.builder.referred());
                 known.sent(*block, names.iter().map(in_block));
-                known.referred(*block, contents.reference);
                 known.went(*block, names.iter().chain(referred).map(in_block));
             }
             if let Some((deltas, _)) = &knowledge.marks {
@@ -301,6 +300,9 @@ impl Shared {
                 SendError::Memory { block: reader.what(), offset: failed.offset, source: failed.source }
             })?;
         let presumed = outlet.builder.presumed();
+        if let Some(known) = &self.saving.known {
+            known.refers(block, presumed.referred.count());
+        }
         let seq = self.enter(stream, outlet, InFlight::Pages { block, chunk, pages: taken, presumed })?;
         let header = PagesHeader { seq, round: plan.round, block, chunk: chunk.into() };
         let bytes = outlet
@@ -375,7 +377,9 @@ impl Shared {
         };
         let (block, chunk) = place;
         if let Some(known) = &self.saving.known {
-            known.refuse(block, chunk.into(), &missing);
+            let mut referred = missing;
+            referred.remove(&changed);
+            known.refuse(block, chunk.into(), &referred);
         }
         if let Some(deltas) = &self.saving.deltas {
             deltas.refuse(place, &missing, changed.count());
@@ -390,9 +394,12 @@ impl Shared {
         let mut owed = lock(&self.owed);
         for frame in done.drain(..) {
             match frame {
-                InFlight::Pages { block, chunk, pages, .. } => {
+                InFlight::Pages { block, chunk, pages, presumed } => {
                     if let Some(bitmap) = owed.get_mut(usize::from(block)) {
                         bitmap.remove_from_chunk(chunk.into(), &pages);
+                    }
+                    if let Some(known) = &self.saving.known {
+                        known.took(block, presumed.referred.count());
                     }
                 }
                 InFlight::RoundEnd => round_ended = true,

@@ -14,11 +14,24 @@ use crate::pack::{Packer, Packing};
 use crate::send::AckRange;
 use crate::wire::{FrameSink, HangUp};
 
+/// Pages that may be referred to before the destination has said anything of them: 16 MiB. References are short, so that
+/// neither the link nor the window says when it does not follow; what it is to read is not called back.
+const MOST_REFERRED: u64 = 4096;
+
 /// What a frame on its way carries. Pages that are presumed to be at the other side may turn out not to be there.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum InFlight {
     Pages { block: u16, chunk: u32, pages: ChunkPages, presumed: Presumed },
     RoundEnd,
+}
+
+impl InFlight {
+    fn referred_pages(&self) -> u64 {
+        match self {
+            Self::Pages { presumed, .. } => presumed.referred.count(),
+            Self::RoundEnd => 0,
+        }
+    }
 }
 
 /// What only the thread that sends may touch.
@@ -67,6 +80,14 @@ struct Flight {
     /// Sequence number of the last frame that was acknowledged; those in `frames` follow it.
     acked: u64,
     closed: bool,
+    /// Pages that the frames refer to.
+    referred_pages: u64,
+}
+
+impl Flight {
+    fn has_room(&self, window: usize) -> bool {
+        self.frames.len() < window && self.referred_pages < MOST_REFERRED
+    }
 }
 
 impl Stream {
@@ -77,7 +98,7 @@ impl Stream {
 
     /// Whether another frame may be sent without waiting for acknowledgements.
     pub(super) fn has_room(&self) -> bool {
-        lock(&self.flight).frames.len() < self.window
+        lock(&self.flight).has_room(self.window)
     }
 
     /// Takes note of a frame that is about to be sent and numbers it. Waits for room; None when the stream is closed.
@@ -85,12 +106,13 @@ impl Stream {
     /// Before the frame is sent, because its acknowledgement may come before the sending call returns.
     pub(super) fn enter(&self, frame: InFlight) -> Option<u64> {
         let mut flight = lock(&self.flight);
-        while flight.frames.len() >= self.window && !flight.closed {
+        while !flight.has_room(self.window) && !flight.closed {
             flight = self.room.wait(flight).unwrap_or_else(std::sync::PoisonError::into_inner);
         }
         if flight.closed {
             return None;
         }
+        flight.referred_pages += frame.referred_pages();
         flight.frames.push_back(frame);
         Some(flight.acked + flight.frames.len() as u64)
     }
@@ -102,7 +124,9 @@ impl Stream {
         if seq < expected.from || seq > expected.to {
             return Err(expected);
         }
+        let before = done.len();
         done.extend(flight.frames.drain(..(seq - expected.from) as usize));
+        flight.referred_pages -= done[before..].iter().map(InFlight::referred_pages).sum::<u64>();
         flight.acked = seq;
         self.room.notify_one();
         Ok(())
@@ -116,9 +140,12 @@ impl Stream {
         let index = seq.checked_sub(flight.acked + 1)?;
         match flight.frames.get_mut(usize::try_from(index).ok()?)? {
             InFlight::Pages { block, chunk, pages, presumed } => {
+                let before = presumed.referred.count();
                 let changed = presumed.take(missing)?;
                 pages.remove(missing);
-                Some(((*block, *chunk), changed))
+                let (place, refused) = ((*block, *chunk), before - presumed.referred.count());
+                flight.referred_pages -= refused;
+                Some((place, changed))
             }
             InFlight::RoundEnd => None,
         }

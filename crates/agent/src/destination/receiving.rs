@@ -21,12 +21,6 @@ use crate::context::Context;
 use crate::disks::Images;
 use crate::templates::{SharedImage, Told, shared_images};
 
-/// The images that both hosts have, as this one knows them by now: those that are copied have no layers here.
-fn shared_with_source(proposal: &Proposal) -> Vec<SharedImage> {
-    let described = serde_json::from_value::<VmDescription>(proposal.description.clone());
-    described.map_or_else(|_| Vec::new(), |vm| shared_images(&vm.disks, |_| false))
-}
-
 /// Memory on its way in.
 pub(crate) struct Receiving {
     receiver: Arc<Mutex<Receiver>>,
@@ -177,6 +171,12 @@ impl Receiving {
     fn lock(&self) -> std::sync::MutexGuard<'_, Receiver> {
         self.receiver.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The images that both hosts have, as this one knows them by now: those that are copied have no layers here.
+fn shared_with_source(proposal: &Proposal) -> Vec<SharedImage> {
+    let described = serde_json::from_value::<VmDescription>(proposal.description.clone());
+    described.map_or_else(|_| Vec::new(), |vm| shared_images(&vm.disks, |_| false))
 }
 
 fn tell_of_end(notices: &Mailbox, generation: Generation, stream: u16, cause: &ReceiveError) {

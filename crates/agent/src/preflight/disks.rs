@@ -377,7 +377,7 @@ fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Findin
 
 #[cfg(test)]
 mod tests {
-    use qemu::describe::DiskNodes;
+    use qemu::describe::{DiskNodes, Layer};
 
     use super::*;
 
@@ -455,9 +455,13 @@ mod tests {
         let mut here = HostRules::new("qemu", "/run");
         here.disk_dirs.push(("/srv".into(), "/mnt".into()));
         here.images.insert("one".to_owned(), image);
+        let layers = |directory: &str| {
+            let layer = |name: &str| Layer { file: format!("{directory}/{name}"), format: "raw".to_owned() };
+            vec![layer("own.raw"), layer("base.raw")]
+        };
         let over_base = |given| Disk {
             backing_files: vec!["/srv/base.raw".to_owned()],
-            layers: Vec::new(),
+            layers: layers("/srv"),
             bitmaps: vec!["backup".to_owned()],
             ..disk(given)
         };
@@ -466,6 +470,7 @@ mod tests {
         assert_eq!(copied, Disk { format: Some("qcow2".to_owned()), ..wanted });
         let shared = as_here(over_base(("two", "/srv/b.raw")), &here);
         let wanted = over_base(("two", "/mnt/b.raw"));
-        assert_eq!(shared, Disk { backing_files: vec!["/mnt/base.raw".to_owned()], ..wanted });
+        let backing_files = vec!["/mnt/base.raw".to_owned()];
+        assert_eq!(shared, Disk { backing_files, layers: layers("/mnt"), ..wanted });
     }
 }

@@ -12,7 +12,6 @@ use engine::handover::source::SourceEvent;
 use proto::limits::{PAGE_BYTES, SOUGHT_PAGES};
 use proto::message::Message;
 use qemu::describe::VmDescription;
-
 use rustix::process::setpriority_process;
 use tracing::warn;
 

@@ -108,13 +108,25 @@ impl Catalogue {
         identity: Identity,
         file: &Path,
     ) -> Result<Self, CatalogueError> {
+        let extents = template.allocated(0..template.size_bytes())?;
+        Self::make_telling(template, extents, identity, file, |_| Ok(()))
+    }
+
+    /// The same of these extents, which are all that is in it; `each` is told what is found as it is, and may end it.
+    pub(super) fn make_telling<E: From<CatalogueError>>(
+        template: &mut Reading,
+        extents: Vec<Range<u64>>,
+        identity: Identity,
+        file: &Path,
+        mut each: impl FnMut(&[(u64, PageName)]) -> Result<(), E>,
+    ) -> Result<Self, E> {
         let keep = |source| CatalogueError::Keep { path: file.to_owned(), source };
         let mut writing = Writing::begin(file).map_err(keep)?;
-        let extents = template.allocated(0..template.size_bytes())?;
         name_pages(template, extents, |pages| {
-            pages.iter().try_for_each(|(page, name)| writing.add(*page, *name)).map_err(keep)
+            each(pages)?;
+            Ok::<_, E>(pages.iter().try_for_each(|(page, name)| writing.add(*page, *name)).map_err(keep)?)
         })?;
-        writing.finish(identity, file).map_err(keep)
+        Ok(writing.finish(identity, file).map_err(keep)?)
     }
 
     /// Keeps what is known of an image without reading it, in the order of the pages.
@@ -147,7 +159,7 @@ impl Catalogue {
 
 /// Reads these extents of a template, and tells the names of their pages, some at a time and ascending, but those of
 /// zeros.
-pub(super) fn name_pages<E: From<ImageError>>(
+pub(super) fn name_pages<E: From<CatalogueError>>(
     template: &mut Reading,
     extents: Vec<Range<u64>>,
     mut each: impl FnMut(&[(u64, PageName)]) -> Result<(), E>,
@@ -163,7 +175,7 @@ pub(super) fn name_pages<E: From<ImageError>>(
         next = extent.end.max(next);
         for_pieces(&extent, |piece| {
             bytes.resize((piece.end - piece.start) as usize, 0);
-            template.read(piece.start, &mut bytes)?;
+            template.read(piece.start, &mut bytes).map_err(CatalogueError::from)?;
             let pages = (piece.start / PAGE_BYTES..).zip(bytes.chunks_exact(PAGE_BYTES as usize));
             let pages = pages.filter(|(_, bytes)| bytes.iter().any(|byte| *byte != 0));
             names.clear();
@@ -175,7 +187,7 @@ pub(super) fn name_pages<E: From<ImageError>>(
 }
 
 /// A catalogue that is being made.
-pub(super) struct Writing {
+struct Writing {
     unfinished: PathBuf,
     out: BufWriter<File>,
     run: Run,
@@ -183,7 +195,7 @@ pub(super) struct Writing {
 }
 
 impl Writing {
-    pub(super) fn begin(file: &Path) -> io::Result<Self> {
+    fn begin(file: &Path) -> io::Result<Self> {
         let unfinished = file.with_extension(UNFINISHED);
         let mut out = BufWriter::new(File::create(&unfinished)?);
         out.write_all(&[0; HEAD_BYTES])?;
@@ -191,7 +203,7 @@ impl Writing {
     }
 
     /// The next page; pages come in their order.
-    pub(super) fn add(&mut self, page: u64, name: PageName) -> io::Result<()> {
+    fn add(&mut self, page: u64, name: PageName) -> io::Result<()> {
         let run = &mut self.run;
         if page != run.first_page + run.names.len() as u64 || run.names.len() == KNOWN_PAGES {
             run.write(&mut self.out)?;
@@ -202,7 +214,7 @@ impl Writing {
         Ok(())
     }
 
-    pub(super) fn finish(mut self, identity: Identity, file: &Path) -> io::Result<Catalogue> {
+    fn finish(mut self, identity: Identity, file: &Path) -> io::Result<Catalogue> {
         self.run.write(&mut self.out)?;
         Run { first_page: 0, names: Vec::new() }.write_even_if_empty(&mut self.out)?;
         self.out.seek(SeekFrom::Start(0))?;

@@ -23,7 +23,7 @@ use proto::limits::PAGE_BYTES;
 use qemu::describe::Disk;
 use tracing::debug;
 
-use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED, Writing, name_pages};
+use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED, name_pages};
 use super::librarian::{CATALOGUE, catalogue_of};
 use super::told::{TOLD_PAGES, TOLD_TEMPLATES};
 
@@ -194,20 +194,16 @@ impl Shared {
             });
         };
         let file = catalogue_of(&self.directory, &image.path);
-        let keep = |source| CatalogueError::Keep { path: file.clone(), source };
-        self.tidy().map_err(keep)?;
-        let mut writing = Writing::begin(&file).map_err(keep)?;
+        self.tidy().map_err(|source| CatalogueError::Keep { path: file.clone(), source })?;
         let mut over_since: Option<Instant> = None;
-        name_pages(&mut reading, extents, |pages| {
+        Catalogue::make_telling(&mut reading, extents, identity, &file, |pages| {
             if learning.is_over() && over_since.get_or_insert_with(Instant::now).elapsed() > FINISH {
                 return Err(ReadError::Over);
             }
             learning.read(number, pages);
-            pages.iter().try_for_each(|(page, name)| writing.add(*page, *name)).map_err(keep)?;
-            Ok::<_, ReadError>(())
-        })?;
-        writing.finish(identity, &file).map_err(keep)?;
-        Ok(())
+            Ok(())
+        })
+        .map(drop)
     }
 
     /// Makes room for one more catalogue, and removes what was left of making others.

@@ -216,6 +216,17 @@ fn snapshots_taken_since_the_start() {
         for name in ["a2.qcow2", "b1.qcow2", "c1.qcow2"] {
             assert!(files.contains(&world.path(name).as_str()), "{files:?}");
         }
+        let layers = |top: &str| -> Vec<(String, String)> {
+            let top = world.path(top);
+            let disk = described.disks.iter().find(|disk| disk.file.as_ref() == Some(&top)).unwrap();
+            disk.layers.iter().map(|layer| (layer.file.clone(), layer.format.clone())).collect()
+        };
+        let qcow2 = |names: &[&str]| -> Vec<_> {
+            names.iter().map(|name| (world.path(name), "qcow2".to_owned())).collect()
+        };
+        assert_eq!(layers("a2.qcow2"), qcow2(&["a2.qcow2", "a1.qcow2", "a.qcow2"]));
+        assert_eq!(layers("b1.qcow2"), qcow2(&["b1.qcow2", "b.qcow2"]));
+        assert_eq!(layers("c1.qcow2"), qcow2(&["c1.qcow2"]));
         let process = find(&Selector::Pid(destination.pid())).unwrap();
         let there = describe(&mut destination.qmp, &process.origin()).unwrap();
         // QEMU names nodes by itself, another way each time.

@@ -21,8 +21,9 @@
 //! ```
 //!
 //! Where the destination has templates of disks, the source asks for them after `Accept`: `Seek`, and some `Known` come
-//! back. Pages that the destination has are then [referred to](reference). Of pages that were sent before, only
-//! [what changed](delta) is sent again. Where the link is slower than compressing, `Packed` frames stand in the place of
+//! back. Pages that the destination has are then [referred to](reference); in images that both hosts have (those of disks
+//! that are not copied) without asking: they are the templates from number 8 on, in the order of `disks` and their `layers` in
+//! the proposal's description. Of pages that were sent before, only [what changed](delta) is sent again. Where the link is slower than compressing, `Packed` frames stand in the place of
 //! some `Pages` ([`packed`]).
 //!
 //! Where pages come after the guest (*post-copy*), `Awaited` takes the place of the last round, and the data streams go on

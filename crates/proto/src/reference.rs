@@ -30,7 +30,7 @@ pub const HASH_BYTES: usize = 16;
 /// Where a destination keeps what it is referred to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Library {
-    /// A template that it told of, by its place in that list.
+    /// A template that it told of, by its place in that list, or an image that both hosts have.
     Template(u16),
     /// A block of this migration, as far as it has come.
     Block(u16),

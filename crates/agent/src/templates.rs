@@ -32,7 +32,7 @@ pub(crate) use self::left::{LeftImage, NamedPages};
 use self::librarian::Librarian;
 use self::shared::Shared;
 pub(crate) use self::shared::{Learnt, SharedImage, shared_images};
-pub(crate) use self::told::{TOLD_PAGES, TOLD_TEMPLATES, Told};
+pub(crate) use self::told::{TOLD_PAGES, Told};
 use crate::api::{TemplateInfo, TemplateState};
 
 /// A template is of use if it has one of so many pages that are sought.

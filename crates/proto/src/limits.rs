@@ -63,6 +63,12 @@ pub const WANTED_PAGES: usize = 4096;
 /// Most pages that a source asks after at once.
 pub const SOUGHT_PAGES: usize = 1024;
 
+/// Most templates of which a destination tells. The numbers from here on are those of images that both hosts have.
+pub const TOLD_TEMPLATES: u16 = 8;
+
+/// Most images that both hosts have.
+pub const SHARED_IMAGES: u16 = 64;
+
 /// Most pages of a template in one message: 64 MiB of it.
 pub const KNOWN_PAGES: usize = 16384;
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ::memory::{Known, NAME_BYTES, PageName};
 use engine::handover::source::SourceEvent;
-use proto::limits::{PAGE_BYTES, SOUGHT_PAGES};
+use proto::limits::{PAGE_BYTES, SOUGHT_PAGES, TOLD_TEMPLATES};
 use proto::message::Message;
 use qemu::describe::VmDescription;
 use rustix::process::setpriority_process;
@@ -19,7 +19,7 @@ use super::memory::Cargo;
 use super::phases::{Accepted, Failure, unexpected};
 use super::{Controls, Driver};
 use crate::templates::{
-    Learnt, LeftImage, SharedImage, TOLD_PAGES, TOLD_TEMPLATES, Templates, from_hex, shared_images, to_hex,
+    Learnt, LeftImage, SharedImage, TOLD_PAGES, Templates, from_hex, shared_images, to_hex,
 };
 
 /// Most pages that are remembered of what was sent, to be referred to: 4 GiB, for 18 MiB.
@@ -132,7 +132,7 @@ impl Driver {
                 other => return Err(unexpected(&other)),
             };
             // More than that is not remembered, but heard to its end.
-            let is_too_much = usize::from(template) >= TOLD_TEMPLATES || pages >= TOLD_PAGES;
+            let is_too_much = template >= TOLD_TEMPLATES || pages >= TOLD_PAGES;
             for run in runs.into_iter().filter(|_| !is_too_much) {
                 let digits = run.names.as_bytes().chunks_exact(2 * NAME_BYTES);
                 let names = digits.filter_map(|digits| from_hex(std::str::from_utf8(digits).ok()?)).collect();

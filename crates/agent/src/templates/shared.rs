@@ -19,18 +19,14 @@ use std::time::{Duration, Instant, SystemTime};
 use ::memory::{Known, PageName};
 use block::image::ImageError;
 use block::reading::Reading;
-use proto::limits::PAGE_BYTES;
+use proto::limits::{PAGE_BYTES, SHARED_IMAGES, TOLD_TEMPLATES};
 use qemu::describe::Disk;
 use tracing::debug;
 
 use super::catalogue::{Catalogue, CatalogueError, Identity, UNFINISHED, name_pages};
 use super::librarian::{CATALOGUE, catalogue_of};
-use super::told::{TOLD_PAGES, TOLD_TEMPLATES};
+use super::told::TOLD_PAGES;
 
-/// The number of the first of them. Below are the templates of which a destination tells.
-pub(super) const FIRST: u16 = TOLD_TEMPLATES as u16;
-/// So many are looked at.
-const MOST: usize = 64;
 /// An image is not read if it has so many times as much as the guest has memory: too little of it would be there.
 const MOST_OF_MEMORY: u64 = 4;
 /// For so long an image that stays as it is is read on when nobody wants to know any more.
@@ -63,7 +59,7 @@ pub(crate) fn shared_images(disks: &[Disk], is_copied: impl Fn(&str) -> bool) ->
             stays: depth > 0 || disk.read_only,
         })
     });
-    layers.take(MOST).collect()
+    layers.take(SHARED_IMAGES.into()).collect()
 }
 
 /// What is kept of them, and who reads them: one at a time.
@@ -118,7 +114,7 @@ impl Shared {
     pub(super) fn learn(&self, images: &[SharedImage], memory_bytes: u64, known: &Weak<Known>) -> Learnt {
         let mut learning = Learning { known, learnt: Learnt::default() };
         let mut unread: Vec<(u16, &SharedImage)> = Vec::new();
-        for (number, image) in (FIRST..).zip(images) {
+        for (number, image) in (TOLD_TEMPLATES..).zip(images) {
             if unread.iter().any(|(_, other)| other.path == image.path) {
                 continue;
             }
@@ -331,7 +327,7 @@ mod tests {
         let found: Vec<_> = images.iter().map(|image| (image.path.to_str().unwrap(), image.stays)).collect();
         assert_eq!(found, [("/vm/one", false), ("/base", true), ("/cd", true)]);
         let many = vec![disk("one", &[("/vm/one", "qcow2"); 40], false); 2];
-        assert_eq!(shared_images(&many, |_| false).len(), MOST);
+        assert_eq!(shared_images(&many, |_| false).len(), usize::from(SHARED_IMAGES));
     }
 
     #[test]
@@ -398,19 +394,21 @@ mod tests {
         let told = Told::new(directory.path().to_owned(), PATIENCE, images);
         let mut bytes = vec![7; PAGE];
         for _ in 0..2 {
-            told.read(FIRST + 1, 3, &mut bytes).unwrap();
+            told.read(TOLD_TEMPLATES + 1, 3, &mut bytes).unwrap();
             assert_eq!(bytes, page(3));
             // The image above it has nothing.
-            told.read(FIRST, 3, &mut bytes).unwrap();
+            told.read(TOLD_TEMPLATES, 3, &mut bytes).unwrap();
             assert_eq!(bytes, vec![0; PAGE]);
             told.close();
         }
-        for (image, first_page) in [(FIRST, 16), (FIRST + 1, u64::MAX), (FIRST + 2, 0), (0, 0)] {
+        for (image, first_page) in
+            [(TOLD_TEMPLATES, 16), (TOLD_TEMPLATES + 1, u64::MAX), (TOLD_TEMPLATES + 2, 0), (0, 0)]
+        {
             assert!(told.read(image, first_page, &mut bytes).is_err(), "{image} {first_page}");
         }
         // As it is now, whatever it was.
         fs::File::options().write(true).open(&base.path).unwrap().write_all_at(&page(99), 0).unwrap();
-        told.read(FIRST + 1, 0, &mut bytes).unwrap();
+        told.read(TOLD_TEMPLATES + 1, 0, &mut bytes).unwrap();
         assert_eq!(bytes, page(99));
     }
 }

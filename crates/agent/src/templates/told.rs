@@ -13,19 +13,17 @@ use ::memory::ram::RamError;
 use block::image::ImageError;
 use block::nbd::NbdError;
 use block::reading::Reading;
-use proto::limits::{KNOWN_PAGES, PAGE_BYTES};
+use proto::limits::{KNOWN_PAGES, PAGE_BYTES, TOLD_TEMPLATES};
 use proto::message::{Message, NamedRun};
 use tracing::{info, warn};
 
 use super::catalogue::{Catalogue, Run};
 use super::librarian::{is_whole, open};
-use super::shared::{FIRST, SharedImage};
+use super::shared::SharedImage;
 use super::{Template, Templates, from_hex, lock, to_hex};
 
 /// Most pages of templates of which a source is told: 4 GiB, for which it needs 18 MiB.
 pub(crate) const TOLD_PAGES: u64 = 1 << 20;
-/// Most templates of which it is told.
-pub(crate) const TOLD_TEMPLATES: usize = 8;
 
 /// The templates of which the source of one VM was told.
 #[derive(Debug)]
@@ -88,7 +86,7 @@ impl Told {
         let sought: HashSet<PageName> = sought.iter().filter_map(|name| from_hex(name)).collect();
         let (mut messages, mut chosen) = (Vec::new(), Vec::new());
         let mut told = HashSet::new();
-        for (template, catalogue) in templates.having(&sought).into_iter().take(TOLD_TEMPLATES) {
+        for (template, catalogue) in templates.having(&sought).into_iter().take(TOLD_TEMPLATES.into()) {
             match known(chosen.len() as u16, &catalogue, &mut told) {
                 Ok(known) if known.is_empty() => {}
                 Ok(known) => {
@@ -124,7 +122,7 @@ impl Told {
     }
 
     fn find(&self, template: u16) -> Option<Arc<Mutex<Open>>> {
-        match template.checked_sub(FIRST) {
+        match template.checked_sub(TOLD_TEMPLATES) {
             Some(shared) => self.shared.get(usize::from(shared)).map(|(_, open)| Arc::clone(open)),
             None => lock(&self.templates).get(usize::from(template)).map(Arc::clone),
         }

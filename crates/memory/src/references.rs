@@ -7,7 +7,8 @@
 //! a name that is wrong, or one that was forgotten, costs bytes and never a page; what was refused once is sent.
 //!
 //! Memory is bounded: twelve bytes for each page that is known, half as much again kept free, and of what was sent no
-//! more pages than room was made for; and six for each page of the chunks of which [`Known::sent_of`] can tell.
+//! more pages than room was made for, of memory at most 512 MiB; and six for each page of the chunks of which
+//! [`Known::sent_of`] can tell.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -25,6 +26,9 @@ pub const NAME_BYTES: usize = 6;
 
 /// Chunks of disks of which is told what was sent of them: 4 GiB, for 6 MiB.
 const TOLD_CHUNKS: usize = ((4 << 30) / CHUNK_BYTES) as usize;
+
+/// Most pages of memory that are remembered, to be referred to by others: 512 MiB, for 2.25 MiB.
+const MEMORY_PAGES: u64 = (512 << 20) / PAGE_BYTES;
 
 /// The BLAKE3 of a page.
 pub(crate) type PageHash = [u8; 32];
@@ -111,8 +115,10 @@ pub struct Referred {
 #[derive(Debug)]
 pub struct Known {
     ended: AtomicBool,
-    /// The first block that is a disk. What is sent of it is remembered; memory is before it.
+    /// The first block that is a disk; memory is before it.
     first_disk: usize,
+    /// Pages of memory for which there is to be room.
+    memory_pages: usize,
     /// Whether pages of memory are looked up, too.
     looks_at_memory: AtomicBool,
     /// Pages of memory to which a reference was sent; those that the destination has taken so; and those it has refused.
@@ -129,7 +135,16 @@ pub struct Known {
 #[derive(Debug)]
 struct Tables {
     templates: Table,
+    /// Pages of disks that were sent.
     sent: Table,
+    /// Pages of memory that were sent, in a table of their own: they would drive the disks' out.
+    memory: Table,
+}
+
+impl Tables {
+    fn empty() -> Self {
+        Self { templates: Table::new(0), sent: Table::new(0), memory: Table::new(0) }
+    }
 }
 
 impl Known {
@@ -141,11 +156,14 @@ impl Known {
         template_pages: usize,
         sent_pages: usize,
     ) -> Self {
-        let tables = Tables { templates: Table::new(template_pages), sent: Table::new(sent_pages) };
-        let refused = block_bytes.into_iter().map(DirtyBitmap::new).collect();
+        let templates = Table::new(template_pages);
+        let tables = Tables { templates, sent: Table::new(sent_pages), ..Tables::empty() };
+        let refused: Vec<_> = block_bytes.into_iter().map(DirtyBitmap::new).collect();
+        let memory_pages = refused.iter().take(first_disk).map(DirtyBitmap::pages).sum();
         Self {
             ended: AtomicBool::new(false),
             first_disk,
+            memory_pages: MEMORY_PAGES.min(memory_pages) as usize,
             looks_at_memory: AtomicBool::new(false),
             referring: AtomicU64::new(0),
             taken: AtomicU64::new(0),
@@ -183,9 +201,14 @@ impl Known {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// From here on pages of memory are looked up as well: much of it is what the guest has read from its disks. To look
-    /// costs a hash of each page, and the destination a read for each run of them, so that it pays where the link is slow.
+    /// From here on pages of memory are looked up as well: much of it is what the guest has read from its disks, some of it
+    /// is there twice. To look costs a hash of each page, and the destination a read for each run of them, so that it pays
+    /// where the link is slow.
     pub fn look_at_memory(&self) {
+        let mut tables = lock(&self.tables);
+        if !self.has_ended() && tables.memory.is_without_room() {
+            tables.memory = Table::new(self.memory_pages);
+        }
         self.looks_at_memory.store(true, Ordering::Release);
     }
 
@@ -210,7 +233,7 @@ impl Known {
     /// From the next round on all is sent. What was sent stays known, for [`Self::sent_of`].
     pub fn end(&self) {
         self.ended.store(true, Ordering::Release);
-        *lock(&self.tables) = Tables { templates: Table::new(0), sent: Table::new(0) };
+        *lock(&self.tables) = Tables::empty();
     }
 
     /// What went of a disk, also by reference: pages by number and name, in the order of the numbers. What was sent after
@@ -219,16 +242,12 @@ impl Known {
         lock(&self.went).of(block)
     }
 
-    /// Pages of a disk were given to a stream, as data. Those of memory are not remembered: they would drive the disks'
-    /// out.
+    /// Pages were given to a stream, as data.
     pub(crate) fn sent(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
-        if usize::from(block) < self.first_disk {
-            return;
-        }
         let mut tables = lock(&self.tables);
-        for (page, name) in pages {
-            tables.sent.insert(name, block, page);
-        }
+        let Tables { sent, memory, .. } = &mut *tables;
+        let table = if usize::from(block) < self.first_disk { memory } else { sent };
+        pages.for_each(|(page, name)| table.insert(name, block, page));
     }
 
     /// References to so many pages of a block are sent.
@@ -262,8 +281,9 @@ impl Known {
         let place =
             |library: fn(u16) -> Library| move |(which, page)| Place { library: library(which), page };
         let template = tables.templates.find(name).map(place(Library::Template));
-        let sent = tables.sent.find(name).map(place(Library::Block));
-        template.into_iter().chain(sent)
+        let [sent, memory] =
+            [&tables.sent, &tables.memory].map(|table| table.find(name).map(place(Library::Block)));
+        template.into_iter().chain(sent).chain(memory)
     }
 
     /// Which pages of a chunk may be referred to; none where references are not looked for.
@@ -325,6 +345,10 @@ impl Table {
         Self { names: vec![free; slots], places: vec![NOWHERE as u32; slots], forgotten: 0 }
     }
 
+    fn is_without_room(&self) -> bool {
+        self.names.is_empty()
+    }
+
     /// The slots in which a name may be, in their order.
     fn near(&self, name: u64) -> impl Iterator<Item = usize> + use<> {
         let slots = self.names.len();
@@ -348,7 +372,7 @@ impl Table {
     }
 
     fn put(&mut self, name: u64, place: u64) {
-        if self.names.is_empty() {
+        if self.is_without_room() {
             return;
         }
         // The same name gets its new place.

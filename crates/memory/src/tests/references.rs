@@ -155,6 +155,23 @@ fn memory_that_came_from_a_disk_is_read_from_there() {
     assert!(pair.is_equal());
 }
 
+/// Where the link is slow. What was unpacked from an archive in memory, say, may be there still in both.
+#[test]
+fn memory_that_is_there_twice_goes_once() {
+    let source = FakeRam::new(&[600]);
+    (0..300).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
+    let known = Arc::new(Known::new([600 * PAGE_BYTES], 1, 0, 0));
+    known.look_at_memory();
+    let owed = source.everything();
+    let (pair, owed, stats) = Pair::new(source, referring(known), Vec::new()).round(owed);
+    assert_eq!((stats.contents.reference, stats.contents.data), (0, 300));
+    let ram = &pair.source.0[0];
+    (300..600).for_each(|page| ram.guest_fills(page, &ram.contents(page - 300).unwrap()));
+    let (pair, owed, stats) = pair.round(owed);
+    assert_eq!((stats.contents.reference, stats.contents.data, owed.pages()), (300, 0, 0), "{stats:?}");
+    assert!(pair.is_equal());
+}
+
 /// A page that was refused then would cost a round more.
 #[test]
 fn nothing_is_referred_to_while_the_guest_stands_still() {

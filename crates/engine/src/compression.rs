@@ -52,6 +52,8 @@ const LEAST_PACKING_NS: f64 = 0.5;
 const MARKING_NS: f64 = 0.15;
 /// A link is slow when so many looks in a row found that it was waited for.
 const SLOW_LOOKS: u32 = 2;
+/// As long as it has not told for so many looks that it had a pause, it may not have told of any yet.
+const BUSY_LOOKS: u32 = 5;
 /// Looks from one trial to the next, and where nothing is compressed from one trial of the cheapest way to the next.
 const TRIAL_LOOKS: u32 = 20;
 const PROBE_LOOKS: u32 = 2;
@@ -94,6 +96,8 @@ pub struct Observation {
 pub struct Decision {
     /// The way from now on.
     pub way: Compression,
+    /// Whether the link was waited for, or the destination, so that the way is picked by something; for good.
+    pub is_informed: bool,
     /// The way for a guest that stands still.
     pub standing_way: Compression,
     /// Ways to be tried out.
@@ -144,6 +148,9 @@ pub struct Chooser {
     /// For how many looks in a row the link was waited for, where processors could have done more.
     slow_looks: u32,
     link_is_slow: bool,
+    /// For how many looks in a row the destination was waited for.
+    busy_looks: u32,
+    is_informed: bool,
     seen: [Option<Seen>; WAYS.len()],
     looks_since_trial: Option<u32>,
     looks_since_probe: u32,
@@ -170,6 +177,7 @@ impl Chooser {
         }
         Decision {
             way: WAYS[self.present],
+            is_informed: self.is_informed,
             standing_way: WAYS[self.standing],
             try_out: if tells { self.due_trials(observed) } else { Vec::new() },
             link_bytes_per_s: self.link_bytes_per_s.map(|rate| rate as u64),
@@ -225,8 +233,11 @@ impl Chooser {
                 self.present -= 1;
             }
             self.slow_looks = 0;
+            self.busy_looks += 1;
+            self.is_informed |= self.busy_looks >= BUSY_LOOKS;
             return;
         } else {
+            self.busy_looks = 0;
             let known = self.link_bytes_per_s.filter(|link| *link < wire_bytes_per_s * FAR_OFF);
             let link = known.unwrap_or(wire_bytes_per_s);
             let link = link + (wire_bytes_per_s - link) * WEIGHT;
@@ -240,6 +251,7 @@ impl Chooser {
             && self.seen[1..].iter().all(Option::is_some)
         {
             self.choose(observed, link);
+            self.is_informed = true;
         }
     }
 

@@ -1,6 +1,7 @@
 //! An open connection: frames and messages, out and in.
 
 use std::io::IoSlice;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -254,6 +255,12 @@ pub struct Writer {
     bytes: ByteWriter,
     deadline: Option<Instant>,
     shared: Arc<Shared>,
+}
+
+impl AsFd for Writer {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.shared.socket.as_fd()
+    }
 }
 
 impl Writer {

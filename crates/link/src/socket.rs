@@ -3,6 +3,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -27,6 +28,12 @@ pub(crate) struct Socket {
     stream: TcpStream,
     closed: AtomicBool,
     counters: Arc<Counters>,
+}
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
 }
 
 impl Socket {

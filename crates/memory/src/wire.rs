@@ -4,6 +4,7 @@
 
 use std::fmt;
 use std::io::IoSlice;
+use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -21,6 +22,11 @@ pub trait FrameSink: Send {
 
     /// Sees that everything is on its way.
     fn flush(&mut self) -> Result<(), LinkError>;
+
+    /// How much of what was sent is still on this side, in bytes; 0 where that is not known.
+    fn unsent_bytes(&self) -> u64 {
+        0
+    }
 }
 
 /// The receiving half of a data stream.
@@ -83,6 +89,10 @@ impl FrameSink for Writer {
     /// `link` keeps nothing back.
     fn flush(&mut self) -> Result<(), LinkError> {
         Ok(())
+    }
+
+    fn unsent_bytes(&self) -> u64 {
+        tracee::unsent_bytes(self.as_fd()).unwrap_or(0)
     }
 }
 

@@ -14,7 +14,7 @@
 //! | [`maps`], [`Pagemap`] | what is mapped, and which pages are there at all |
 //! | [`RemoteMemory`], [`RamFile`] | reads and writes RAM, anonymous or in a file |
 //!
-//! ([`heap`] is about this process, and [`Lease`] about a file: both have no safe interface.)
+//! ([`heap`] is about this process, [`Lease`] about a file, [`unsent_bytes`] about a socket: all have no safe interface.)
 //!
 //! It is the only crate with `unsafe`, and it knows nothing of virtual machines, networks or
 //! migrations. Everything that changes the other process has an undo that works when it is dropped
@@ -37,6 +37,7 @@ mod ram_file;
 mod range;
 mod remote;
 mod tracker;
+mod unsent;
 
 pub use cpu_limit::{CpuLimit, CpuLimitError, PERIOD as CPU_LIMIT_PERIOD};
 #[doc(hidden)]
@@ -51,3 +52,4 @@ pub use ram_file::{FileRange, RamFile, RamFileError, RamFileKind};
 pub use range::{AddressRange, PAGE_SIZE, intersect, merge_from, subtract};
 pub use remote::{RemoteError, RemoteMemory};
 pub use tracker::{TrackError, TrackerStart, WriteTracker};
+pub use unsent::unsent_bytes;

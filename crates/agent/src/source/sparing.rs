@@ -79,7 +79,10 @@ impl Sparing {
             Compress::Auto => Way::None,
             Compress::Fixed(way) => way,
         };
-        let packing = (is_watched || way != Way::None).then(|| Arc::new(Packing::new(way, worth)));
+        let packing = (is_watched || way != Way::None).then(|| {
+            let opens = wanted == Compress::Auto;
+            Arc::new(if opens { Packing::opening(worth) } else { Packing::new(way, worth) })
+        });
         let means = Means { wanted, packing, wanted_deltas, deltas, known };
         if wanted_deltas == WantedDeltas::Always {
             means.mark(controls);
@@ -196,7 +199,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
     let looks = move || {
         let now = || Look::now(&packing, means.referred());
         let (mut chooser, mut referring, mut before) = (Chooser::default(), Referring::default(), now());
-        let (mut present, mut is_slow, mut looks) = (Way::None, false, 0);
+        let (mut present, mut is_slow, mut looks) = (None, false, 0);
         let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
         while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
             let now = now();
@@ -225,9 +228,13 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
             if !decision.try_out.is_empty() {
                 packing.try_out(&decision.try_out);
             }
+            // Before that the opening's is better, as long as it takes.
+            if !decision.is_informed {
+                continue;
+            }
             packing.set_ways(decision.way, decision.standing_way);
-            if decision.way != present {
-                present = decision.way;
+            if Some(decision.way) != present {
+                present = Some(decision.way);
                 tell(&decision, &controls);
             }
         }

@@ -9,17 +9,19 @@
 //! a [`Packing`] may change its way while pages are sent, by what it counted ([`Packing::count`]).
 
 pub(crate) mod codec;
+mod opening;
 pub(crate) mod select;
 
 use std::fmt;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use proto::packed::{Codec, Compression, Trial};
 
 use crate::clock::{cpu_ns, timed, waited};
 use crate::lock;
 use codec::Encoders;
+use opening::Opening;
 use select::Selector;
 pub use select::Worth;
 
@@ -32,6 +34,7 @@ const LEAST_TRIAL_BYTES: usize = 32 << 10;
 #[derive(Debug)]
 pub struct Packing {
     worth: Worth,
+    is_opening: AtomicBool,
     orders: Mutex<Orders>,
     counters: Counters,
     trials: Mutex<Vec<Trial>>,
@@ -42,6 +45,8 @@ pub struct Packing {
 
 #[derive(Debug)]
 struct Orders {
+    /// As long as nobody has picked a way.
+    opening: Option<Opening>,
     way: Compression,
     /// For a guest that stands still.
     standing_way: Compression,
@@ -88,9 +93,21 @@ pub struct Counted {
 impl Packing {
     /// Begins in a way.
     pub fn new(way: Compression, worth: Worth) -> Self {
+        Self::begin(way, None, worth)
+    }
+
+    /// Begins before anybody can know which way is good: for the first frames it is found by whether those before them
+    /// are still on this side.
+    pub fn opening(worth: Worth) -> Self {
+        Self::begin(Compression::None, Some(Opening::default()), worth)
+    }
+
+    fn begin(way: Compression, opening: Option<Opening>, worth: Worth) -> Self {
+        let is_opening = AtomicBool::new(opening.is_some());
         Self {
             worth,
-            orders: Mutex::new(Orders { way, standing_way: way, to_try: Vec::new() }),
+            is_opening,
+            orders: Mutex::new(Orders { opening, way, standing_way: way, to_try: Vec::new() }),
             counters: Counters::default(),
             trials: Mutex::default(),
             encoders: Mutex::default(),
@@ -99,8 +116,26 @@ impl Packing {
 
     /// From the next frame of each stream on; the second way is for a guest that stands still.
     pub fn set_ways(&self, way: Compression, standing_way: Compression) {
+        self.is_opening.store(false, Ordering::Release);
         let mut orders = lock(&self.orders);
-        (orders.way, orders.standing_way) = (way, standing_way);
+        (orders.opening, orders.way, orders.standing_way) = (None, way, standing_way);
+    }
+
+    /// Whether the first frames go, for which no way was picked.
+    pub fn is_opening(&self) -> bool {
+        self.is_opening.load(Ordering::Acquire)
+    }
+
+    /// A frame with so much data is next, and of those before it so much is still on this side, both in bytes.
+    pub(crate) fn open(&self, data_bytes: usize, unsent_bytes: u64) {
+        let mut orders = lock(&self.orders);
+        let Some(opening) = &mut orders.opening else { return };
+        let way = opening.next(data_bytes as u64, unsent_bytes);
+        orders.way = way.unwrap_or_default();
+        if way.is_none() {
+            orders.opening = None;
+            self.is_opening.store(false, Ordering::Release);
+        }
     }
 
     /// Has these ways tried on one frame that is sent while the guest runs; what comes of it is thrown away.

@@ -52,9 +52,12 @@ impl Outlet {
     ) -> Result<usize, LinkError> {
         let Self { sink, builder, packer } = self;
         // References are hashes for the most part.
-        let packed = packing
-            .filter(|_| builder.has_data())
-            .and_then(|packing| packer.pack(packing, builder.data(), guest_runs));
+        let packed = packing.filter(|_| builder.has_data()).and_then(|packing| {
+            if guest_runs && packing.is_opening() {
+                packing.open(builder.data().len(), sink.unsent_bytes());
+            }
+            packer.pack(packing, builder.data(), guest_runs)
+        });
         let (kind, payload) = builder.payload(header, packed);
         let bytes = HEADER_BYTES + payload.iter().map(|part| part.len()).sum::<usize>();
         let mut send = || sink.send(kind, &payload);

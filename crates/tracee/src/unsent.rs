@@ -1,0 +1,41 @@
+//! What of a socket's bytes is still on this side, which there is no safe call for.
+
+use std::io;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
+
+use nix::libc::{self, SIOCOUTQNSD};
+
+/// How many of the bytes that were given to a TCP socket its kernel has not sent yet, not even once.
+///
+/// # Errors
+/// When it is no TCP socket.
+pub fn unsent_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
+    let mut bytes: libc::c_int = 0;
+    // SAFETY: the kernel writes one int, to a place that outlives the call.
+    let told = unsafe { libc::ioctl(socket.as_raw_fd(), SIOCOUTQNSD as _, std::ptr::from_mut(&mut bytes)) };
+    if told < 0 { Err(io::Error::last_os_error()) } else { Ok(bytes.max(0) as u64) }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsFd as _;
+
+    use super::*;
+
+    #[test]
+    fn what_a_peer_does_not_take_is_unsent() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        assert_eq!(unsent_bytes(near.as_fd()).unwrap(), 0);
+        near.set_nonblocking(true).unwrap();
+        let far = listener.accept().unwrap();
+        let bytes = vec![1; 64 << 10];
+        while near.write(&bytes).is_ok() {}
+        assert!(unsent_bytes(near.as_fd()).unwrap() > 0);
+        drop(far);
+        let no_socket = std::fs::File::open("/dev/null").unwrap();
+        assert!(unsent_bytes(no_socket.as_fd()).is_err());
+    }
+}

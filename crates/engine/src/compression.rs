@@ -96,7 +96,7 @@ pub struct Observation {
 pub struct Decision {
     /// The way from now on.
     pub way: Compression,
-    /// Whether the link was waited for, or the destination, so that the way is picked by something; for good.
+    /// Whether it is known what is waited for, so that the way is picked by something; for good.
     pub is_informed: bool,
     /// The way for a guest that stands still.
     pub standing_way: Compression,
@@ -167,7 +167,7 @@ pub struct Chooser {
 }
 
 impl Chooser {
-    /// The way from now on, and what to try out. Begins without compression.
+    /// The way from now on, and what to try out. Begins without compression, and without being informed.
     pub fn decide(&mut self, observed: &Observation) -> Decision {
         self.learn(&observed.trials);
         let tells = observed.data_bytes > 0 && observed.interval_ns > 0 && observed.workers > 0;
@@ -175,11 +175,12 @@ impl Chooser {
         if tells {
             self.look(observed, pause);
         }
+        let try_out = if tells { self.due_trials(observed) } else { Vec::new() };
         Decision {
             way: WAYS[self.present],
             is_informed: self.is_informed,
             standing_way: WAYS[self.standing],
-            try_out: if tells { self.due_trials(observed) } else { Vec::new() },
+            try_out,
             link_bytes_per_s: self.link_bytes_per_s.map(|rate| rate as u64),
             link_is_slow: self.link_is_slow,
             peer_is_busy: self.pause.is_some_and(|pause| pause < NO_PAUSE),
@@ -223,7 +224,7 @@ impl Chooser {
         let wire_bytes_per_s = observed.wire_bytes as f64 * 1e9 / observed.interval_ns as f64;
         if of_workers(observed, observed.blocked_ns) < WAITS {
             // Nobody waits. The link carries what it did, and maybe more.
-            self.slow_looks = 0;
+            (self.slow_looks, self.busy_looks) = (0, 0);
             let more =
                 |link: f64| (link * MORE).min(link.max(wire_bytes_per_s * MOST_MORE)).max(wire_bytes_per_s);
             self.link_bytes_per_s = self.link_bytes_per_s.map(more);
@@ -302,6 +303,7 @@ impl Chooser {
     fn due_trials(&mut self, observed: &Observation) -> Vec<Compression> {
         let Some(link) = self.link_bytes_per_s else { return Vec::new() };
         if self.present == 0 && handled_bytes_per_s(observed, LEAST_PACKING_NS) < link {
+            self.is_informed = true;
             return Vec::new();
         }
         let looks = self.looks_since_trial.map_or(TRIAL_LOOKS, |looks| looks + 1);

@@ -65,7 +65,7 @@ pub(crate) struct FrameBuilder {
     filled: usize,
     /// The last run, where that is a reference.
     open: Option<OpenReference>,
-    /// Pages of data and their names, where references are looked for.
+    /// Pages that are sent and their names, where references are looked for.
     names: Vec<(u64, PageName)>,
     /// Pages that are referred to, and their names.
     referred: Vec<(u64, PageName)>,
@@ -213,8 +213,8 @@ impl FrameBuilder {
         }
     }
 
-    /// The names of the pages that are in the frame as data, by their number in the chunk; none where no references
-    /// were looked for.
+    /// The names of the pages that are in the frame as data, or of which what changed is, by their number in the chunk;
+    /// none where no references were looked for.
     pub(crate) fn names(&self) -> &[(u64, PageName)] {
         &self.names
     }

@@ -205,16 +205,17 @@ impl Known {
     /// is there twice. To look costs a hash of each page, and the destination a read for each run of them, so that it pays
     /// where the link is slow.
     pub fn look_at_memory(&self) {
+        let memory = Table::new(self.memory_pages);
         let mut tables = lock(&self.tables);
-        if !self.has_ended() && tables.memory.is_without_room() {
-            tables.memory = Table::new(self.memory_pages);
+        if !self.has_ended() && !self.looks_at_memory.swap(true, Ordering::AcqRel) {
+            tables.memory = memory;
         }
-        self.looks_at_memory.store(true, Ordering::Release);
     }
 
     /// From here on memory is sent as it is: the destination does not read it as fast as it could be sent.
     pub fn look_away_from_memory(&self) {
         self.looks_at_memory.store(false, Ordering::Release);
+        lock(&self.tables).memory = Table::new(0);
     }
 
     /// Whether pages of memory are looked up.
@@ -242,12 +243,16 @@ impl Known {
         lock(&self.went).of(block)
     }
 
-    /// Pages were given to a stream, as data.
+    /// Pages were given to a stream. Of disks those that went last are remembered, of memory those that went first: who
+    /// forgets page by page keeps no neighbours, and only those are referred to.
     pub(crate) fn sent(&self, block: u16, pages: impl Iterator<Item = (u64, PageName)>) {
         let mut tables = lock(&self.tables);
         let Tables { sent, memory, .. } = &mut *tables;
-        let table = if usize::from(block) < self.first_disk { memory } else { sent };
-        pages.for_each(|(page, name)| table.insert(name, block, page));
+        if usize::from(block) >= self.first_disk {
+            pages.for_each(|(page, name)| sent.insert(name, block, page));
+        } else if memory.inserted < self.memory_pages {
+            pages.for_each(|(page, name)| memory.insert(name, block, page));
+        }
     }
 
     /// References to so many pages of a block are sent.
@@ -315,7 +320,8 @@ struct Table {
     names: Vec<u64>,
     /// The lower bits of the place.
     places: Vec<u32>,
-    /// How many were forgotten for others.
+    /// How many were put in, and how many of them were forgotten for others.
+    inserted: usize,
     forgotten: usize,
 }
 
@@ -342,11 +348,7 @@ impl Table {
     fn new(pages: usize) -> Self {
         let slots = if pages == 0 { 0 } else { (pages + pages / 2).max(NEAR) };
         let free = NOWHERE >> 32 << NAME_BITS;
-        Self { names: vec![free; slots], places: vec![NOWHERE as u32; slots], forgotten: 0 }
-    }
-
-    fn is_without_room(&self) -> bool {
-        self.names.is_empty()
+        Self { names: vec![free; slots], places: vec![NOWHERE as u32; slots], inserted: 0, forgotten: 0 }
     }
 
     /// The slots in which a name may be, in their order.
@@ -372,9 +374,10 @@ impl Table {
     }
 
     fn put(&mut self, name: u64, place: u64) {
-        if self.is_without_room() {
+        if self.names.is_empty() {
             return;
         }
+        self.inserted += 1;
         // The same name gets its new place.
         let good =
             |slot: &usize| !matches!(self.get(*slot), Slot::Taken { name: other, .. } if other != name);

@@ -55,6 +55,8 @@ pub enum Policy {
     Rounds,
     /// After one pass; the rest comes when it runs at the destination.
     Hybrid,
+    /// By patterns, its processors slowed down meanwhile as far as it takes.
+    Drain,
     /// Not before the guest's program has ended.
     Endless,
     /// Before anything is sent.
@@ -64,11 +66,12 @@ pub enum Policy {
 }
 
 impl Policy {
-    const WORDS: [(Self, &'static str); 6] = [
+    const WORDS: [(Self, &'static str); 7] = [
         (Self::Pattern, "pattern"),
         (Self::Target, "target"),
         (Self::Rounds, "rounds"),
         (Self::Hybrid, "hybrid"),
+        (Self::Drain, "drain"),
         (Self::Endless, "endless"),
         (Self::Frozen, "frozen"),
     ];
@@ -85,6 +88,7 @@ impl Policy {
             Self::After(passes) => by_count(passes, "--on-limit=stop"),
             Self::Frozen => vec!["--on-limit=stop".to_owned()],
             Self::Hybrid => vec![format!("--policy={self}")],
+            Self::Drain => vec!["--throttle-cpu=drain".to_owned(), "--on-limit=stop".to_owned()],
             Self::Pattern | Self::Target | Self::Rounds => {
                 vec![format!("--policy={self}"), "--on-limit=stop".to_owned()]
             }

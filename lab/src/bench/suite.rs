@@ -154,7 +154,8 @@ pub fn suites() -> Vec<Suite> {
     let noise = (case, vec![Contender::Nobody, OURS, Contender::Soft(Soft::All), DEFAULT, MULTIFD_2, ZSTD]);
 
     // Faster than the link carries, and nothing to be spared: what no rounds bring to an end.
-    let policies = [Policy::Hybrid, Policy::Pattern, Policy::Target, Policy::Rounds].map(Contender::Policy);
+    let policies = [Policy::Hybrid, Policy::Drain, Policy::Pattern, Policy::Target, Policy::Rounds];
+    let policies = policies.map(Contender::Policy);
     let rivals = [DEFAULT, MULTIFD_2, XBZRLE, AUTO, POST_COPY];
     let case = idle("converge-1g").sized(1024, 400).writing(128, 150, LoadMode::Random);
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 60, ..case };

@@ -199,7 +199,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
     let looks = move || {
         let now = || Look::now(&packing, means.referred());
         let (mut chooser, mut referring, mut before) = (Chooser::default(), Referring::default(), now());
-        let (mut present, mut is_slow, mut looks) = (None, false, 0);
+        let (mut present, mut is_slow, mut looks) = (Way::None, false, 0);
         let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
         while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
             let now = now();
@@ -233,8 +233,8 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
                 continue;
             }
             packing.set_ways(decision.way, decision.standing_way);
-            if Some(decision.way) != present {
-                present = Some(decision.way);
+            if decision.way != present {
+                present = decision.way;
                 tell(&decision, &controls);
             }
         }

@@ -80,7 +80,9 @@ fn run(chooser: &mut Chooser, world: &World, looks: u32) -> Vec<Compression> {
 /// The way that is taken in the end. Where processors are what is waited for, it is looked now and then whether the
 /// link carries more than it did.
 fn settles(world: &World) -> Compression {
-    let ways = run(&mut Chooser::default(), world, 200);
+    let mut chooser = Chooser::default();
+    let ways = run(&mut chooser, world, 200);
+    assert!(chooser.is_informed || !chooser.link_is_slow, "what it picks counts");
     let taken = |way: Compression| ways[40..].iter().filter(|one| **one == way).count();
     let most = WAYS.into_iter().max_by_key(|way| taken(*way)).unwrap();
     assert!(taken(most) >= 150, "{ways:?}");

@@ -138,9 +138,11 @@ impl FrameBuilder {
                 }
                 self.refer(page, from, place, name, &hash);
             }
-            (None, Some(marks)) => self.change_or_keep(page, from, marks),
-            (None, None) => {
-                self.keep(page..page + 1, from);
+            (None, marks) => {
+                match marks {
+                    Some(marks) => self.change_or_keep(page, from, marks),
+                    None => self.keep(page..page + 1, from),
+                }
                 self.names.push((page, name));
             }
         }

@@ -116,13 +116,13 @@ impl Packing {
 
     /// From the next frame of each stream on; the second way is for a guest that stands still.
     pub fn set_ways(&self, way: Compression, standing_way: Compression) {
-        self.is_opening.store(false, Ordering::Release);
         let mut orders = lock(&self.orders);
+        self.is_opening.store(false, Ordering::Release);
         (orders.opening, orders.way, orders.standing_way) = (None, way, standing_way);
     }
 
     /// Whether the first frames go, for which no way was picked.
-    pub fn is_opening(&self) -> bool {
+    pub(crate) fn is_opening(&self) -> bool {
         self.is_opening.load(Ordering::Acquire)
     }
 

@@ -3,13 +3,14 @@
 //! To find that out takes some looks, and until then a slow link's buffers would be full of pages as they are. What a
 //! worker sees at once is whether its last frame has left this host when the next one is put together. If it has, the link
 //! is as quick as the worker, and little is spent on compressing; if not, it is the link that is waited for. A link may
-//! take the first megabyte at once, from a bucket of tokens or into its queues, and be slow after that: so it is not
-//! believed before some more has gone.
+//! take the first megabyte at once, from a bucket of tokens or into its queues, and be slow after that, and a worker may
+//! have been late: so the link is not believed before some more has gone, and from one that was behind more is asked again.
 
 use proto::packed::Compression;
 
-/// Data that goes compressed whatever is seen, in bytes.
+/// Data that goes compressed whatever is seen, in bytes; and so much after the last frame that saw the link behind.
 const LEAST_BYTES: u64 = 4 << 20;
+const AFTERWARDS_BYTES: u64 = 1 << 20;
 /// Less is on its way, in bytes.
 const LITTLE: u64 = 64 << 10;
 /// As long as the link follows; and where it does not.
@@ -17,21 +18,29 @@ const QUICK: Compression = Compression::Lz4;
 const SLOW: Compression = Compression::Zstd(1);
 
 /// The first frames of all streams.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Opening {
-    data_bytes: u64,
+    /// Data that has to go before it may be over, in bytes.
+    left_bytes: u64,
+}
+
+impl Default for Opening {
+    fn default() -> Self {
+        Self { left_bytes: LEAST_BYTES }
+    }
 }
 
 impl Opening {
     /// The way of the next frame, of so much data, when so much of those before it on its stream is unsent; none when the
     /// opening is over, because the link follows.
     pub(super) fn next(&mut self, data_bytes: u64, unsent_bytes: u64) -> Option<Compression> {
-        let is_behind = unsent_bytes >= LITTLE;
-        if self.data_bytes >= LEAST_BYTES && !is_behind {
-            return None;
+        if unsent_bytes >= LITTLE {
+            self.left_bytes = self.left_bytes.max(AFTERWARDS_BYTES);
+            return Some(SLOW);
         }
-        self.data_bytes += data_bytes;
-        Some(if is_behind { SLOW } else { QUICK })
+        let goes_on = self.left_bytes > 0;
+        self.left_bytes = self.left_bytes.saturating_sub(data_bytes);
+        goes_on.then_some(QUICK)
     }
 }
 
@@ -53,6 +62,19 @@ mod tests {
         let mut opening = Opening::default();
         assert_eq!(opening.next(FRAME, LITTLE - 1), Some(QUICK));
         assert!((0..100).all(|_| opening.next(FRAME, FRAME) == Some(SLOW)));
-        assert_eq!(opening.next(FRAME, 0), None);
+        let ways: Vec<_> = (0..20).map_while(|_| opening.next(FRAME, 0)).collect();
+        assert_eq!(ways, vec![QUICK; 15], "what did not see it behind counts");
+    }
+
+    #[test]
+    fn one_frame_that_was_late_ends_nothing() {
+        let mut opening = Opening::default();
+        while opening.left_bytes > 0 {
+            opening.next(FRAME, 0);
+        }
+        for unsent_bytes in [FRAME, 0, 0, 0, FRAME, 0, 0, 0] {
+            assert!(opening.next(FRAME, unsent_bytes).is_some());
+        }
+        assert_eq!((opening.next(FRAME, 0), opening.next(FRAME, 0)), (Some(QUICK), None));
     }
 }

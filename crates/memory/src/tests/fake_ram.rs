@@ -97,9 +97,16 @@ impl FakeRam {
         if dice.one_in(12) {
             // Content that is there already: a file is read again, or copied.
             let (other, page) = self.any_page(dice);
-            if let Some(contents) = other.contents(page) {
-                (first..(first + run).min(block.pages.len() as u64))
-                    .for_each(|page| block.guest_fills(page, &contents));
+            // Page by page, or the same one again and again.
+            let step = dice.below(2);
+            let last = block.pages.len() as u64;
+            for (index, to) in (first..(first + run).min(last)).enumerate() {
+                let from = page + index as u64 * step;
+                if from < other.pages.len() as u64
+                    && let Some(contents) = other.contents(from)
+                {
+                    block.guest_fills(to, &contents);
+                }
             }
             return;
         }

@@ -70,6 +70,11 @@ impl FrameSink for Sink {
         }
         Ok(())
     }
+
+    /// Nothing that means anything.
+    fn unsent_bytes(&self) -> u64 {
+        self.budget % (128 << 10)
+    }
 }
 
 pub(super) struct Source(BufReader<UnixStream>);

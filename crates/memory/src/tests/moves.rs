@@ -71,7 +71,9 @@ impl Move {
         let window = if dice.one_in(3) { 1 + dice.below(3) as usize } else { 4096 };
         let known = dice.one_in(2).then(|| Arc::new(known));
         let worth = Worth { least_ratio_percent: dice.below(300) as u32, skip_bytes: dice.below(1 << 20) };
-        let packing = dice.one_in(2).then(|| Arc::new(Packing::new(some_way(dice), worth)));
+        let (opens, way) = (dice.one_in(3), some_way(dice));
+        let packing = || if opens { Packing::opening(worth) } else { Packing::new(way, worth) };
+        let packing = dice.one_in(2).then(packing).map(Arc::new);
         // Marks of a few bits, so that some of what changed is taken for what it was.
         let marks_bytes = dice.below(3) as usize * 30_000;
         let bits = if dice.one_in(2) { u16::MAX } else { 0b111 };

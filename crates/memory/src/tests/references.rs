@@ -158,18 +158,33 @@ fn memory_that_came_from_a_disk_is_read_from_there() {
 /// Where the link is slow. What was unpacked from an archive in memory, say, may be there still in both.
 #[test]
 fn memory_that_is_there_twice_goes_once() {
-    let source = FakeRam::new(&[600]);
-    (0..300).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
-    let known = Arc::new(Known::new([600 * PAGE_BYTES], 1, 0, 0));
-    known.look_at_memory();
-    let owed = source.everything();
-    let (pair, owed, stats) = Pair::new(source, referring(known), Vec::new()).round(owed);
-    assert_eq!((stats.contents.reference, stats.contents.data), (0, 300));
-    let ram = &pair.source.0[0];
-    (300..600).for_each(|page| ram.guest_fills(page, &ram.contents(page - 300).unwrap()));
-    let (pair, owed, stats) = pair.round(owed);
-    assert_eq!((stats.contents.reference, stats.contents.data, owed.pages()), (300, 0, 0), "{stats:?}");
-    assert!(pair.is_equal());
+    for is_marked in [false, true] {
+        let source = FakeRam::new(&[600]);
+        (0..300).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
+        let known = Arc::new(Known::new([600 * PAGE_BYTES], 1, 0, 0));
+        known.look_at_memory();
+        let deltas = is_marked.then(|| Arc::new(Deltas::with_bits(1, 1 << 20, u16::MAX)));
+        if let Some(deltas) = &deltas {
+            deltas.set(true);
+        }
+        let saving = Saving { deltas, ..referring(Arc::clone(&known)) };
+        let owed = source.everything();
+        let (pair, owed, stats) = Pair::new(source, saving, Vec::new()).round(owed);
+        assert_eq!((stats.contents.reference, stats.contents.data), (0, 300));
+        let ram = &pair.source.0[0];
+        (300..500).for_each(|page| ram.guest_fills(page, &ram.contents(page - 300).unwrap()));
+        let (pair, owed, stats) = pair.round(owed);
+        assert_eq!((stats.contents.reference, stats.contents.data, owed.pages()), (200, 0, 0), "{stats:?}");
+        assert!(pair.is_equal());
+        // Nothing is remembered any more.
+        known.look_away_from_memory();
+        known.look_at_memory();
+        let ram = &pair.source.0[0];
+        (500..600).for_each(|page| ram.guest_fills(page, &ram.contents(page - 500).unwrap()));
+        let (pair, owed, stats) = pair.round(owed);
+        assert_eq!((stats.contents.reference, stats.contents.data, owed.pages()), (0, 100, 0), "{stats:?}");
+        assert!(pair.is_equal());
+    }
 }
 
 /// A page that was refused then would cost a round more.

@@ -92,6 +92,7 @@ mod tests {
         let put = |name: &str, text: &[u8]| fs::write(root.path().join(name), text).unwrap();
         let read = |name: &str| fs::read_to_string(root.path().join(name)).unwrap();
         put("proc/iomem", b"00000000-00003fff : System RAM\n");
+        put("proc/cmdline", b"quiet\n");
         let cold: u64 = 1 << 5 | 1 << 3;
         let flags: Vec<u8> =
             [0, cold, cold, cold | 1 << 6].iter().flat_map(|flags: &u64| flags.to_le_bytes()).collect();

@@ -107,7 +107,7 @@ impl Kernel {
         }
         let release = read("proc/sys/kernel/osrelease").unwrap_or_default();
         let config = read(&format!("boot/config-{}", release.trim())).unwrap_or_default();
-        let poisoned = looks_at_free_pages(&read("proc/cmdline").unwrap_or_default(), &config);
+        let poisoned = looks_at_free_pages(&read("proc/cmdline")?, &config);
         Ok(Self { flags: File::open(root.join("proc/kpageflags"))?, memory, poisoned })
     }
 
@@ -248,6 +248,7 @@ mod tests {
         fs::create_dir_all(root.path().join("proc")).unwrap();
         let put = |name: &str, text: &[u8]| fs::write(root.path().join(name), text).unwrap();
         put("proc/iomem", b"00002000-00006fff : System RAM\n10000000-14ffffff : System RAM\n");
+        put("proc/cmdline", b"quiet\n");
         let mut flags = vec![0_u64; 0x15000];
         flags[3..5].fill(1 << BUDDY);
         flags[5] = 1 << LRU | 1 << UPTODATE;

@@ -147,6 +147,7 @@ mod tests {
         }
         let put = |name: &str, text: &[u8]| fs::write(root.path().join(name), text).unwrap();
         put("proc/iomem", b"00001000-00005fff : System RAM\n");
+        put("proc/cmdline", b"quiet\n");
         let cache: u64 = 1 << 5 | 1 << 3;
         let flags = [0, 1 << 10, 1 << 10, cache, 0, cache | 1 << 6];
         put("proc/kpageflags", &flags.iter().flat_map(|flags: &u64| flags.to_le_bytes()).collect::<Vec<_>>());

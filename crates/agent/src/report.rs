@@ -204,6 +204,8 @@ pub struct Compression {
     pub wire_bytes: u64,
     /// Processor time of compressing, and of trying ways out, in microseconds.
     pub pack_cpu_us: u64,
+    /// Of the data, what went before `auto` could pick anything: compressed as the link took it, in bytes.
+    pub opening_bytes: u64,
     /// What `auto` picked, and when: the first hundred times.
     pub ways: Vec<PickedWay>,
 }

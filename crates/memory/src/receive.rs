@@ -114,6 +114,24 @@ impl ReceiveError {
     pub fn is_connection(&self) -> bool {
         matches!(self, Self::Stream(source) if is_transient(source))
     }
+
+    /// Whether something came that is not what a source sends: what was not acknowledged can be sent again over new
+    /// connections. A source that does so again and again is another matter.
+    pub fn is_corrupt(&self) -> bool {
+        match self {
+            Self::Stream(source) => {
+                matches!(source, LinkError::Header(_) | LinkError::TooMuch { .. } | LinkError::NotExpected(_))
+            }
+            Self::UnexpectedFrame(_)
+            | Self::BadFrame(_)
+            | Self::BadPacked(_)
+            | Self::WrongSeq { .. }
+            | Self::WrongRound { .. }
+            | Self::Outside { .. }
+            | Self::WrongStream { .. } => true,
+            Self::Memory { .. } | Self::Shut | Self::ThreadDied => false,
+        }
+    }
 }
 
 /// What the receiver has to tell. Told on the stream's own thread, which goes on when the call returns.

@@ -106,8 +106,10 @@ pub struct Referred {
     pub taken_bytes: u64,
     /// It had them not; they are sent.
     pub refused_bytes: u64,
-    /// It has not said yet. What was lost with a connection stays in here.
+    /// It has not said yet.
     pub awaited_bytes: u64,
+    /// How often connections were lost, and with them what they referred to.
+    pub interruptions: u64,
 }
 
 /// What is known of the destination's content, shared by all streams and all generations of a migration, until it
@@ -125,6 +127,7 @@ pub struct Known {
     referring: AtomicU64,
     taken: AtomicU64,
     declined: AtomicU64,
+    interruptions: AtomicU64,
     tables: Mutex<Tables>,
     /// What the disks held as it went.
     went: Mutex<Went>,
@@ -168,6 +171,7 @@ impl Known {
             referring: AtomicU64::new(0),
             taken: AtomicU64::new(0),
             declined: AtomicU64::new(0),
+            interruptions: AtomicU64::new(0),
             tables: Mutex::new(tables),
             went: Mutex::new(Went::new(TOLD_CHUNKS)),
             refused: Mutex::new(refused),
@@ -228,7 +232,15 @@ impl Known {
         let [taken, declined, all] = [&self.taken, &self.declined, &self.referring]
             .map(|pages| pages.load(Ordering::Acquire) * PAGE_BYTES);
         let awaited_bytes = all.saturating_sub(taken + declined);
-        Referred { taken_bytes: taken, refused_bytes: declined, awaited_bytes }
+        let interruptions = self.interruptions.load(Ordering::Acquire);
+        Referred { taken_bytes: taken, refused_bytes: declined, awaited_bytes, interruptions }
+    }
+
+    /// Connections are lost: what was referred to over them is not awaited any more. No stream sends meanwhile.
+    pub(crate) fn interrupt(&self) {
+        let answered = self.taken.load(Ordering::Acquire) + self.declined.load(Ordering::Acquire);
+        self.referring.store(answered, Ordering::Release);
+        self.interruptions.fetch_add(1, Ordering::AcqRel);
     }
 
     /// From the next round on all is sent. What was sent stays known, for [`Self::sent_of`].
@@ -469,6 +481,23 @@ mod tests {
         known.make_room(10);
         known.learn(9, 0, [name(1)]);
         assert!(known.has_ended() && found(1).is_none());
+    }
+
+    #[test]
+    fn what_was_lost_with_a_connection_is_not_awaited() {
+        let known = Known::new([4 << 20, 4 << 20], 1, 0, 0);
+        known.refers(0, 10);
+        known.took(0, 4);
+        let referred = |awaited: u64, interruptions| Referred {
+            taken_bytes: 4 * PAGE_BYTES,
+            refused_bytes: 0,
+            awaited_bytes: awaited * PAGE_BYTES,
+            interruptions,
+        };
+        assert_eq!(known.referred(), referred(6, 0));
+        known.interrupt();
+        known.refers(0, 3);
+        assert_eq!(known.referred(), referred(3, 1));
     }
 
     #[test]

@@ -15,6 +15,8 @@ pub enum Contender {
     Whimbrel(Option<u16>),
     /// Whimbrel, told how to compress, and to refer to nothing; where not to compress, it sends pages in full, too.
     Packing(Way),
+    /// The same over one stream, so that one thread compresses and sends.
+    OneThread(Way),
     /// Whimbrel, told to send pages in full that it sent before.
     Whole,
     /// Whimbrel, told what of the guest's memory need not be sent, and to refer to nothing.
@@ -209,6 +211,11 @@ impl Contender {
                 [alone, "--compress=none", "--deltas=never"].map(str::to_owned).to_vec()
             }
             Self::Packing(way) => vec![alone.to_owned(), format!("--compress={way}")],
+            Self::OneThread(way) => {
+                let mut options = Self::Packing(way).options();
+                options.push("--streams=1".to_owned());
+                options
+            }
             Self::Whole => vec!["--deltas=never".to_owned()],
             Self::Soft(soft) => vec![alone.to_owned(), format!("--soft-pages={}", soft.word())],
             Self::Policy(policy) => policy.options(),
@@ -229,6 +236,7 @@ impl fmt::Display for Contender {
             Self::Whimbrel(None) => f.write_str("whimbrel"),
             Self::Whimbrel(Some(streams)) => write!(f, "whimbrel-{streams}"),
             Self::Packing(way) => write!(f, "whimbrel-{way}"),
+            Self::OneThread(way) => write!(f, "whimbrel-one-{way}"),
             Self::Whole => f.write_str("whimbrel-whole"),
             Self::Soft(soft) => write!(f, "whimbrel-soft-{}", soft.word()),
             Self::Policy(policy) => write!(f, "whimbrel-{policy}"),
@@ -264,6 +272,7 @@ impl FromStr for Contender {
             }
         };
         let packing = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Packing);
+        let one_thread = || name.strip_prefix("whimbrel-one-")?.parse().ok().map(Self::OneThread);
         let soft = || {
             let word = name.strip_prefix("whimbrel-soft-")?;
             Soft::WORDS.iter().find(|(_, known)| *known == word).map(|(soft, _)| Self::Soft(*soft))
@@ -271,11 +280,12 @@ impl FromStr for Contender {
         let policy = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Policy);
         let counted_passes =
             || passes(name.strip_prefix("qemu-")?).map(|passes| Self::Qemu(Mode::After(passes)));
+        let packing = || packing().or_else(one_thread);
         let found =
             fixed.or_else(counted).or_else(packing).or_else(soft).or_else(policy).or_else(counted_passes);
         found.ok_or_else(|| {
             let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
-            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL, -whole, -soft-none, -soft-free, -soft-all, -pattern, -target, -rounds, -endless, -frozen, and -after-N for N passes, and qemu-endless and qemu-after-N")
+            format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL, the same behind -one for one stream, -whole, -soft-none, -soft-free, -soft-all, -pattern, -hybrid, -drain, -target, -rounds, -endless, -frozen, and -after-N for N passes, and qemu-endless and qemu-after-N")
         })
     }
 }
@@ -306,6 +316,8 @@ mod tests {
             Contender::Packing(Way::None),
             Contender::Packing(Way::Lz4),
             Contender::Packing(Way::Zstd(7)),
+            Contender::OneThread(Way::Zstd(1)),
+            Contender::Policy(Policy::Drain),
             Contender::Soft(Soft::None),
             Contender::Soft(Soft::All),
             Contender::Policy(Policy::Pattern),

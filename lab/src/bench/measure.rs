@@ -187,6 +187,7 @@ impl Bench {
             rounds: moved.rounds,
             stop: moved.stop.clone(),
             has_switched: moved.has_switched,
+            packing: moved.packing,
             first_round_bytes_per_s: moved.first_round.map(rate),
         };
         Ok(Some((measured, moved)))

@@ -24,6 +24,7 @@ mod mover;
 mod nas;
 mod neighbours;
 mod ours;
+mod packing;
 pub(crate) mod page;
 pub(crate) mod plot;
 mod program;

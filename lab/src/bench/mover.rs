@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 
 use super::case::Case;
-use super::result::Stop;
+use super::result::{Packed, Stop};
 use super::subject::Subject;
 use super::usage::{Meter, Used};
 use crate::agents::Agents;
@@ -57,6 +57,8 @@ pub(super) struct Moved {
     pub(super) stop: Option<Stop>,
     /// Of post-copy: whether the guest ran on before all was there.
     pub(super) has_switched: Option<bool>,
+    /// What compression did, where that was told.
+    pub(super) packing: Option<Packed>,
     pub(super) serial: Serial,
     /// Held for as long as the guest is looked at.
     pub(super) _destination: Destination,

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 
 use super::contender::{Contender, Policy};
 use super::mover::{Destination, DowntimeParts, End, Moved, Stage};
-use super::result::Stop;
+use super::result::{Packed, Stop};
 use super::subject::VM;
 use super::usage::processes_of;
 use crate::error::{Context, Error, Result};
@@ -88,6 +88,7 @@ fn moved(stage: &Stage<'_>, contender: Contender) -> Result<End> {
         stop: stop(report),
         has_switched: (contender == Contender::Policy(Policy::Hybrid))
             .then(|| report["post_copy"].is_object()),
+        packing: packing(report),
         serial: Serial::new(&socket, &socket.with_extension("log"), Some(pid)),
         _destination: Destination::Process(pid),
     })))
@@ -136,6 +137,17 @@ fn pass_of(stage: &Stage<'_>) -> Result<Option<u64>> {
 fn passes(rounds: &[Value]) -> u64 {
     let live = rounds.iter().filter_map(|round| round["pass"].as_u64()).max().unwrap_or(0);
     live + rounds.iter().filter(|round| round["stopped"] == true).count() as u64
+}
+
+/// What compression did; nothing is told where nothing was to be compressed, and nothing to be found out.
+fn packing(report: &Value) -> Option<Packed> {
+    let compression = report["compression"].as_object()?;
+    let count = |what: &str| compression.get(what)?.as_u64();
+    Some(Packed {
+        data_bytes: count("data_bytes")?,
+        wire_bytes: count("wire_bytes")?,
+        cpu_ms: count("pack_cpu_us")? as f64 / 1e3,
+    })
 }
 
 /// What the policy was shown, from the trace in the report.

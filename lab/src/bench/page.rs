@@ -8,6 +8,7 @@ use super::bars::{Bar, bars};
 use super::case::Case;
 use super::contender::{Contender, Mode};
 use super::nas;
+use super::packing;
 use super::result::{CaseResult, Quantity, Results, Run, Spread};
 use super::suite::{Suite, suites};
 use crate::error::{Context, Error, Result};
@@ -41,7 +42,11 @@ pub fn tables(results: &Results) -> String {
         suite.cases.iter().any(|(case, _)| case.name == result.case.name)
     };
     for suite in &suites {
-        let before = if suite.name == "nas" { nas::table(results) } else { String::new() };
+        let before = match suite.name {
+            "nas" => nas::table(results),
+            "packing" => packing::table(results),
+            _ => String::new(),
+        };
         section(suite.about, &before, results, |result| is_of(result, suite), &mut text);
     }
     let is_other = |result: &CaseResult| !suites.iter().any(|suite| is_of(result, suite));

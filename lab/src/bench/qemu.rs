@@ -152,6 +152,7 @@ pub(super) fn by_qemu(stage: &Stage<'_>, mode: Mode) -> Result<End> {
         rounds: number(&told["ram"], "dirty-sync-count")?,
         stop: None,
         has_switched: (mode == Mode::PostCopy).then_some(has_switched),
+        packing: None,
         serial,
         _destination: Destination::Guest { _guest: destination },
     })))

@@ -151,8 +151,22 @@ pub struct Measured {
     /// noted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub has_switched: Option<bool>,
+    /// What compression did, where Whimbrel told.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub packing: Option<Packed>,
     /// The sending rate of the first of them, with all headers, where it is known, bytes per second.
     pub first_round_bytes_per_s: Option<f64>,
+}
+
+/// What compression did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Packed {
+    /// Data of pages that was to be sent, bytes.
+    pub data_bytes: u64,
+    /// What was sent for it, bytes.
+    pub wire_bytes: u64,
+    /// Processor time of compressing, ms.
+    pub cpu_ms: f64,
 }
 
 /// When the guest was stopped, and why then.

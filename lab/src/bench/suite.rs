@@ -132,7 +132,8 @@ pub fn suites() -> Vec<Suite> {
         packing.push((case, compressed(&[MULTIFD_2, ZSTD, ZSTD_4, XBZRLE])));
         let debian = Case { program: Program::Debian, memory_mib: 512, ..idle(&format!("debian-{name}")) };
         let debian = Case { link_bytes_per_s: Some(megabits(megabit)), ..debian };
-        packing.push((debian, [&[OURS], &ways[..], &[DEFAULT, ZSTD, ZSTD_4, XBZRLE]].concat()));
+        let one = Contender::OneThread(Way::Zstd(1));
+        packing.push((debian, [&[OURS, one], &ways[..], &[DEFAULT, ZSTD, ZSTD_4, XBZRLE]].concat()));
     }
 
     // A few bytes of each page, faster than the link carries pages.

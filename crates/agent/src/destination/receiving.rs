@@ -1,6 +1,7 @@
 //! Receiving memory: the data streams of one generation after the other, into the waiting QEMU's RAM.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -62,6 +63,7 @@ impl Receiving {
         let presumed = Presumed { templates: Some(templates), delta_seed: proposal.delta_seed };
         let (switched, streams) = (switch.clone(), proposal.streams);
         let referred = Arc::clone(&told);
+        let corrupt = CorruptFrames::default();
         let observer = move |event, handle: &ReceiverHandle| match event {
             // All of the disks has come, and nothing is given back while the guest runs.
             ReceiverEvent::RoundEnded { .. } if switched.is_switched() => {}
@@ -78,7 +80,7 @@ impl Receiving {
                 giver.give_back(ram_round, took, handle);
             }
             ReceiverEvent::Broken { generation, stream, cause } => {
-                tell_of_end(&notices, generation, stream, &cause);
+                tell_of_end(&notices, &corrupt, generation, stream, &cause);
             }
         };
         let receiver = Receiver::presuming(Arc::clone(&ram), presumed, streams, observer);
@@ -96,9 +98,10 @@ impl Receiving {
         mailbox: Mailbox,
     ) -> Self {
         let (ram, notices): (DestinationRam, _) = (writers.into(), mailbox.clone());
+        let corrupt = CorruptFrames::default();
         let observer = move |event, _: &ReceiverHandle| {
             if let ReceiverEvent::Broken { generation, stream, cause } = event {
-                tell_of_end(&notices, generation, stream, &cause);
+                tell_of_end(&notices, &corrupt, generation, stream, &cause);
             }
         };
         let receiver = Arc::new(Mutex::new(Receiver::new(Arc::clone(&ram), streams, observer)));
@@ -179,9 +182,35 @@ fn shared_with_source(proposal: &Proposal) -> Vec<SharedImage> {
     described.map_or_else(|_| Vec::new(), |vm| shared_images(&vm.disks, |_| false))
 }
 
-fn tell_of_end(notices: &Mailbox, generation: Generation, stream: u16, cause: &ReceiveError) {
+/// How many corrupt frames there were in a migration.
+#[derive(Debug, Default)]
+struct CorruptFrames(AtomicU32);
+
+/// So many are taken for the network's, and are sent again over new connections; any more for the source's.
+const MOST_CORRUPT: u32 = 3;
+
+impl CorruptFrames {
+    /// Whether one more is sent again.
+    fn allows(&self, cause: &ReceiveError) -> bool {
+        cause.is_corrupt() && self.0.fetch_add(1, Ordering::Relaxed) < MOST_CORRUPT
+    }
+}
+
+fn tell_of_end(
+    notices: &Mailbox,
+    corrupt: &CorruptFrames,
+    generation: Generation,
+    stream: u16,
+    cause: &ReceiveError,
+) {
     if cause.is_connection() {
         debug!(stream, %cause, "a data stream ended");
+    } else if corrupt.allows(cause) {
+        warn!(
+            stream,
+            cause = crate::chain(cause),
+            "a data stream brought what is no frame; its pages are sent again"
+        );
     } else {
         notices.try_put(Notice::Broken { generation, error: crate::chain(cause) });
     }
@@ -233,5 +262,20 @@ impl Giver {
     fn address(&self, part: &Discardable) -> Option<AddressRange> {
         let base = self.addresses.get(usize::from(part.block))?;
         Some(AddressRange::new(base + part.bytes.start, base + part.bytes.end))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn some_corrupt_frames_are_the_networks_and_more_are_the_sources() {
+        let corrupt = CorruptFrames::default();
+        let frame = ReceiveError::WrongSeq { expected: 3, found: 4 };
+        assert!((0..MOST_CORRUPT).all(|_| corrupt.allows(&frame)));
+        assert!(!corrupt.allows(&frame));
+        // Nothing is mended by sending it again.
+        assert!(!CorruptFrames::default().allows(&ReceiveError::Shut));
     }
 }

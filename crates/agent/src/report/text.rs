@@ -155,15 +155,15 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
 
 /// What compression did, in a line.
 fn compressed(compression: &Compression) -> String {
-    let Compression { wanted, data_bytes, packed_bytes, wire_bytes, pack_cpu_us, ways } = compression;
+    let Compression { wanted, data_bytes, packed_bytes, wire_bytes, pack_cpu_us, opening_bytes, ways } =
+        compression;
     if *packed_bytes == 0 {
         return format!("nothing of {} ({wanted})", bytes(*data_bytes));
     }
     let plain = data_bytes.saturating_sub(*packed_bytes);
-    let picked: Vec<_> = ways
-        .iter()
-        .map(|PickedWay { at_us, way, .. }| format!("{way} from {} on", seconds(*at_us)))
-        .collect();
+    let opening = (*opening_bytes > 0).then(|| format!("as the link took it for {}", bytes(*opening_bytes)));
+    let ways = ways.iter().map(|PickedWay { at_us, way, .. }| format!("{way} from {} on", seconds(*at_us)));
+    let picked: Vec<_> = opening.into_iter().chain(ways).collect();
     let picked = if picked.is_empty() { String::new() } else { format!(": {}", picked.join(", ")) };
     format!(
         "{} of {} to {} in {} of CPU ({wanted}{picked})",

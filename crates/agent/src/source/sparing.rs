@@ -122,12 +122,21 @@ impl Drop for Sparing {
         let Means { wanted, packing, deltas, .. } = &self.means;
         self.controls.report(|report| {
             if let Some(packing) = packing.as_ref().filter(|_| *wanted != Compress::Fixed(Way::None)) {
-                let Counted { data_bytes, packed_bytes, wire_bytes, pack_ns, trial_ns, .. } = packing.count();
+                let Counted {
+                    opening_bytes, data_bytes, packed_bytes, wire_bytes, pack_ns, trial_ns, ..
+                } = packing.count();
                 let compression = report.compression.get_or_insert_default();
                 let ways = std::mem::take(&mut compression.ways);
                 let (wanted, pack_cpu_us) = (wanted.to_string(), (pack_ns + trial_ns) / 1000);
-                *compression =
-                    Compression { wanted, data_bytes, packed_bytes, wire_bytes, pack_cpu_us, ways };
+                *compression = Compression {
+                    wanted,
+                    data_bytes,
+                    packed_bytes,
+                    wire_bytes,
+                    pack_cpu_us,
+                    opening_bytes,
+                    ways,
+                };
             }
             if let Some((deltas, told)) = deltas.as_ref().zip(report.deltas.as_mut()) {
                 let DeltasCounted { pages, bytes, mark_ns } = deltas.count();
@@ -149,11 +158,9 @@ impl Means {
         if self.wanted_deltas == WantedDeltas::Auto {
             self.mark(controls);
         }
-        if let Some((known, shared)) = &self.known {
-            known.look_at_memory();
-            if let Some(shared) = shared.clone() {
-                shared.learn(known, controls);
-            }
+        self.refer_memory();
+        if let Some((known, Some(shared))) = &self.known {
+            shared.clone().learn(known, controls);
         }
     }
 
@@ -162,11 +169,21 @@ impl Means {
         self.known.as_ref().map_or_else(Referred::default, |(known, _)| known.referred())
     }
 
-    /// The destination is slower to read what is referred to than the link would be: it does not read any more.
-    fn send_memory(&self) {
+    fn refer_memory(&self) {
         if let Some((known, _)) = &self.known {
-            known.look_away_from_memory();
+            known.look_at_memory();
         }
+    }
+
+    /// The destination is slower to read what is referred to than the link would be: it does not read any more.
+    fn send_memory(&self, controls: &Controls) {
+        let Some((known, _)) = self.known.as_ref().filter(|(known, _)| known.looks_at_memory()) else {
+            return;
+        };
+        known.look_away_from_memory();
+        let at_us = controls.requested.elapsed().as_micros() as u64;
+        let detail = "memory is not referred to any more: the destination reads it slower than it could be sent, or has other things";
+        controls.report(|report| report.event(at_us, "references", detail));
     }
 
     /// From here on pages are marked, and what changed of them is sent.
@@ -203,6 +220,15 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
         let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
         while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
             let now = now();
+            if now.referred.interruptions != before.referred.interruptions {
+                // It was the link that said nothing.
+                referring = Referring::default();
+                before = now;
+                if is_slow {
+                    means.refer_memory();
+                }
+                continue;
+            }
             let passed_bytes = now.passed_bytes() - before.passed_bytes();
             let is_long = before.at.elapsed() >= LONGEST;
             let is_awaited = is_long && passed_bytes == 0 && now.referred.awaited_bytes > 0;
@@ -212,7 +238,7 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
             looks += 1;
             let decision = chooser.decide(&now.since(&before, workers, packing.take_trials()));
             if is_slow && !referring.pays(&now.passed_since(&before, &decision, is_awaited)) {
-                means.send_memory();
+                means.send_memory(&controls);
             }
             before = now;
             if decision.link_is_slow && !is_slow {

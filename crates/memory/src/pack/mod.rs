@@ -56,6 +56,7 @@ struct Orders {
 
 #[derive(Debug, Default)]
 struct Counters {
+    opening_bytes: AtomicU64,
     data_bytes: AtomicU64,
     tried_bytes: AtomicU64,
     packed_bytes: AtomicU64,
@@ -70,6 +71,8 @@ struct Counters {
 /// What was counted since a migration began, all streams together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counted {
+    /// The part of the data that went before a way was picked, and was compressed as the link took it, in bytes.
+    pub opening_bytes: u64,
     /// Data to be sent, in bytes.
     pub data_bytes: u64,
     /// The part of it that was given to a codec, in bytes; the rest was not worth it.
@@ -132,7 +135,9 @@ impl Packing {
         let Some(opening) = &mut orders.opening else { return };
         let way = opening.next(data_bytes as u64, unsent_bytes);
         orders.way = way.unwrap_or_default();
-        if way.is_none() {
+        if way.is_some() {
+            self.counters.opening_bytes.fetch_add(data_bytes as u64, Ordering::Relaxed);
+        } else {
             orders.opening = None;
             self.is_opening.store(false, Ordering::Release);
         }
@@ -153,6 +158,7 @@ impl Packing {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &self.counters;
         Counted {
+            opening_bytes: get(&counters.opening_bytes),
             data_bytes: get(&counters.data_bytes),
             tried_bytes: get(&counters.tried_bytes),
             packed_bytes: get(&counters.packed_bytes),

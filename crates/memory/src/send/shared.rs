@@ -134,6 +134,9 @@ impl Shared {
         if let Some(deltas) = &self.saving.deltas {
             deltas.forget(owed, round);
         }
+        if let Some(known) = &self.saving.known {
+            known.interrupt();
+        }
     }
 
     pub(super) fn progress(&self) -> Progress {

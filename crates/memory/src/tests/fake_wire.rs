@@ -21,12 +21,14 @@ pub(super) struct Sink {
     held: Vec<u8>,
     /// The connection is cut after so many bytes more.
     budget: u64,
+    /// The frame after so many others is none that anybody knows.
+    corrupt_after: Option<u64>,
     deadline: Option<Instant>,
 }
 
 impl Sink {
     pub(super) fn new(stream: UnixStream, budget: u64) -> Self {
-        Self { stream, held: Vec::new(), budget, deadline: None }
+        Self { stream, held: Vec::new(), budget, corrupt_after: None, deadline: None }
     }
 
     /// Sends any bytes, also such that are no frame.
@@ -43,7 +45,12 @@ impl FrameSink for Sink {
 
     fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
         let len = payload.iter().map(|part| part.len()).sum();
-        self.held.extend_from_slice(&Header::new(kind, len).map_err(LinkError::TooLong)?.encode());
+        let mut header = Header::new(kind, len).map_err(LinkError::TooLong)?.encode();
+        if self.corrupt_after == Some(0) {
+            header[0] ^= 0x80;
+        }
+        self.corrupt_after = self.corrupt_after.and_then(|frames| frames.checked_sub(1));
+        self.held.extend_from_slice(&header);
         for part in payload {
             self.held.extend_from_slice(part);
         }
@@ -110,6 +117,13 @@ pub(super) fn end(stream: UnixStream, budget: u64) -> DataStream {
         source: Box::new(Source(BufReader::with_capacity(BUFFER, stream.try_clone().unwrap()))),
         hang_up: Box::new(stream),
     }
+}
+
+/// One whose sending half sends something else in the place of a frame, after so many.
+pub(super) fn corrupting_end(stream: UnixStream, frames: u64) -> DataStream {
+    let mut sink = Sink::new(stream.try_clone().unwrap(), WHOLE);
+    sink.corrupt_after = Some(frames);
+    DataStream { sink: Box::new(sink), ..end(stream, WHOLE) }
 }
 
 /// A connection: the source's end and the destination's. Pages break after `budget` bytes, acknowledgements after

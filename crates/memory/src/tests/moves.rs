@@ -1,6 +1,7 @@
 //! RAM moved while it is written to, over streams that break: at the end every byte is there.
 
 use std::env;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
@@ -12,7 +13,7 @@ use proto::packed::Compression;
 
 use super::Dice;
 use super::fake_ram::{FakeLog, FakeRam};
-use super::fake_wire::{WHOLE, connection};
+use super::fake_wire::{WHOLE, connection, corrupting_end, end};
 use super::references::FakeTemplates;
 use crate::deltas::MARKS_BYTES;
 use crate::deltas::tests::PAGE_SEED;
@@ -48,6 +49,7 @@ struct Move {
 struct Outcome {
     rounds: u32,
     breaks: u32,
+    corrupt: u64,
     referred: u64,
     deltas: u64,
     refused: u64,
@@ -134,12 +136,17 @@ impl Move {
         let mut outcome = Outcome::default();
         let ended = Arc::new(Mutex::new(Vec::new()));
         let seen = Arc::clone(&ended);
+        let corrupt = Arc::new(AtomicU64::new(0));
+        let corrupt_seen = Arc::clone(&corrupt);
         let templates = Some(Arc::clone(&self.templates) as Arc<dyn Templates>);
         let presumed = Presumed { templates, delta_seed: Some(PAGE_SEED) };
         let ram = self.destination.writers();
-        let mut receiver = Receiver::presuming(ram, presumed, self.streams, move |event, _| {
-            if let ReceiverEvent::RoundEnded { round, .. } = event {
-                lock(&seen).push(round);
+        let mut receiver = Receiver::presuming(ram, presumed, self.streams, move |event, _| match event {
+            ReceiverEvent::RoundEnded { round, .. } => lock(&seen).push(round),
+            ReceiverEvent::Broken { cause, .. } if cause.is_connection() => {}
+            ReceiverEvent::Broken { cause, .. } => {
+                assert!(cause.is_corrupt(), "{cause:?}");
+                corrupt_seen.fetch_add(1, Ordering::Relaxed);
             }
         });
         let stop = Arc::new(AtomicBool::new(false));
@@ -259,6 +266,7 @@ impl Move {
         }
         drop(sender);
         receiver.end_and_join();
+        outcome.corrupt = corrupt.load(Ordering::Relaxed);
         // A round may have ended there although its last acknowledgement did not come through.
         let ended = lock(&ended);
         assert!(ended.is_sorted_by(|one, next| one < next), "{ended:?}");
@@ -287,7 +295,12 @@ impl Move {
         receiver.begin(generation);
         for stream in 0..self.streams {
             let mut budget = |most: u64| if fragile && dice.one_in(2) { dice.below(most) } else { WHOLE };
-            let (mine, theirs) = connection(budget(4 << 20), budget(400));
+            let (mut mine, mut theirs) = connection(budget(4 << 20), budget(400));
+            if fragile && dice.one_in(6) {
+                let (near, far) = UnixStream::pair().unwrap();
+                mine = corrupting_end(near, dice.below(40));
+                theirs = end(far, WHOLE);
+            }
             near.push(mine);
             receiver.attach(generation, stream, theirs).unwrap();
         }
@@ -314,7 +327,7 @@ fn seeds() -> std::ops::Range<u64> {
 #[test]
 fn every_page_arrives_whatever_breaks() {
     let (mut rounds, mut breaks, mut referred, mut refused, mut deltas) = (0, 0, 0, 0, 0);
-    let (mut packed_bytes, mut plain_bytes, mut left_out, mut unsent) = (0, 0, 0, 0);
+    let (mut packed_bytes, mut plain_bytes, mut left_out, mut unsent, mut corrupt) = (0, 0, 0, 0, 0);
     for seed in seeds() {
         let mut dice = Dice(seed);
         let mut it = Move::new(&mut dice);
@@ -333,6 +346,7 @@ fn every_page_arrives_whatever_breaks() {
         unsent += outcome.unsent;
         rounds += outcome.rounds;
         breaks += outcome.breaks;
+        corrupt += outcome.corrupt;
         referred += outcome.referred;
         deltas += outcome.deltas;
         refused += outcome.refused;
@@ -340,12 +354,12 @@ fn every_page_arrives_whatever_breaks() {
         plain_bytes += outcome.plain_bytes;
     }
     println!(
-        "{rounds} rounds, {breaks} breaks, {referred} pages referred to, of {deltas} what changed; {refused} refused, \
+        "{rounds} rounds, {breaks} breaks, {corrupt} of them by a corrupt frame, {referred} pages referred to, of {deltas} what changed; {refused} refused, \
          {left_out} left out, {unsent} not sent in time"
     );
     println!("{packed_bytes} bytes compressed, {plain_bytes} not, where that was wanted");
     let all = seeds().count() < 2
-        || [u64::from(breaks), refused, referred, deltas, left_out, unsent].iter().all(|n| *n > 0);
+        || [u64::from(breaks), corrupt, refused, referred, deltas, left_out, unsent].iter().all(|n| *n > 0);
     assert!(all, "no connection ever broke, or nothing was referred to, or changed, or left out, or late");
     assert!(seeds().count() < 2 || (packed_bytes > 0 && plain_bytes > 0), "nothing was compressed, or all");
 }

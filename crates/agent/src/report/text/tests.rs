@@ -83,9 +83,10 @@ fn what_compression_did_is_one_line() {
     compression.ways = vec![picked(210_000, "lz4"), picked(1_000_000, "zstd:3")];
     (compression.packed_bytes, compression.wire_bytes) = (500 << 20, 330 << 20);
     compression.pack_cpu_us = 1_500_000;
+    compression.opening_bytes = 6 << 20;
     assert_eq!(
         compressed(&compression),
-        "500.0 MiB of 700.0 MiB to 130.0 MiB in 1.500 s of CPU (auto: lz4 from 0.210 s on, zstd:3 from 1.000 s on)"
+        "500.0 MiB of 700.0 MiB to 130.0 MiB in 1.500 s of CPU (auto: as the link took it for 6.0 MiB, lz4 from 0.210 s on, zstd:3 from 1.000 s on)"
     );
 }
 

@@ -32,6 +32,7 @@
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
 //! `Resume`; the destination ends and joins the workers of the old generation, answers `Resumed`, and takes the new
 //! data streams. Pages of frames that were not acknowledged are dirty again.
+//! So are they where a frame cannot be read: the destination ends its stream, three times in a migration.
 //!
 //! After READY either side may have lost its agent. Whoever does not know asks on a connection for `Handover`: the
 //! destination sends `Ask` and gets a `Verdict`; the source repeats `Go` and gets `Running`, `Incomplete`, `Refused` or

@@ -81,7 +81,9 @@ impl fmt::Display for Provenance {
 static COMMIT: LazyLock<Option<String>> = LazyLock::new(|| {
     let git = |arguments: &[&str]| run(Command::new("git").args(arguments)).ok();
     let commit = git(&["rev-parse", "--short", "HEAD"])?;
-    let changed = git(&["status", "--porcelain", "--untracked-files=no"]).is_none_or(|text| !text.is_empty());
+    // Results that were written before are no change of what is measured.
+    let sources = ["status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs"];
+    let changed = git(&sources).is_none_or(|text| !text.is_empty());
     Some(format!("{}{}", commit.trim(), if changed { "+" } else { "" }))
 });
 

@@ -114,9 +114,14 @@ impl Daemon {
         Ok(())
     }
 
-    /// What a migration aimed at is of no use any more; its report goes on.
+    /// What a migration aimed at is of no use any more, but for its bandwidth; its report goes on.
     fn controls_of(&self, record: &MigrationRecord) -> Controls {
         let limits = &self.context.config.limits;
+        let report = self.context.journal.report(record.id()).ok().flatten();
+        let bandwidth_bytes_per_s = match &report {
+            Some(report) => report.objective.bandwidth_bytes_per_s,
+            None => (limits.bandwidth_bytes_per_s > 0).then_some(limits.bandwidth_bytes_per_s),
+        };
         let aims = Aims {
             policy: limits.policy,
             sampling: limits.sampling(),
@@ -125,7 +130,7 @@ impl Daemon {
             max_rounds: limits.max_rounds,
             on_limit: limits.on_limit,
             streams: limits.streams,
-            bandwidth_bytes_per_s: None,
+            bandwidth_bytes_per_s,
             verify: false,
             throttle_writes: limits.throttle_writes,
             throttle_cpu: limits.throttle_cpu,
@@ -136,7 +141,7 @@ impl Daemon {
             deltas_bytes: limits.deltas_bytes(),
             soft_pages: limits.soft_pages,
         };
-        let report = self.context.journal.report(record.id()).ok().flatten().unwrap_or_else(|| {
+        let report = report.unwrap_or_else(|| {
             let terms = &record.terms;
             let objective: Objective = aims.objective();
             Report::begin(terms.migration.clone(), terms.source.clone(), terms.destination.clone(), objective)

@@ -343,7 +343,7 @@ fn take_away(
 fn hear(pages: &Awaited<MissingPages>, stream: &PageStream, ended: &UnixStream) -> Result<(), MissingError> {
     let mut found = Vec::new();
     while pages.placer().wait(ended, &mut found)? {
-        let mut wanted = Vec::new();
+        let (mut wanted, mut again) = (Vec::new(), Vec::new());
         for address in found.drain(..) {
             match pages.touched(address) {
                 Ok(page) => wanted.extend(page),
@@ -351,12 +351,17 @@ fn hear(pages: &Awaited<MissingPages>, stream: &PageStream, ended: &UnixStream) 
                 Err(error) => {
                     // It waits on, and is told of again: there may be memory then.
                     warn!(error = crate::chain(&error), "who waits gets no page");
-                    thread::sleep(AGAIN);
-                    pages.placer().tell_again(address);
+                    again.push(address);
                 }
             }
         }
         stream.ask(&wanted);
+        if !again.is_empty() {
+            thread::sleep(AGAIN);
+            for address in again {
+                pages.placer().tell_again(address);
+            }
+        }
     }
     Ok(())
 }

@@ -95,8 +95,9 @@ impl Slowing {
     /// Lets the processors be as fast as ever, until the next look but one: while nothing is sent, or because one that
     /// waits for its time does not hear that it is to stop.
     pub(crate) fn lift(&mut self) -> Result<(), SlowingError> {
+        self.limit.set(None)?;
         (self.us_per_s, self.last, self.policy) = (None, None, CpuDrain::default());
-        Ok(self.limit.set(None)?)
+        Ok(())
     }
 }
 

@@ -117,6 +117,8 @@ impl Driver {
         };
         let sender = Sender::start(later.readers.clone(), streams)
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
+        // The guest does not run here any more.
+        sender.handle().gives_way_by(0);
         self.telemetry.follow(Some(sender.handle()));
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())

@@ -22,17 +22,17 @@
 //!
 //! Where the destination has templates of disks, the source asks for them after `Accept`: `Seek`, and some `Known` come
 //! back. Pages that the destination has are then [referred to](reference); in images that both hosts have (those of disks
-//! that are not copied) without asking: they are the templates from number 8 on, in the order of `disks` and their `layers` in
-//! the proposal's description. Of pages that were sent before, only [what changed](delta) is sent again. Where the link is slower than compressing, `Packed` frames stand in the place of
-//! some `Pages` ([`packed`]).
+//! that are not copied) without asking: they are the templates from number 8 on, in the order of `disks` and their `layers`
+//! in the proposal's description. Of pages that were sent before, only [what changed](delta) is sent again. Where the link
+//! is slower than compressing, and at first, `Packed` frames stand in the place of some `Pages` ([`packed`]).
 //!
 //! Where pages come after the guest (*post-copy*), `Awaited` takes the place of the last round, and the data streams go on
 //! until all of them are there ([`awaited`]): `Incomplete` is said when the guest runs, and `Running` at the end.
 //!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,
 //! `Resume`; the destination ends and joins the workers of the old generation, answers `Resumed`, and takes the new
-//! data streams. Pages of frames that were not acknowledged are dirty again.
-//! So are they where a frame cannot be read: the destination ends its stream, three times in a migration.
+//! data streams. Pages of frames that were not acknowledged are dirty again. A frame that cannot be read ends its stream, and
+//! it is as after a cut, three times in a migration.
 //!
 //! After READY either side may have lost its agent. Whoever does not know asks on a connection for `Handover`: the
 //! destination sends `Ask` and gets a `Verdict`; the source repeats `Go` and gets `Running`, `Incomplete`, `Refused` or

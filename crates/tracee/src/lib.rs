@@ -16,7 +16,7 @@
 //!
 //! ([`heap`] is about this process, [`Lease`] about a file, [`unsent_bytes`] about a socket: all have no safe interface.)
 //!
-//! It is the only crate with `unsafe`, and it knows nothing of virtual machines, networks or
+//! It is the only crate with `unsafe`, and it knows nothing of virtual machines or
 //! migrations. Everything that changes the other process has an undo that works when it is dropped
 //! and when this process dies; only for missing pages there is none, on purpose, and for a limit on
 //! processors it is for the next one to call.

@@ -280,9 +280,13 @@ impl FromStr for Contender {
         let policy = || name.strip_prefix("whimbrel-")?.parse().ok().map(Self::Policy);
         let counted_passes =
             || passes(name.strip_prefix("qemu-")?).map(|passes| Self::Qemu(Mode::After(passes)));
-        let packing = || packing().or_else(one_thread);
-        let found =
-            fixed.or_else(counted).or_else(packing).or_else(soft).or_else(policy).or_else(counted_passes);
+        let found = fixed
+            .or_else(counted)
+            .or_else(packing)
+            .or_else(one_thread)
+            .or_else(soft)
+            .or_else(policy)
+            .or_else(counted_passes);
         found.ok_or_else(|| {
             let known = Self::all().iter().map(Self::to_string).collect::<Vec<_>>().join(", ");
             format!("no such contender: {name}; there are nobody, {known}, whimbrel-N, multifd-N and multifd-zstd-N for N streams, and whimbrel-none, -lz4, -zstd:LEVEL, the same behind -one for one stream, -whole, -soft-none, -soft-free, -soft-all, -pattern, -hybrid, -drain, -target, -rounds, -endless, -frozen, and -after-N for N passes, and qemu-endless and qemu-after-N")

@@ -171,6 +171,13 @@ pub struct Packed {
     pub cpu_ms: f64,
 }
 
+impl Packed {
+    /// How many bytes of data went in one that was sent.
+    pub fn ratio(self) -> f64 {
+        self.data_bytes.max(1) as f64 / self.wire_bytes.max(1) as f64
+    }
+}
+
 /// When the guest was stopped, and why then.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stop {

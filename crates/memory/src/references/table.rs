@@ -1,0 +1,167 @@
+//! Where pages are, by their names: twelve bytes for each, in memory that is bounded.
+
+use super::{NAME_BYTES, PageName};
+
+/// Places by name: each in the first slot that was free from where its name points to, or, where none was near, in the
+/// place of another one, which is forgotten.
+#[derive(Debug)]
+pub(super) struct Table {
+    /// The name, and above it the higher bits of the place.
+    names: Vec<u64>,
+    /// The lower bits of the place.
+    places: Vec<u32>,
+    /// How many were put in, and how many of them were forgotten for others.
+    inserted: usize,
+    forgotten: usize,
+}
+
+/// Slots in which a name is looked for. Of a table that is full to two thirds nearly every name finds one.
+const NEAR: usize = 64;
+const NAME_BITS: u32 = NAME_BYTES as u32 * 8;
+/// A place has 48 bits, of which 37 are the page's number: 512 TiB of each block.
+const PAGE_BITS: u32 = 37;
+const WHICH_BITS: u32 = 48 - PAGE_BITS;
+/// No place has all bits set.
+const NOWHERE: u64 = (1 << 48) - 1;
+
+/// What is in a slot.
+enum Slot {
+    Free,
+    Taken { name: u64, place: u64 },
+}
+
+fn of_place(place: u64) -> (u16, u64) {
+    ((place >> PAGE_BITS) as u16, place & ((1 << PAGE_BITS) - 1))
+}
+
+impl Table {
+    /// With room for so many pages; none needs no memory.
+    pub(super) fn new(pages: usize) -> Self {
+        let slots = if pages == 0 { 0 } else { (pages + pages / 2).max(NEAR) };
+        let free = NOWHERE >> 32 << NAME_BITS;
+        Self { names: vec![free; slots], places: vec![NOWHERE as u32; slots], inserted: 0, forgotten: 0 }
+    }
+
+    /// How many were put in, the same name again included.
+    pub(super) fn inserted(&self) -> usize {
+        self.inserted
+    }
+
+    /// The slots in which a name may be, in their order.
+    fn near(&self, name: u64) -> impl Iterator<Item = usize> + use<> {
+        let slots = self.names.len();
+        let first = (name % slots.max(1) as u64) as usize;
+        (first..first + NEAR.min(slots)).map(move |slot| if slot < slots { slot } else { slot - slots })
+    }
+
+    fn get(&self, slot: usize) -> Slot {
+        let word = self.names[slot];
+        match word >> NAME_BITS << 32 | u64::from(self.places[slot]) {
+            NOWHERE => Slot::Free,
+            place => Slot::Taken { name: word & ((1 << NAME_BITS) - 1), place },
+        }
+    }
+
+    /// A place that cannot be written down is left out.
+    pub(super) fn insert(&mut self, name: PageName, which: u16, page: u64) {
+        let place = u64::from(which) << PAGE_BITS | page;
+        if page >> PAGE_BITS == 0 && which >> WHICH_BITS == 0 && place != NOWHERE {
+            self.put(name.number(), place);
+        }
+    }
+
+    /// What [`Self::places`] tells of another table.
+    pub(super) fn put(&mut self, name: u64, place: u64) {
+        if self.names.is_empty() {
+            return;
+        }
+        self.inserted += 1;
+        // The same name gets its new place.
+        let good =
+            |slot: &usize| !matches!(self.get(*slot), Slot::Taken { name: other, .. } if other != name);
+        let slot = self.near(name).find(good).or_else(|| {
+            self.forgotten += 1;
+            self.near(name).nth(self.forgotten % NEAR)
+        });
+        if let Some(slot) = slot {
+            self.names[slot] = place >> 32 << NAME_BITS | name;
+            self.places[slot] = place as u32;
+        }
+    }
+
+    /// Names and their places, in no order.
+    pub(super) fn places(&self) -> impl Iterator<Item = (u64, u64)> {
+        (0..self.names.len()).filter_map(|slot| match self.get(slot) {
+            Slot::Taken { name, place } => Some((name, place)),
+            Slot::Free => None,
+        })
+    }
+
+    /// Where a page of that name is: the number of its library, and the page's.
+    pub(super) fn find(&self, name: PageName) -> Option<(u16, u64)> {
+        let name = name.number();
+        for slot in self.near(name) {
+            match self.get(slot) {
+                // Nothing is ever taken out: it would stand here.
+                Slot::Free => return None,
+                Slot::Taken { name: found, place } if found == name => {
+                    return Some(of_place(place));
+                }
+                Slot::Taken { .. } => {}
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::Dice;
+
+    fn name(number: u64) -> PageName {
+        PageName::of(&number.to_le_bytes())
+    }
+
+    /// With as many as it is made for it forgets next to none; with more it forgets some, and never tells a wrong
+    /// place.
+    #[test]
+    fn a_table_tells_no_wrong_place() {
+        let mut table = Table::new(1000);
+        let mut dice = Dice(5);
+        let names: Vec<_> = (0..5000).map(|_| name(dice.next())).collect();
+        for (page, name) in (0..).zip(&names) {
+            table.insert(*name, 2, page);
+            if page == 999 {
+                let found = names[..1000].iter().filter(|name| table.find(**name).is_some()).count();
+                assert!(found >= 998, "{found}");
+            }
+        }
+        let mut found = 0;
+        for (page, name) in (0..).zip(&names) {
+            if let Some(place) = table.find(*name) {
+                assert_eq!(place, (2, page));
+                found += 1;
+            }
+        }
+        assert!(found > 1400 && found + table.forgotten == 5000, "{found} and {}", table.forgotten);
+        assert_eq!(table.names.capacity() * 8 + table.places.capacity() * 4, 1500 * 12);
+    }
+
+    #[test]
+    fn places_at_the_edges() {
+        let mut table = Table::new(4);
+        for (which, page) in [(0, 0), (1279, (1 << PAGE_BITS) - 1), (2047, 3)] {
+            table.insert(name(1), which, page);
+            assert_eq!(table.find(name(1)), Some((which, page)));
+        }
+        // Not to be written down: what stands there stays.
+        for (which, page) in [(0, 1 << PAGE_BITS), (2048, 0), (2047, (1 << PAGE_BITS) - 1)] {
+            table.insert(name(1), which, page);
+            assert_eq!(table.find(name(1)), Some((2047, 3)));
+        }
+        let mut none = Table::new(0);
+        none.insert(name(1), 0, 0);
+        assert_eq!(none.find(name(1)), None);
+    }
+}

@@ -169,6 +169,11 @@ impl DirtyBitmap {
         all
     }
 
+    /// No page of the same block.
+    pub fn emptied(&self) -> Self {
+        Self { chunks: vec![ChunkPages::EMPTY; self.chunks.len()], pages: self.pages }
+    }
+
     /// Pages of the block.
     pub fn pages(&self) -> u64 {
         self.pages

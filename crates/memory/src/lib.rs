@@ -12,6 +12,7 @@
 //! |---|---|
 //! | [`dirty`] | sets of pages |
 //! | [`round`] | the order of a round, as types: clear, drain, read |
+//! | [`FirstPass`] | hot pages last |
 //! | [`ram`] | RAM blocks as bytes, on either side |
 //! | [`TrackedRam`] | the dirty log of a real QEMU |
 //! | [`send`], [`receive`] | the two ends of the streams |
@@ -33,6 +34,7 @@ mod chunk;
 mod clock;
 mod deltas;
 pub mod dirty;
+mod first_pass;
 mod pack;
 mod postcopy;
 pub mod ram;
@@ -50,6 +52,7 @@ pub mod wire;
 pub use chunk::{Contents, FRAME_PAGES};
 pub use deltas::{Deltas, DeltasCounted};
 pub use dirty::{ChunkPages, DirtyBitmap};
+pub use first_pass::FirstPass;
 pub use pack::codec::BadPacked;
 pub use pack::{Counted, Packing, Worth};
 pub use postcopy::{Awaited, BadSet, Ledger, Placer, Remaining, Switch, decode_set, encode_set};

@@ -137,10 +137,9 @@ impl Owed {
         log: &mut dyn DirtyLog,
         first: usize,
     ) -> Result<(Cleared, Vec<DirtyBitmap>), ScanFailed> {
-        let none = |block: &DirtyBitmap| DirtyBitmap::new(block.pages() * PAGE_BYTES);
         let first = first.min(self.blocks.len());
         let others = self.blocks.split_off(first);
-        let mut into: Vec<_> = self.blocks.iter().map(none).chain(others).collect();
+        let mut into: Vec<_> = self.blocks.iter().map(DirtyBitmap::emptied).chain(others).collect();
         let taken = log.take(&mut into);
         self.blocks.extend(into.split_off(first));
         self.blocks.iter_mut().zip(&into).for_each(|(mine, found)| mine.insert(found));
@@ -316,8 +315,10 @@ impl Readable {
 
     /// Without these pages of each block, which stay owed, whoever takes them back ([`Owed::take_back`]).
     pub fn without(mut self, pages: &[DirtyBitmap]) -> (Self, Owed) {
-        let none = |block: &DirtyBitmap| DirtyBitmap::new(block.pages() * PAGE_BYTES);
-        let mut later = Owed { blocks: self.owed.blocks.iter().map(none).collect(), round: self.owed.round };
+        let mut later = Owed {
+            blocks: self.owed.blocks.iter().map(DirtyBitmap::emptied).collect(),
+            round: self.owed.round,
+        };
         for ((now, later), pages) in self.owed.blocks.iter_mut().zip(&mut later.blocks).zip(pages) {
             for chunk in pages.dirty_chunks() {
                 let mut both = now.chunk(chunk);

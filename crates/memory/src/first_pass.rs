@@ -1,0 +1,316 @@
+//! The first pass over memory, in parts: hot pages come last.
+//!
+//! All of memory is to go once. What the guest writes to meanwhile would have to go twice, so after each part is looked at
+//! what was written, and that is left to what follows the pass. Which pages are hot is not known in the beginning. So
+//!
+//! - the first parts are short, and each is twice as long as the one before, since looks cost;
+//! - as long as the guest writes to ever more pages, a part keeps away from where it does: whoever writes through an
+//!   array writes on where it is, and a part that went there would be written to as soon as it is sent.
+
+use std::ops::Range;
+use std::time::Duration;
+
+use crate::dirty::DirtyBitmap;
+use crate::round::Owed;
+
+/// What is left of the first pass, and how long its next part takes.
+#[derive(Clone, Debug)]
+pub struct FirstPass {
+    /// Pages that had no turn and were not written to. Nothing comes back into it, or a guest that writes all the time
+    /// would have the pass go on for ever. None before the first look.
+    cold: Option<Vec<DirtyBitmap>>,
+    /// Pages of memory that were written to.
+    hot: Vec<DirtyBitmap>,
+    /// Whether the last look found mostly pages that no look had found before.
+    is_spreading: bool,
+    /// So many of memory were cold at the first look.
+    cold_first: u64,
+    /// What went, or is on its way.
+    part_pages: Vec<DirtyBitmap>,
+    part: Duration,
+    /// What parts grow to at least.
+    usual: Duration,
+}
+
+/// Chunks of memory in a row that the guest leaves alone.
+#[derive(Clone, Debug, Default)]
+struct Quiet {
+    block: usize,
+    chunks: Range<u64>,
+    /// How many pages are cold in them.
+    cold: u64,
+}
+
+impl FirstPass {
+    /// The first part takes such a share of what parts usually take.
+    const FIRST: u32 = 8;
+    /// A part takes no less than so many times what it takes beside sending: the last page's way and the answer's way back.
+    const BESIDE: u32 = 8;
+    /// Nor does it take more than such a share of the time that is left, if that is more than is usual: the more there is
+    /// to send the longer the parts, or looks would be many.
+    const OF_REST: u32 = 4;
+    /// The guest is at work in a chunk (2 MiB) that has so many hot pages. A few are everywhere in the memory of a kernel.
+    const BUSY_PAGES: u64 = 32;
+    /// Parts keep away from where the guest writes if such a share of what is cold is far from there,
+    const FAR: u64 = 4;
+    /// and until such a share of all is left: what lies between is halved each time.
+    const NEARLY_ALL: u64 = 16;
+
+    /// A pass none of which was sent. Parts usually take so long.
+    pub fn new(usual: Duration) -> Self {
+        Self {
+            cold: None,
+            hot: Vec::new(),
+            is_spreading: false,
+            cold_first: 0,
+            part_pages: Vec::new(),
+            part: usual / Self::FIRST,
+            usual,
+        }
+    }
+
+    /// A look has found these pages of each block of memory written, which are the first ones, and so much is owed. Whether
+    /// anything of the pass is left.
+    pub fn see(&mut self, owed: &Owed, found: &[DirtyBitmap]) -> bool {
+        let is_first = self.cold.is_none();
+        let cold = self.cold.get_or_insert_with(|| owed.blocks().to_vec());
+        cold.iter_mut().zip(found).for_each(|(cold, found)| cold.remove(found));
+        if is_first {
+            self.hot = found.to_vec();
+            self.is_spreading = true;
+            self.cold_first = cold.iter().zip(found).map(|(cold, _)| cold.count()).sum();
+        } else {
+            let known: u64 = self.hot.iter().zip(found).map(|(hot, found)| hot.count_both(found)).sum();
+            let all: u64 = found.iter().map(DirtyBitmap::count).sum();
+            self.is_spreading = known < all / 2;
+            self.hot.iter_mut().zip(found).for_each(|(hot, found)| hot.insert(found));
+        }
+        !cold.iter().all(DirtyBitmap::is_empty)
+    }
+
+    /// The pages of each block that go in the next part as far as there is time; none before the first look.
+    pub fn take_part(&mut self) -> Option<&[DirtyBitmap]> {
+        let cold = self.cold.as_deref()?;
+        self.part_pages = self.far_away(cold).unwrap_or_else(|| cold.to_vec());
+        Some(&self.part_pages)
+    }
+
+    /// How long the next part takes, if looks are not to be more frequent than that.
+    pub fn part(&self, least: Duration) -> Duration {
+        self.part.max(least)
+    }
+
+    /// A part was cut off; these pages of it did not arrive.
+    pub fn cut(&mut self, unsent: &Owed) {
+        for ((cold, part), unsent) in
+            self.cold.iter_mut().flatten().zip(&self.part_pages).zip(unsent.blocks())
+        {
+            cold.remove(part);
+            cold.insert(unsent);
+        }
+    }
+
+    /// A part that was to take `planned` sent so many pages in `took`, and had no time for these. Whether any are left.
+    pub fn sent(&mut self, unsent: &Owed, pages: u64, planned: Duration, took: Duration) -> bool {
+        self.cut(unsent);
+        let left_pages: u64 = self.cold.iter().flatten().map(DirtyBitmap::count).sum();
+        let left = took.mul_f64(left_pages as f64 / pages.max(1) as f64);
+        let grown = (self.part * 2).min(self.usual.max(left / Self::OF_REST));
+        let beside = took.saturating_sub(planned);
+        self.part = grown.max(beside * Self::BESIDE);
+        left_pages > 0
+    }
+
+    /// What of memory is farthest from where the guest writes, if it moves on there and there is enough of it: the second
+    /// half of the longest way that lies before it.
+    fn far_away(&self, cold: &[DirtyBitmap]) -> Option<Vec<DirtyBitmap>> {
+        let of_memory: u64 = cold.iter().zip(&self.hot).map(|(cold, _)| cold.count()).sum();
+        let is_busy = |block: &DirtyBitmap, chunk| block.chunk(chunk).count() >= Self::BUSY_PAGES;
+        if !self.is_spreading
+            || of_memory < self.cold_first / Self::NEARLY_ALL
+            || !self.hot.iter().any(|block| block.dirty_chunks().any(|chunk| is_busy(block, chunk)))
+        {
+            return None;
+        }
+        let mut longest = Quiet::default();
+        for (number, (cold, hot)) in cold.iter().zip(&self.hot).enumerate() {
+            let mut quiet = Quiet { block: number, ..Quiet::default() };
+            for chunk in 0..cold.chunks() {
+                if is_busy(hot, chunk) {
+                    quiet = Quiet { block: number, chunks: chunk + 1..chunk + 1, cold: 0 };
+                    continue;
+                }
+                quiet.chunks.end = chunk + 1;
+                quiet.cold += cold.chunk(chunk).count();
+                if quiet.cold > longest.cold {
+                    longest.clone_from(&quiet);
+                }
+            }
+        }
+        let mut far: Vec<_> = cold.iter().map(DirtyBitmap::emptied).collect();
+        let (from, to) = (&cold[longest.block], &mut far[longest.block]);
+        let mut taken = 0;
+        for chunk in longest.chunks.rev() {
+            if taken >= longest.cold / 2 {
+                break;
+            }
+            let pages = from.chunk(chunk);
+            to.insert_into_chunk(chunk, &pages);
+            taken += pages.count();
+        }
+        (taken >= (of_memory / Self::FAR).max(1)).then_some(far)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::limits::PAGE_BYTES;
+
+    use super::*;
+
+    const USUAL: Duration = Duration::from_secs(1);
+
+    /// A guest that writes to some of its pages over and over, one after the other, and a link.
+    struct Guest {
+        pages: u64,
+        hot: Range<u64>,
+        written_per_s: u64,
+        sent_per_s: f64,
+        written: f64,
+        marks: DirtyBitmap,
+    }
+
+    impl Guest {
+        fn new(pages: u64, hot: Range<u64>, written_per_s: u64, sent_per_s: u64) -> Self {
+            let marks = DirtyBitmap::new(pages * PAGE_BYTES);
+            Self { pages, hot, written_per_s, sent_per_s: sent_per_s as f64, written: 0.0, marks }
+        }
+
+        fn runs_for(&mut self, time: Duration) {
+            let from = self.written as u64;
+            self.written += time.as_secs_f64() * self.written_per_s as f64;
+            for page in
+                (from..self.written as u64).map(|n| self.hot.start + n % (self.hot.end - self.hot.start))
+            {
+                self.marks.set(page..page + 1);
+            }
+        }
+
+        fn look(&mut self) -> DirtyBitmap {
+            let none = self.marks.emptied();
+            std::mem::replace(&mut self.marks, none)
+        }
+
+        /// The pages of each part of the first pass, and how many are dirty after it.
+        fn is_moved(mut self) -> (Vec<DirtyBitmap>, u64) {
+            let mut pass = FirstPass::new(USUAL);
+            let mut owed = DirtyBitmap::full(self.pages * PAGE_BYTES);
+            let mut parts = Vec::new();
+            // Before the first look the guest is at work as well.
+            self.runs_for(Duration::from_millis(20));
+            loop {
+                let found = self.look();
+                owed.insert(&found);
+                if !pass.see(&Owed::of(vec![owed.clone()]), &[found]) {
+                    return (parts, owed.count());
+                }
+                let planned = pass.part(Duration::ZERO);
+                let most = (planned.as_secs_f64() * self.sent_per_s) as usize;
+                let mut unsent = pass.take_part().unwrap()[0].clone();
+                let mut part = unsent.emptied();
+                unsent.runs().flatten().take(most).for_each(|page| part.set(page..page + 1));
+                unsent.remove(&part);
+                owed.remove(&part);
+                let took = Duration::from_secs_f64(part.count() as f64 / self.sent_per_s);
+                self.runs_for(took);
+                let is_left = pass.sent(&Owed::of(vec![unsent]), part.count(), planned, took);
+                parts.push(part);
+                if !is_left {
+                    owed.insert(&self.look());
+                    return (parts, owed.count());
+                }
+            }
+        }
+    }
+
+    const MIB: u64 = 256;
+
+    /// 128 of 528 MiB are written to over and over, wherever they are, at 150 MiB a second: of these next to nothing goes
+    /// before it is known that they are hot. Of the others all goes, and once.
+    #[test]
+    fn hot_pages_come_last() {
+        for first in [0, 100, 200, 300, 400].map(|mib| mib * MIB) {
+            let guest = Guest::new(528 * MIB, first..first + 128 * MIB, 150 * MIB, 118 * MIB);
+            let (hot, pages) = (guest.hot.clone(), guest.pages);
+            let (parts, left) = guest.is_moved();
+            let of = |part: &DirtyBitmap| {
+                part.runs_within(hot.clone()).map(|run| run.end - run.start).sum::<u64>()
+            };
+            let of_hot: u64 = parts.iter().map(of).sum();
+            let all: u64 = parts.iter().map(DirtyBitmap::count).sum();
+            assert_eq!((all - of_hot, left), (pages - 128 * MIB, 128 * MIB), "{first}");
+            assert!(of_hot < 8 * MIB, "{first}: {of_hot}");
+            assert!(parts.len() < 16, "{}", parts.len());
+        }
+    }
+
+    /// Where nothing can be told from where the guest writes it is a pass as any other.
+    #[test]
+    fn a_guest_that_writes_everywhere_or_nowhere_has_a_pass_of_few_parts() {
+        let pages = 2048 * MIB;
+        for (hot, written_per_s) in [(0..pages, 1000 * MIB), (0..pages, 100 * MIB), (0..1, 0), (7..8, 1)] {
+            let (parts, left) = Guest::new(pages, hot, written_per_s, 118 * MIB).is_moved();
+            let mut all = DirtyBitmap::new(pages * PAGE_BYTES);
+            for part in &parts {
+                assert_eq!(all.count_both(part), 0, "a page went twice");
+                all.insert(part);
+            }
+            assert!(all.count() + left >= pages, "a page is lost");
+            assert!((1..24).contains(&parts.len()), "{}", parts.len());
+        }
+    }
+
+    #[test]
+    fn what_was_cut_off_has_its_turn_again() {
+        let all = DirtyBitmap::full(4 * MIB * PAGE_BYTES);
+        let mut pass = FirstPass::new(USUAL);
+        assert!(pass.take_part().is_none());
+        let mut found = all.emptied();
+        found.set(0..2 * MIB);
+        assert!(pass.see(&Owed::of(vec![all.clone()]), &[found.clone()]));
+        // The half that is farther from where the guest writes.
+        let part = pass.take_part().unwrap()[0].clone();
+        assert_eq!((part.count(), part.contains(4 * MIB - 1)), (2 * MIB, true));
+        let mut unsent = all.emptied();
+        unsent.set(4 * MIB - 3..4 * MIB);
+        pass.cut(&Owed::of(vec![unsent.clone()]));
+        found.clear_all();
+        assert!(pass.see(&Owed::of(vec![all]), &[found]));
+        assert_eq!(pass.take_part().unwrap(), [unsent]);
+    }
+
+    #[test]
+    fn parts_become_longer_the_more_there_is_and_the_longer_the_link() {
+        let owed = |pages| {
+            let mut block = DirtyBitmap::new(8000 * PAGE_BYTES);
+            block.set(0..pages);
+            Owed::of(vec![block])
+        };
+        let mut pass = FirstPass::new(USUAL);
+        assert!(pass.see(&owed(8000), &[]));
+        let mut next = |left: u64, beside_ms: u64| {
+            let planned = pass.part(Duration::ZERO);
+            assert!(pass.take_part().is_some());
+            pass.sent(&owed(left), 1000, planned, planned + Duration::from_millis(beside_ms));
+            (planned.as_millis() as u64, pass.part(Duration::ZERO).as_millis() as u64)
+        };
+        // 1000 pages a part, whatever it takes: 6000 left are six times as long.
+        assert_eq!(next(100, 0), (125, 250));
+        assert_eq!(next(100, 0), (250, 500));
+        assert_eq!(next(100, 0), (500, 1000));
+        assert_eq!(next(100, 0), (1000, 1000));
+        assert_eq!(next(6000, 0), (1000, 1500));
+        assert_eq!(next(100, 200), (1500, 1600));
+        assert_eq!(pass.part(Duration::from_secs(2)), Duration::from_secs(2));
+    }
+}

@@ -226,6 +226,11 @@ impl DirtyBitmap {
         self.chunks.iter_mut().zip(&other.chunks).for_each(|(mine, theirs)| mine.remove(theirs));
     }
 
+    /// Takes all pages out that are not in another set of the same block.
+    pub fn retain(&mut self, other: &Self) {
+        self.chunks.iter_mut().zip(&other.chunks).for_each(|(mine, theirs)| mine.retain(theirs));
+    }
+
     /// How many of its pages are in another set, too.
     pub fn count_both(&self, other: &Self) -> u64 {
         self.chunks.iter().zip(&other.chunks).map(|(mine, theirs)| mine.count_both(theirs)).sum()

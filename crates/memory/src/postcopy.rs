@@ -5,7 +5,7 @@
 //! is nothing in it: that is zeros at once. Pages come as in any round, and are placed instead of written.
 //!
 //! At the source, where the guest stands still for good, [`Remaining`] has what is left to be sent: what was asked for
-//! goes first, the rest from there on, because who needs one page needs the next.
+//! goes first, then what lies behind it, then what the guest wrote last.
 //!
 //! | module | is |
 //! |---|---|
@@ -29,6 +29,6 @@ mod switched;
 
 pub use awaited::{Awaited, Placer};
 pub use ledger::Ledger;
-pub use remaining::Remaining;
+pub use remaining::{Recency, Remaining};
 pub use set::{BadSet, decode_set, encode_set};
 pub use switched::Switch;

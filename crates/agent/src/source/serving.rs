@@ -2,7 +2,7 @@
 //!
 //! Two threads for each set of connections. One answers what is asked for on the page stream; since the guest stands still
 //! here for good, any page can be read at any time, and sent as often as it is asked for. The other pushes what is left
-//! over the data streams, from where somebody asked last on, in parts that hold up no answer for long. What is left the
+//! over the data streams, what will be wanted next first, in parts that hold up no answer for long. What is left the
 //! destination says itself whenever connections are made anew, so that this side has nothing to remember but where the
 //! guest's memory is; and nothing is pushed before it has said so.
 
@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use ::memory::ram::zero::is_zero;
 use ::memory::{
-    BadSet, Interrupted, RamError, Readable, Remaining, SendError, Sender, SenderHandle, Sent, SourceRam,
+    BadSet, Interrupted, RamError, Recency, Remaining, SendError, Sender, SenderHandle, Sent, SourceRam,
     decode_set,
 };
 use engine::push::{Part, Push};
@@ -31,6 +31,8 @@ use super::telemetry::Left;
 pub(super) struct Later {
     pub(super) readers: SourceRam,
     pub(super) counted: Arc<Counted>,
+    /// What the guest wrote last, as far as this agent has seen it.
+    recency: Recency,
     /// What all data streams keep to.
     rate: Arc<RateLimit>,
     /// When the guest ran on there for all that is known here.
@@ -51,9 +53,9 @@ pub(super) struct Counted {
 }
 
 impl Later {
-    pub(super) fn new(readers: SourceRam, left: Left, rate: Arc<RateLimit>) -> Self {
+    pub(super) fn new(readers: SourceRam, recency: Recency, left: Left, rate: Arc<RateLimit>) -> Self {
         let counted = Arc::new(Counted { wanted: AtomicU64::new(0), pushed: AtomicU64::new(0), left });
-        Self { readers, counted, rate, began: Instant::now(), serving: None }
+        Self { readers, counted, recency, rate, began: Instant::now(), serving: None }
     }
 
     /// Sends over these connections, until they end. The destination says first what is left, and so that it is there for
@@ -67,10 +69,10 @@ impl Later {
     ) -> std::io::Result<()> {
         let (handle, pushing) = (page_stream.handle(), sender.handle());
         let (readers, counted) = (SourceRam::clone(&self.readers), Arc::clone(&self.counted));
-        let rate = Arc::clone(&self.rate);
+        let (rate, recency) = (Arc::clone(&self.rate), self.recency.clone());
         let hang_up = handle.clone();
         let work = move || {
-            let ended = serve(&readers, sender, page_stream, &counted, &rate);
+            let ended = serve(&readers, &recency, sender, page_stream, &counted, &rate);
             hang_up.shutdown();
             let error = crate::chain(&ended);
             info!(%generation, error, "nothing more is sent over these connections");
@@ -153,6 +155,7 @@ enum Ended {
 
 fn serve(
     readers: &SourceRam,
+    recency: &Recency,
     sender: Sender,
     page_stream: Connection,
     counted: &Counted,
@@ -160,7 +163,7 @@ fn serve(
 ) -> Ended {
     let hang_up = page_stream.handle();
     let (mut reader, mut writer) = page_stream.split();
-    let remaining = match hear_what_is_left(&mut reader, readers) {
+    let remaining = match hear_what_is_left(&mut reader, readers, recency) {
         Ok(remaining) => remaining,
         Err(ended) => return ended,
     };
@@ -190,7 +193,11 @@ fn serve(
 }
 
 /// What the destination awaits, as it says first.
-fn hear_what_is_left(reader: &mut Reader, readers: &SourceRam) -> Result<Remaining, Ended> {
+fn hear_what_is_left(
+    reader: &mut Reader,
+    readers: &SourceRam,
+    recency: &Recency,
+) -> Result<Remaining, Ended> {
     let Incoming::Message(Message::Awaited { bytes, digest, round }) = reader.recv(None)? else {
         return Err(Ended::Message);
     };
@@ -203,7 +210,7 @@ fn hear_what_is_left(reader: &mut Reader, readers: &SourceRam) -> Result<Remaini
         return Err(Ended::Digest);
     }
     let blocks = decode_set(&set, readers.iter().map(|reader| reader.bytes()))?;
-    Ok(Remaining::of(blocks, round))
+    Ok(Remaining::of(blocks, round, recency))
 }
 
 /// Pushes what is left, part by part.
@@ -257,7 +264,6 @@ fn answer(
             writer.send_blob(&encode_page(wanted.block, wanted.page, content))?;
             counted.wanted.fetch_add(1, Ordering::Relaxed);
         }
-        // What is left of them need not be pushed as well, and what comes behind them is wanted next.
-        drop(remaining.take_these(&pages).map(Readable::give_up));
+        remaining.take_out(&pages);
     }
 }

@@ -1,13 +1,36 @@
-//! What the source has left to send.
+//! What the source has left to send, and in which order.
+//!
+//! Who asks for a page will ask for those behind it next if he goes through them one after the other, and what he wrote last
+//! he will soon want again. So first comes what lies behind the pages that were asked for, the farther the more often that
+//! was right, as in reading ahead of a file; then what the guest wrote last, look by look; then the rest.
 
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Mutex;
 
-use proto::limits::PAGE_BYTES;
 use proto::message::WantedPage;
 
 use crate::dirty::DirtyBitmap;
 use crate::lock;
-use crate::round::{Cut, Owed, Place, Readable};
+use crate::round::{Owed, Readable};
+
+/// What a guest wrote of late, for the order in which it gets that back.
+#[derive(Clone, Debug, Default)]
+pub struct Recency {
+    /// What each look found, the latest first.
+    looks: VecDeque<Vec<DirtyBitmap>>,
+}
+
+impl Recency {
+    /// Looks that are remembered. A set takes 32 KiB for each GiB.
+    const LOOKS: usize = 4;
+
+    /// A look has found these pages of each block written.
+    pub fn note(&mut self, found: Vec<DirtyBitmap>) {
+        self.looks.truncate(Self::LOOKS - 1);
+        self.looks.push_front(found);
+    }
+}
 
 /// What is left to be sent to a guest that runs elsewhere already. Taken from by several senders at a time.
 #[derive(Debug)]
@@ -15,73 +38,174 @@ pub struct Remaining(Mutex<Left>);
 
 #[derive(Debug)]
 struct Left {
-    /// None where nothing is left.
-    pages: Option<Readable>,
+    /// Pages of each block, those first that are in the first of these. A page is in one of them.
+    tiers: Vec<Vec<DirtyBitmap>>,
     /// The last round that was taken.
     round: u32,
-    place: Place,
+    /// Where the next part begins: a block and a page of it.
+    place: (usize, u64),
+    /// What is wanted next by those who asked, the last one first.
+    ahead: VecDeque<Ahead>,
+}
+
+/// Pages behind one that was asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Ahead {
+    block: usize,
+    pages: Range<u64>,
+}
+
+impl Ahead {
+    /// So many pages behind the first one: 256 KiB.
+    const FIRST_PAGES: u64 = 64;
+    /// And no more than that: 32 MiB.
+    const MOST_PAGES: u64 = 1 << 13;
+    /// So many go through memory at a time.
+    const MOST: usize = 8;
+
+    fn length(&self) -> u64 {
+        self.pages.end - self.pages.start
+    }
+
+    /// Whether it was right: the next page that is asked for is one of these or lies not far behind them.
+    fn foretold(&self, block: usize, page: u64) -> bool {
+        self.block == block
+            && (self.pages.start..self.pages.end.saturating_add(self.length())).contains(&page)
+    }
 }
 
 impl Remaining {
-    /// All of these. The guest stands still for good.
-    pub fn new(pages: Readable) -> Self {
-        let round = pages.owed.round;
-        Self(Mutex::new(Left { pages: Some(pages), round, place: Place::default() }))
-    }
-
     /// These pages of each block, as the other side says that has seen so many rounds.
-    pub fn of(pages: Vec<DirtyBitmap>, round: u32) -> Self {
-        Self::new(Readable { owed: Owed { blocks: pages, round } })
+    pub fn of(pages: Vec<DirtyBitmap>, round: u32, recency: &Recency) -> Self {
+        let mut rest = pages;
+        let mut tiers: Vec<Vec<DirtyBitmap>> = Vec::new();
+        for look in &recency.looks {
+            let mut tier: Vec<_> = rest.iter().map(DirtyBitmap::emptied).collect();
+            for ((tier, rest), found) in tier.iter_mut().zip(&mut rest).zip(look) {
+                tier.insert(found);
+                tier.retain(rest);
+                rest.remove(tier);
+            }
+            tiers.push(tier);
+        }
+        tiers.push(rest);
+        Self(Mutex::new(Left { tiers, round, place: (0, 0), ahead: VecDeque::new() }))
     }
 
-    /// So many of them, from where somebody waited last on, as a round of its own; none if nothing is left.
+    /// So many of them, those first that somebody will want next, as a round of its own; none if nothing is left.
     pub fn take(&self, most_pages: u64) -> Option<Readable> {
         let mut left = lock(&self.0);
-        let pages = left.pages.take().filter(|pages| pages.pages() > 0)?;
-        let part = pages.part_around(left.place, most_pages, Cut::Anywhere);
-        left.place = part.next;
-        left.pages = Some(Readable { owed: part.later });
-        let mut readable = part.readable;
-        readable.owed.round = left.round;
+        let left = &mut *left;
+        let mut part = Part { pages: left.none(), wanted: most_pages };
+        for Ahead { block, pages } in &left.ahead {
+            part.take(&mut left.tiers, *block, pages.clone(), &mut left.place);
+        }
+        for tier in left.tiers.chunks_mut(1) {
+            let (first, page) = left.place;
+            let whole = |block| (block, 0..u64::MAX);
+            let behind = (first + 1..tier[0].len()).map(whole);
+            let around = (0..first).map(whole).chain([(first, 0..page)]);
+            for (block, pages) in [(first, page..u64::MAX)].into_iter().chain(behind).chain(around) {
+                part.take(tier, block, pages, &mut left.place);
+            }
+        }
+        if part.wanted == most_pages {
+            return None;
+        }
+        let readable = Readable { owed: Owed { blocks: part.pages, round: left.round } };
         left.round += 1;
         Some(readable)
     }
 
-    /// Those of these pages that are left; the next ones will be those behind them. None if all of them are on their way
-    /// or there.
-    pub fn take_these(&self, wanted: &[WantedPage]) -> Option<Readable> {
+    /// These are sent to those who asked for them: they are not left any more, and what lies behind them comes next.
+    pub fn take_out(&self, asked: &[WantedPage]) {
         let mut left = lock(&self.0);
-        let pages = left.pages.take()?;
-        let mut sets: Vec<_> =
-            pages.owed.blocks.iter().map(|block| DirtyBitmap::new(block.pages() * PAGE_BYTES)).collect();
-        for page in wanted {
-            if let Some(set) = sets.get_mut(usize::from(page.block)) {
-                set.set(page.page..page.page + 1);
-                left.place = Place::at(page.block, page.page);
-            }
+        for &WantedPage { block, page } in asked {
+            let block = usize::from(block);
+            let Some(pages) = left.tiers.first().and_then(|tier| tier.get(block)).map(DirtyBitmap::pages)
+            else {
+                continue;
+            };
+            left.tiers.iter_mut().for_each(|tier| tier[block].clear(page..page + 1));
+            left.place = (block, page + 1);
+            let foretold = left.ahead.iter().position(|ahead| ahead.foretold(block, page));
+            let length = match foretold.and_then(|index| left.ahead.remove(index)) {
+                Some(ahead) => (ahead.length() * 2).min(Ahead::MOST_PAGES),
+                None => Ahead::FIRST_PAGES,
+            };
+            left.ahead.truncate(Ahead::MOST - 1);
+            let behind = page + 1..(page + 1 + length).min(pages.max(page + 1));
+            left.ahead.push_front(Ahead { block, pages: behind });
         }
-        let (others, these) = pages.without(&sets);
-        left.pages = Some(others);
-        (these.pages() > 0).then_some(Readable { owed: these })
     }
 
     /// What was taken and did not arrive.
     pub fn give_back(&self, owed: &Owed) {
-        let mut left = lock(&self.0);
-        left.pages = Some(match left.pages.take() {
-            Some(pages) => pages.and(owed),
-            None => Readable { owed: owed.clone() },
-        });
+        if let Some(tier) = lock(&self.0).tiers.last_mut() {
+            tier.iter_mut().zip(&owed.blocks).for_each(|(tier, owed)| tier.insert(owed));
+        }
     }
 
     /// How many pages are left, those on their way apart.
     pub fn pages(&self) -> u64 {
-        lock(&self.0).pages.as_ref().map_or(0, Readable::pages)
+        lock(&self.0).tiers.iter().flatten().map(DirtyBitmap::count).sum()
+    }
+}
+
+impl Left {
+    fn none(&self) -> Vec<DirtyBitmap> {
+        self.tiers.first().into_iter().flatten().map(DirtyBitmap::emptied).collect()
+    }
+}
+
+/// Pages that are taken.
+struct Part {
+    pages: Vec<DirtyBitmap>,
+    /// So many more.
+    wanted: u64,
+}
+
+impl Part {
+    /// Takes those of these pages of a block that are left in any of the tiers, the first ones first. The place is then
+    /// behind them.
+    fn take(
+        &mut self,
+        tiers: &mut [Vec<DirtyBitmap>],
+        block: usize,
+        pages: Range<u64>,
+        place: &mut (usize, u64),
+    ) {
+        if self.wanted == 0 {
+            return;
+        }
+        // Of more runs than pages are wanted none is looked at.
+        let most_runs = usize::try_from(self.wanted).unwrap_or(usize::MAX);
+        let of_block = tiers.iter().filter_map(|tier| tier.get(block));
+        let mut runs: Vec<_> = of_block
+            .flat_map(|left| {
+                let range = pages.start.min(left.pages())..pages.end.min(left.pages());
+                left.runs_within(range).take(most_runs)
+            })
+            .collect();
+        runs.sort_unstable_by_key(|run| run.start);
+        for run in runs {
+            let taken = run.start..run.end.min(run.start + self.wanted);
+            self.wanted -= taken.end - taken.start;
+            tiers.iter_mut().for_each(|tier| tier[block].clear(taken.clone()));
+            *place = (block, taken.end);
+            self.pages[block].set(taken);
+            if self.wanted == 0 {
+                break;
+            }
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+    use proto::limits::PAGE_BYTES;
+
     use super::*;
 
     fn set(pages: u64, these: &[u64]) -> DirtyBitmap {
@@ -92,34 +216,106 @@ mod tests {
         set
     }
 
+    fn pages(readable: Option<Readable>) -> Vec<(usize, u64)> {
+        let owed = readable.map_or_else(|| Owed::of(Vec::new()), Readable::give_up);
+        let of = |(number, block): (usize, &DirtyBitmap)| {
+            block.runs().flatten().map(move |page| (number, page)).collect::<Vec<_>>()
+        };
+        owed.blocks().iter().enumerate().flat_map(of).collect()
+    }
+
+    fn wanted(block: u16, page: u64) -> WantedPage {
+        WantedPage { block, page }
+    }
+
     #[test]
     fn who_asks_is_served_first_and_what_lies_behind_next() {
-        let owed = Owed::of(vec![set(100, &[1, 2, 3]), set(1000, &[10, 20, 30, 40])]);
-        let remaining = Remaining::new(Readable { owed });
-        let pages = |readable: Option<Readable>| {
-            let owed = readable.map_or_else(|| Owed::of(Vec::new()), Readable::give_up);
-            let of = |(number, block): (usize, &DirtyBitmap)| {
-                block.runs().flatten().map(move |page| (number, page)).collect::<Vec<_>>()
-            };
-            owed.blocks().iter().enumerate().flat_map(of).collect::<Vec<_>>()
-        };
+        let left = vec![set(100, &[1, 2, 3]), set(1000, &[10, 20, 30, 40])];
+        let remaining = Remaining::of(left, 0, &Recency::default());
         assert_eq!(pages(remaining.take(2)), [(0, 1), (0, 2)]);
-        let wanted = [
-            WantedPage { block: 1, page: 20 },
-            WantedPage { block: 0, page: 1 },
-            WantedPage { block: 1, page: 21 },
-        ];
-        assert_eq!(pages(remaining.take_these(&wanted)), [(1, 20)]);
-        assert_eq!(pages(remaining.take_these(&wanted)), []);
+        remaining.take_out(&[wanted(1, 20), wanted(0, 1), wanted(1, 21)]);
+        assert_eq!(remaining.pages(), 4);
         assert_eq!(pages(remaining.take(1)), [(1, 30)]);
-        assert_eq!(pages(remaining.take_these(&[WantedPage { block: 7, page: 0 }])), []);
+        remaining.take_out(&[wanted(7, 0), wanted(1, 5000)]);
         assert_eq!(remaining.pages(), 3);
         // A cut: what was on its way is left again.
         remaining.give_back(&Owed::of(vec![set(100, &[1]), set(1000, &[20, 30])]));
-        assert_eq!(pages(remaining.take(4)), [(0, 1), (0, 3), (1, 10), (1, 40)]);
-        assert_eq!(pages(remaining.take(9)), [(1, 20), (1, 30)]);
+        remaining.take_out(&[wanted(1, 35)]);
+        assert_eq!(pages(remaining.take(4)), [(0, 3), (1, 10), (1, 20), (1, 40)]);
+        assert_eq!(pages(remaining.take(9)), [(0, 1), (1, 30)]);
         assert_eq!((pages(remaining.take(9)), remaining.pages()), (Vec::new(), 0));
         remaining.give_back(&Owed::of(vec![set(100, &[]), set(1000, &[20])]));
         assert_eq!(pages(remaining.take(9)), [(1, 20)]);
+    }
+
+    #[test]
+    fn what_was_written_last_comes_before_the_rest() {
+        let all: Vec<u64> = (0..200).collect();
+        let mut recency = Recency::default();
+        for found in [&[7, 8, 9][..], &[50, 51], &[8, 90], &[91]] {
+            recency.note(vec![set(200, found)]);
+        }
+        let remaining = Remaining::of(vec![set(200, &all)], 3, &recency);
+        let taken = [1, 2, 2, 3]
+            .map(|most| pages(remaining.take(most)).into_iter().map(|page| page.1).collect::<Vec<_>>());
+        assert_eq!(taken, [vec![91], vec![8, 90], vec![50, 51], vec![7, 9, 10]]);
+        // What somebody waits for is before that, and so is what lies behind it, over all that was written whenever.
+        let remaining = Remaining::of(vec![set(200, &all)], 3, &recency);
+        remaining.take_out(&[wanted(0, 48)]);
+        assert_eq!(pages(remaining.take(4)), [49, 50, 51, 52].map(|page| (0, page)));
+        // Looks are at no more than memory, and disks are behind it.
+        let remaining = Remaining::of(vec![set(200, &all), set(9, &[1])], 3, &recency);
+        assert_eq!((remaining.pages(), pages(remaining.take(1))), (201, vec![(0, 91)]));
+    }
+
+    /// Of one who goes through memory page by page ever more is there before he asks, of several at once as well; of one
+    /// who jumps about not much is sent ahead.
+    #[test]
+    fn the_more_often_it_was_right_the_more_goes_ahead() {
+        let mut recency = Recency::default();
+        recency.note(vec![DirtyBitmap::full(PAGE_BYTES << 16)]);
+        let ahead = |asked: &[u64]| {
+            let remaining = Remaining::of(vec![DirtyBitmap::full(PAGE_BYTES << 16)], 1, &recency);
+            asked.iter().for_each(|page| remaining.take_out(&[wanted(0, *page)]));
+            lock(&remaining.0).ahead.iter().map(Ahead::length).collect::<Vec<_>>()
+        };
+        assert_eq!(ahead(&[0, 65, 194, 451]), [512]);
+        assert_eq!(ahead(&[0, 30_000, 65, 30_065]), [128, 128]);
+        assert_eq!(ahead(&[0, 1000, 2000, 500]), [64; 4]);
+        assert_eq!(ahead(&(0..60_000).step_by(64).collect::<Vec<_>>()), [(1 << 16) - 59_969]);
+        assert_eq!(ahead(&(0..60_000).step_by(1000).collect::<Vec<_>>()).len(), Ahead::MOST);
+    }
+
+    proptest! {
+        /// Each page goes once, whatever was found, asked for and given back.
+        #[test]
+        fn every_page_goes_once(
+            left in proptest::collection::vec(0_u64..3000, 0..400),
+            looks in proptest::collection::vec(proptest::collection::vec(0_u64..3000, 0..100), 0..6),
+            steps in proptest::collection::vec((1_u64..200, proptest::option::of(0_u64..3000)), 0..40),
+        ) {
+            let mut recency = Recency::default();
+            looks.iter().for_each(|look| recency.note(vec![set(10, &[]), set(3000, look)]));
+            let all = set(3000, &left);
+            let remaining = Remaining::of(vec![set(10, &[]), all.clone()], 1, &recency);
+            let mut gone = all.emptied();
+            let rest = std::iter::repeat_n((4096, None), 2);
+            for (most, asked) in steps.into_iter().chain(rest) {
+                if let Some(page) = asked {
+                    remaining.take_out(&[wanted(1, page)]);
+                    gone.set(page..page + 1);
+                }
+                let taken = pages(remaining.take(most));
+                prop_assert!(taken.len() as u64 <= most);
+                for (block, page) in taken {
+                    prop_assert!(block == 1 && all.contains(page) && !gone.contains(page));
+                    gone.set(page..page + 1);
+                }
+            }
+            prop_assert_eq!(remaining.pages(), 0);
+            let mut both = all.clone();
+            both.remove(&gone);
+            prop_assert!(both.is_empty());
+        }
     }
 }

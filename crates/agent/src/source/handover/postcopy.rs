@@ -34,6 +34,7 @@ impl Driver {
                     Ok(readers) => {
                         self.later = Some(Later::new(
                             readers.into(),
+                            ::memory::Recency::default(),
                             self.telemetry.left(),
                             Arc::clone(&self.controls.rate),
                         ));

@@ -35,9 +35,11 @@ impl Driver {
         let saving = Instant::now();
         let state = vm.save_devices().map_err(|error| cannot_save(&error))?;
         self.clock.measured.save_us = saving.elapsed().as_micros() as u64;
-        let cleared = owed
-            .clear_marks(&mut cargo.ram_log())
+        let ram_blocks = cargo.ram_blocks();
+        let (cleared, found) = owed
+            .clear_marks_and_tell(&mut cargo.ram_log(), ram_blocks)
             .map_err(|failed| Failure::local("cannot scan for dirty pages", &failed))?;
+        self.written.note(found);
         self.clock.measured.last_scans_us += cleared.scan().duration_us;
         let (sender, left) = self.send_disks_alone(sender, cleared.stopped_before(), cargo)?;
         self.take_last_notices()?;
@@ -100,7 +102,9 @@ impl Driver {
         self.note("post-copy", format!("{pages} pages go when the guest runs there"));
         // The guest does not run here any more; there it waits.
         sender.handle().gives_way_by(0);
-        let mut later = Later::new(cargo.readers(), self.telemetry.left(), Arc::clone(&self.controls.rate));
+        let written = std::mem::take(&mut self.written);
+        let mut later =
+            Later::new(cargo.readers(), written, self.telemetry.left(), Arc::clone(&self.controls.rate));
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("no thread to send pages in", &error))?;

@@ -26,7 +26,7 @@ pub(super) struct Looked {
     pub(super) scan: ScanStats,
     scanned_at: Instant,
     drain_us: u64,
-    /// What of memory was written since the look before, in the first pass over it.
+    /// What of memory was written since the look before, where that was to be told.
     pub(super) found: Vec<DirtyBitmap>,
 }
 
@@ -107,7 +107,10 @@ impl Driver {
         let mut softening = self.meet_guest(cargo);
         let mut is_first = true;
         loop {
-            let mut looked = self.look_at(owed, course.passes == 0, cargo)?;
+            let mut looked = self.look_at(owed, course.passes == 0 || self.may_post_copy, cargo)?;
+            if self.may_post_copy {
+                self.written.note(looked.found.clone());
+            }
             course.see(&mut looked);
             if let Some(mut sent) = sent_before.take() {
                 sent.pass = course.passes;

@@ -268,6 +268,9 @@ pub(crate) struct MigrateCommand {
     /// Most rounds of pre-copy (30)
     #[arg(long, value_name = "N")]
     pub max_rounds: Option<u32>,
+    /// With `--policy hybrid`: how often all that is dirty goes before the rest comes after the VM (1)
+    #[arg(long, value_name = "N")]
+    pub hybrid_passes: Option<u32>,
     /// When the rounds or the time are used up, or rounds lead no further for a while: `abort` leaves the VM where it is,
     /// `stop` stops it and sends the rest, however long that takes, `post-copy` has the rest come when the VM runs at
     /// the other host (abort)

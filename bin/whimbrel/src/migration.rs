@@ -24,6 +24,7 @@ fn request(command: MigrateCommand) -> MigrateRequest {
         max_downtime_ms: command.max_downtime,
         max_total_ms: command.max_total.map(|seconds| seconds.saturating_mul(1000)),
         max_rounds: command.max_rounds,
+        hybrid_passes: command.hybrid_passes,
         on_limit: command.on_limit.map(Into::into),
         bandwidth_bytes_per_s: command.bandwidth.map(|Rate(rate)| rate),
         streams: command.streams,

@@ -88,6 +88,34 @@ fn memory_of_either_kind_comes_after_the_guest() {
     }
 }
 
+/// What the guest writes to goes once and a half at most: parts of the first pass keep away from there.
+#[test]
+fn hot_pages_come_last() {
+    let (cluster, _guest) = stage();
+    let report = cluster.a.cli(&HYBRID).last_json();
+    came_after_the_guest(&report);
+    let rounds = report["rounds"].as_array().unwrap();
+    assert!(rounds.len() > 3, "all of it went at once: {report:#}");
+    let sum = |name: &str| rounds.iter().map(|round| round[name].as_u64().unwrap()).sum::<u64>();
+    let (data_pages, left_pages) = (sum("data_pages"), report["post_copy"]["left_pages"].as_u64().unwrap());
+    // Beside the hot ones there are those that were filled, and those of the kernel.
+    let hot_pages = (HOT_MIB << 20) / 4096;
+    let cold_pages = (16 << 20) / 4096 + (60 << 20) / 4096;
+    assert!(left_pages >= hot_pages * 9 / 10, "{report:#}");
+    assert!(data_pages <= cold_pages + hot_pages / 2, "{data_pages} pages went before the guest: {report:#}");
+}
+
+/// All that is dirty goes so many times before.
+#[test]
+fn as_many_passes_are_made_as_are_asked_for() {
+    let (cluster, _guest) = stage();
+    let report = cluster.a.cli(&[&HYBRID[..], &["--hybrid-passes", "3"]].concat()).last_json();
+    came_after_the_guest(&report);
+    let passes = report["rounds"].as_array().unwrap().iter().map(|round| round["pass"].as_u64().unwrap());
+    assert_eq!(passes.max(), Some(3), "{report:#}");
+    is_whole_and_goes_on(&cluster);
+}
+
 /// Rounds lead no further, and what is left comes after the guest: pages that were sent before as well, which the
 /// destination has to take away.
 #[test]
@@ -118,6 +146,13 @@ fn what_cannot_be_done_is_said_before_anything_is() {
     let said = cluster.a.cli(&[&HYBRID[..], &["--verify"]].concat());
     assert_eq!(said.code, 2, "{said:?}");
     assert!(said.stdout.contains("cannot be compared"), "{said:?}");
+    for (words, why) in [
+        (&["--policy", "hybrid", "--hybrid-passes", "0"][..], "0 passes are not possible"),
+        (&["--hybrid-passes", "2", "--policy", "pattern"], "only with --policy hybrid"),
+    ] {
+        let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"][..], words].concat());
+        assert!(said.code == 2 && said.stdout.contains(why), "{said:?}");
+    }
     assert!(guest.serial().check().unwrap().ok);
 }
 

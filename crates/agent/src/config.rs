@@ -165,6 +165,8 @@ pub struct Limits {
     pub max_total_ms: u64,
     /// Most rounds of pre-copy.
     pub max_rounds: u32,
+    /// With the policy `hybrid`: how often all that is dirty goes before the rest comes after the guest.
+    pub hybrid_passes: u32,
     /// What to do when the rounds are used up.
     pub on_limit: OnLimit,
     /// How fast a guest may write to disks that are copied.
@@ -232,6 +234,7 @@ impl Default for Limits {
             max_downtime_ms: 300,
             max_total_ms: 0,
             max_rounds: 30,
+            hybrid_passes: 1,
             on_limit: OnLimit::Abort,
             throttle_writes: ThrottleWrites::Off,
             throttle_cpu: ThrottleCpu::Off,

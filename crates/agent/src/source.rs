@@ -64,6 +64,8 @@ pub(crate) struct Aims {
     pub(crate) max_total_ms: Option<u64>,
     /// Most rounds of pre-copy.
     pub(crate) max_rounds: u32,
+    /// How often all that is dirty goes before the rest comes after the guest, where that is the policy.
+    pub(crate) hybrid_passes: u32,
     /// What to do when the rounds are used up.
     pub(crate) on_limit: OnLimit,
     /// Number of data streams.
@@ -111,6 +113,7 @@ impl Aims {
             max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
             max_total_ms: Some(max_total_ms).filter(|ms| *ms > 0 && is_sla),
             max_rounds: request.max_rounds.unwrap_or(usual_rounds),
+            hybrid_passes: request.hybrid_passes.unwrap_or(limits.hybrid_passes),
             on_limit: request.on_limit.unwrap_or(limits.on_limit),
             streams: request.streams.unwrap_or(limits.streams),
             bandwidth_bytes_per_s: (bandwidth > 0).then_some(bandwidth),

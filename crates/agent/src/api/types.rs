@@ -178,6 +178,9 @@ pub struct MigrateRequest {
     /// Most rounds of pre-copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_rounds: Option<u32>,
+    /// How often all that is dirty goes before the rest comes after the guest, with the policy [`StopPolicy::Hybrid`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hybrid_passes: Option<u32>,
     /// How long all of it may take, in milliseconds, with the policy [`StopPolicy::Sla`]; 0 for as long as it takes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub max_total_ms: Option<u64>,
@@ -238,6 +241,7 @@ impl MigrateRequest {
             policy: None,
             max_downtime_ms: None,
             max_rounds: None,
+            hybrid_passes: None,
             max_total_ms: None,
             on_limit: None,
             bandwidth_bytes_per_s: None,

@@ -329,6 +329,12 @@ impl Checks<'_> {
         if l.max_downtime_ms == 0 {
             return Err(self.wrong(&["limits", "max_downtime_ms"], "cannot be 0; the default is 300"));
         }
+        if l.hybrid_passes == 0 {
+            return Err(self.wrong(
+                &["limits", "hybrid_passes"],
+                "cannot be 0: all of memory goes once before the rest comes after the VM",
+            ));
+        }
         if l.max_rounds == 0 {
             return Err(
                 self.wrong(&["limits", "max_rounds"], "cannot be 0: the first round sends all memory")

@@ -200,6 +200,16 @@ impl Daemon {
         if request.max_total_ms.is_some() {
             keeps_time(&aims)?;
         }
+        if request.hybrid_passes.is_some() && aims.policy != StopPolicy::Hybrid {
+            let error = "only with --policy hybrid a number of passes means anything";
+            let advice = "leave out --hybrid-passes, or choose --policy hybrid";
+            return Err(Problem::new(Kind::BadRequest, error, advice));
+        }
+        if aims.hybrid_passes == 0 {
+            let error =
+                "0 passes are not possible: all of memory goes once before the rest comes after the VM";
+            return Err(Problem::new(Kind::BadRequest, error, "choose --hybrid-passes 1 or more"));
+        }
         if aims.policy == StopPolicy::Sla
             && matches!(request.soft_pages, Some(SoftPages::Cold | SoftPages::All))
         {

@@ -128,6 +128,7 @@ impl Daemon {
             max_downtime_ms: limits.max_downtime_ms,
             max_total_ms: None,
             max_rounds: limits.max_rounds,
+            hybrid_passes: limits.hybrid_passes,
             on_limit: limits.on_limit,
             streams: limits.streams,
             bandwidth_bytes_per_s,

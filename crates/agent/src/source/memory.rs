@@ -354,9 +354,6 @@ impl DirtyLog for Log<'_> {
     }
 }
 
-/// How often all of memory goes before the rest comes after the guest.
-const HYBRID_PASSES: u32 = 1;
-
 /// The policy that decides when to stop, for a guest to which so much can be done.
 pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
     let goal = aim(aims);
@@ -374,7 +371,7 @@ pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
         }
         StopPolicy::Target => Traced::new(ByTarget::new(goal, on_limit)),
         StopPolicy::Rounds => Traced::new(ByRounds::default()),
-        StopPolicy::Hybrid => Traced::new(ByHybrid::new(goal, HYBRID_PASSES, fixed)),
+        StopPolicy::Hybrid => Traced::new(ByHybrid::new(goal, aims.hybrid_passes, fixed)),
         StopPolicy::Sla => Traced::new(BySla::new(goal, ways, on_limit, fixed).sampling(aims.sampling)),
     }
 }

@@ -25,6 +25,7 @@ fn aims() -> Aims {
         max_downtime_ms: 30,
         max_total_ms: None,
         max_rounds: 30,
+        hybrid_passes: 1,
         on_limit: OnLimit::Stop,
         streams: 1,
         bandwidth_bytes_per_s: None,

@@ -44,8 +44,9 @@ struct Quiet {
 impl FirstPass {
     /// The first part takes such a share of what parts usually take.
     const FIRST: u32 = 8;
-    /// A part takes no less than so many times what it takes beside sending: the last page's way and the answer's way back.
-    const BESIDE: u32 = 8;
+    /// A part takes no less than so many times what it takes beside sending: what waits in buffers, the last page's way and
+    /// the answer's way back. Only in the last two of these nothing is sent.
+    const BESIDE: u32 = 2;
     /// Nor does it take more than such a share of the time that is left, if that is more than is usual: the more there is
     /// to send the longer the parts, or looks would be many.
     const OF_REST: u32 = 4;
@@ -310,7 +311,7 @@ mod tests {
         assert_eq!(next(100, 0), (500, 1000));
         assert_eq!(next(100, 0), (1000, 1000));
         assert_eq!(next(6000, 0), (1000, 1500));
-        assert_eq!(next(100, 200), (1500, 1600));
+        assert_eq!(next(100, 800), (1500, 1600));
         assert_eq!(pass.part(Duration::from_secs(2)), Duration::from_secs(2));
     }
 }

@@ -53,6 +53,10 @@ fn a_guest_that_is_too_fast_is_stopped_when_that_is_seen() {
     assert_eq!(told["pattern"], serde_json::to_value(pattern).unwrap());
     let text = cluster.a.text(&["report", "vm1"]).ok();
     assert!(text.stdout.contains(&format!("stopped at {pattern}")), "{text:?}");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&file, report.to_string()).unwrap();
+    let text = cluster.a.text(&["replay", file.path().to_str().unwrap()]).ok();
+    assert!(["stop (pattern): ", "pressure: "].iter().all(|policy| text.stdout.contains(policy)), "{text:?}");
 }
 
 /// Somebody who did not ask for a long stop does not get one.

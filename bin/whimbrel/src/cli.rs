@@ -142,6 +142,11 @@ pub(crate) enum Command {
         #[arg(long)]
         explain: bool,
     },
+    /// Decide again what was decided in a migration, and tell where that would be decided otherwise now; needs no agent
+    Replay {
+        /// The migration's report, as `whimbrel --json report` gives it; - for the standard input
+        report: PathBuf,
+    },
     /// List and remove images that VMs left on this host when they moved away with their disks
     Images {
         #[command(subcommand)]

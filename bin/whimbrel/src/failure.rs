@@ -34,6 +34,23 @@ pub(crate) enum Failure {
         /// Why.
         source: io::Error,
     },
+    /// What should be a report is none.
+    #[error("{path} holds no report", path = path.display())]
+    NotAReport {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: serde_json::Error,
+    },
+    /// There is nothing in a report that could be decided again.
+    #[error(
+        "the report in {path} has no traces: nothing was decided, or an agent wrote it that kept none",
+        path = path.display()
+    )]
+    NoTraces {
+        /// The file.
+        path: PathBuf,
+    },
     /// The laboratory does not work, or cannot be as it is wanted.
     #[error(transparent)]
     Lab(#[from] lab::Error),
@@ -65,6 +82,8 @@ impl Failure {
             },
             Self::Config(_)
             | Self::File { .. }
+            | Self::NotAReport { .. }
+            | Self::NoTraces { .. }
             | Self::Agent(StartError::Identity(_))
             | Self::Lab(lab::Error::Prefix(_)) => Code::Usage,
             Self::Unwatched(_) => Code::InDoubt,
@@ -76,9 +95,11 @@ impl Failure {
     pub(crate) fn problem(&self) -> Problem {
         match self {
             Self::Client(ClientError::Problem(problem)) => problem.clone(),
-            Self::Config(_) | Self::File { .. } | Self::Lab(lab::Error::Prefix(_)) => {
-                Problem::new(Kind::BadRequest, with_causes(self), "")
-            }
+            Self::Config(_)
+            | Self::File { .. }
+            | Self::NotAReport { .. }
+            | Self::NoTraces { .. }
+            | Self::Lab(lab::Error::Prefix(_)) => Problem::new(Kind::BadRequest, with_causes(self), ""),
             Self::Agent(StartError::Identity(_)) => {
                 let advice = "see \"Certificates\" in docs/operations.md for what has to be in them";
                 Problem::new(Kind::BadRequest, with_causes(self), advice)

@@ -23,6 +23,7 @@ mod migration;
 mod output;
 mod rate;
 mod recovery;
+mod replay;
 mod results_file;
 mod sweep_command;
 mod watching;
@@ -116,6 +117,7 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
             migration::limit(&client()?, &vm, &limits, output)
         }
         Command::Report { vm, epoch, explain } => migration::report(&client()?, &vm, epoch, explain, output),
+        Command::Replay { report } => replay::replay(&report, output),
         Command::Images { command } => match command {
             ImagesCommand::List => images::list(&client()?, output),
             ImagesCommand::Remove { vm, epoch } => images::remove(&client()?, &vm, epoch, output),

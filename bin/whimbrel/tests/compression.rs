@@ -5,6 +5,7 @@
 
 mod common;
 
+use common::replay::is_replayed;
 use common::{Cluster, GuestSpec, Load, Setup};
 use serde_json::Value;
 
@@ -56,6 +57,8 @@ fn a_slow_link_is_reason_enough() {
     let ways: Vec<_> = report["compression"]["ways"].as_array().unwrap().iter().collect();
     assert!(!ways.is_empty() && ways.windows(2).all(|pair| pair[0]["way"] != pair[1]["way"]), "{report:#}");
     assert!(ways.iter().all(|way| way["link_bytes_per_s"].as_u64().unwrap() > 0), "{report:#}");
+    let compression = is_replayed(&report).others.compression.unwrap();
+    assert!(compression.decisions().any(|decision| decision.way.to_string() == ways[0]["way"]), "{report:#}");
     cluster.guest_is_whole("b", "vm1");
 }
 

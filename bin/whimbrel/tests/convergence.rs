@@ -8,8 +8,9 @@ mod common;
 use std::path::Path;
 use std::process::{Child, Command};
 
+use common::replay::{decisions, is_replayed};
 use common::{Cluster, GuestSpec, Load, Setup, has_event, until};
-use engine::precopy::{Decision, Trace};
+use engine::precopy::Decision;
 use serde_json::Value;
 
 const RATE: u64 = 20 << 20;
@@ -32,14 +33,6 @@ fn rounds(report: &Value) -> &[Value] {
     report["rounds"].as_array().unwrap()
 }
 
-/// Each decision follows from what the report says that the policy was shown.
-fn is_replayed(report: &Value) -> Vec<Decision> {
-    let traces: Vec<Trace> = serde_json::from_value(report["traces"].clone()).unwrap();
-    let decisions: Vec<_> = traces.iter().flat_map(Trace::decisions).collect();
-    assert_eq!(traces.iter().flat_map(Trace::replay).collect::<Vec<_>>(), decisions, "{report:#}");
-    decisions
-}
-
 /// Rounds after the first pass were sent in parts, of which each left pages to the next.
 fn went_in_parts(report: &Value) -> bool {
     let number = |round: &Value, what: &str| round[what].as_u64().unwrap();
@@ -52,13 +45,18 @@ fn a_guest_that_is_too_fast_is_stopped_when_that_is_seen() {
     let report = cluster.migrate("vm1", "a", "b", &[]);
     cluster.guest_is_whole("b", "vm1");
     assert!(went_in_parts(&report), "{report:#}");
-    let Some(Decision::StopAndCopy { pattern: Some(pattern), .. }) = is_replayed(&report).pop() else {
+    let Some(Decision::StopAndCopy { pattern: Some(pattern), .. }) = decisions(&is_replayed(&report)).pop()
+    else {
         panic!("no pattern: {report:#}")
     };
     let told = rounds(&report).iter().find(|round| round["decision"] == "stop").unwrap();
     assert_eq!(told["pattern"], serde_json::to_value(pattern).unwrap());
     let text = cluster.a.text(&["report", "vm1"]).ok();
     assert!(text.stdout.contains(&format!("stopped at {pattern}")), "{text:?}");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&file, report.to_string()).unwrap();
+    let text = cluster.a.text(&["replay", file.path().to_str().unwrap()]).ok();
+    assert!(["stop (pattern): ", "pressure: "].iter().all(|policy| text.stdout.contains(policy)), "{text:?}");
 }
 
 /// Somebody who did not ask for a long stop does not get one.
@@ -69,7 +67,7 @@ fn a_guest_that_is_too_fast_stays_where_it_is_unless_told_otherwise() {
     assert_eq!(said.code, 1, "{said:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(report["outcome"], "aborted", "{report:#}");
-    assert!(matches!(is_replayed(&report).pop(), Some(Decision::GiveUp { .. })), "{report:#}");
+    assert!(matches!(decisions(&is_replayed(&report)).pop(), Some(Decision::GiveUp { .. })), "{report:#}");
     cluster.b.wait_settled();
     assert!(cluster.b.vm("vm1").is_none(), "nothing is left there");
     assert!(guest.serial().check().unwrap().ok);
@@ -103,7 +101,10 @@ fn other_rules_move_a_guest_too() {
         let report = cluster.migrate("vm1", from, to, &["--policy", policy]);
         assert_eq!(report["objective"]["policy"], policy);
         assert_eq!(report["traces"][0]["policy"]["policy"], policy, "{report:#}");
-        assert!(matches!(is_replayed(&report).pop(), Some(Decision::StopAndCopy { .. })), "{report:#}");
+        assert!(
+            matches!(decisions(&is_replayed(&report)).pop(), Some(Decision::StopAndCopy { .. })),
+            "{report:#}"
+        );
         cluster.guest_is_whole(to, "vm1");
     }
 }
@@ -122,7 +123,8 @@ fn a_guest_that_is_too_fast_is_moved_when_its_processors_are_slowed_down() {
     assert_eq!(report["outcome"], "moved", "{report:#}");
     assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
     assert!(has_event(&report, "cpu-throttled"), "{report:#}");
-    is_replayed(&report);
+    let slowing = is_replayed(&report).others.slowing.unwrap();
+    assert!(slowing.decisions().any(Option::is_some), "{report:#}");
     cluster.guest_is_whole("b", "vm1");
     let left = guest.pid();
     assert!(!Path::new("/sys/fs/cgroup/cpu").join(format!("whimbrel-cpu-{left}")).exists());
@@ -142,14 +144,14 @@ fn limits_are_kept_by_the_way_that_is_expected_to() {
     let report = sla("1", "1");
     assert_eq!(report["outcome"], "aborted", "{report:#}");
     assert!(report["reason"].as_str().unwrap().contains("no time left"), "{report:#}");
-    assert!(matches!(is_replayed(&report).pop(), Some(Decision::GiveUp { .. })), "{report:#}");
+    assert!(matches!(decisions(&is_replayed(&report)).pop(), Some(Decision::GiveUp { .. })), "{report:#}");
     assert!(guest.serial().check().unwrap().ok);
     cluster.b.wait_settled();
 
     // A tenth of its processor time would not be little enough.
     let report = sla("300", "100");
     assert_eq!(report["outcome"], "moved", "{report:#}\n{}", cluster.a.log());
-    assert!(matches!(is_replayed(&report).pop(), Some(Decision::PostCopy { .. })), "{report:#}");
+    assert!(matches!(decisions(&is_replayed(&report)).pop(), Some(Decision::PostCopy { .. })), "{report:#}");
     assert!(report["post_copy"]["left_pages"].as_u64() > Some(0), "{report:#}");
     let way = report["events"].as_array().unwrap().iter().rfind(|event| event["what"] == "way").unwrap();
     assert!(way["detail"].as_str().unwrap().starts_with("post-copy; expected of "), "{way}");
@@ -167,7 +169,7 @@ fn a_guest_is_slowed_down_where_that_keeps_the_limits() {
     let said = cluster.a.cli(&[&words[..], &["--compress", "none", "--deltas", "never"]].concat());
     let report = said.last_json();
     cluster.assert_moved("a", &report);
-    let decisions = is_replayed(&report);
+    let decisions = decisions(&is_replayed(&report));
     assert!(matches!(decisions.last(), Some(Decision::StopAndCopy { .. })), "{report:#}");
     assert!(decisions.iter().any(|decision| matches!(decision, Decision::NextRound { slow: true, .. })));
     assert!(has_event(&report, "cpu-throttled"), "{report:#}");
@@ -215,6 +217,8 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     assert!(waiting("most_permille") > waiting("before_permille") + 50, "{report:#}");
     let text = cluster.a.text(&["report", "vm1"]).ok();
     assert!(text.stdout.contains("copying nice 11"), "{text:?}");
+    let pressure = is_replayed(&report).others.pressure.unwrap();
+    assert_eq!(pressure.decisions().max(), Some(&11), "{report:#}");
     cluster.guest_is_whole("b", "vm1");
 }
 

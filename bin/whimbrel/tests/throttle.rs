@@ -4,6 +4,7 @@
 
 mod common;
 
+use common::replay::is_replayed;
 use common::{Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Setup, has_event, until};
 use lab::disk;
 use serde_json::{Value, json};
@@ -47,6 +48,8 @@ fn a_guest_that_writes_faster_than_the_link_carries_is_moved_when_it_is_throttle
 
     let report = cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "drain"]].concat());
     assert!(has_event(&report, "writes-throttled"), "{report:#}");
+    let writes = is_replayed(&report).others.writes.unwrap();
+    assert!(writes.decisions().any(|cap| cap.bytes_per_s.is_some()), "{report:#}");
     cluster.guest_is_whole("b", "vm1");
     let serial = cluster.serial("b", "vm1");
     let writes = || serial.next_tick().unwrap().disk_writes;

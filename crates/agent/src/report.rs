@@ -8,11 +8,12 @@ mod explain;
 mod sparing;
 mod text;
 
-use engine::precopy::{Pattern, Trace};
+use engine::precopy::Pattern;
 use proto::message::{Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
+pub use engine::trace::{Replayed, Traces};
 pub use explain::explain;
 pub use sparing::{Compression, Deltas, PickedWay, Soft};
 pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
@@ -22,7 +23,7 @@ pub use text::{bytes, milliseconds, rate, render, seconds, to_the_second};
 pub const SCHEMA: &str = "whimbrel.report/1";
 
 /// What became of a migration, as its source knows it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
     /// Always [`SCHEMA`].
     pub schema: String,
@@ -73,10 +74,9 @@ pub struct Report {
     pub waiting: Option<Waiting>,
     /// Rounds of pre-copy and the last one, in order.
     pub rounds: Vec<Round>,
-    /// What the policy of the stop was shown and what it decided: enough to decide it all again. A new one begins where
-    /// the guest gave its page cache back.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub traces: Vec<Trace>,
+    /// What all that decides was shown, and what it decided (`traces`, `other_traces`).
+    #[serde(flatten)]
+    pub traces: Traces,
     /// How long the guest stood still; absent if it was never stopped.
     pub downtime: Option<Downtime>,
     /// What came when the guest ran at the destination already; absent where nothing did.
@@ -404,7 +404,7 @@ impl Report {
             post_copy: None,
             waiting: None,
             rounds: Vec::new(),
-            traces: Vec::new(),
+            traces: Traces::default(),
             downtime: None,
             sent_bytes: 0,
             received_bytes: 0,

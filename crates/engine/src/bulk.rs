@@ -5,8 +5,12 @@
 //! of them is little beside the guest's memory, or does not get less. From there on both go together, and what remains
 //! of both decides the stop ([`crate::precopy`]).
 
+use serde::{Deserialize, Serialize};
+
+use crate::trace::Decider;
+
 /// What a round of disks alone has left: what was written meanwhile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskRound {
     /// What the next round would have to send, in bytes.
     pub dirty_bytes: u64,
@@ -15,7 +19,8 @@ pub struct DiskRound {
 }
 
 /// What comes next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Next {
     /// Another round of disks alone.
     Disks,
@@ -23,13 +28,26 @@ pub enum Next {
     Memory,
 }
 
-/// Decides. `memory_bytes` is what memory will have to send at least.
-pub fn next(observed: &DiskRound, memory_bytes: u64) -> Next {
-    // What is left is little beside what is to come: it goes along.
-    let is_little = observed.dirty_bytes <= memory_bytes / 16;
-    // A round more would find as much again: the guest writes as fast as the link carries.
-    let does_not_shrink = observed.dirty_bytes > observed.sent_bytes / 2;
-    if is_little || does_not_shrink { Next::Memory } else { Next::Disks }
+/// Says after each round of disks alone what comes next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ahead {
+    /// What memory will have to send at least.
+    pub memory_bytes: u64,
+}
+
+impl Decider for Ahead {
+    type Observed = DiskRound;
+    type Decision = Next;
+
+    const KEPT: usize = 1000;
+
+    fn decide(&mut self, observed: &DiskRound) -> Next {
+        // What is left is little beside what is to come: it goes along.
+        let is_little = observed.dirty_bytes <= self.memory_bytes / 16;
+        // A round more would find as much again: the guest writes as fast as the link carries.
+        let does_not_shrink = observed.dirty_bytes > observed.sent_bytes / 2;
+        if is_little || does_not_shrink { Next::Memory } else { Next::Disks }
+    }
 }
 
 #[cfg(test)]
@@ -39,7 +57,7 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     fn after(dirty_bytes: u64, sent_bytes: u64) -> Next {
-        next(&DiskRound { dirty_bytes, sent_bytes }, GIB)
+        Ahead { memory_bytes: GIB }.decide(&DiskRound { dirty_bytes, sent_bytes })
     }
 
     #[test]

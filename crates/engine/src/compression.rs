@@ -27,6 +27,9 @@
 //! not ended any more: what is not marked in one round is not known in the next.
 
 use proto::packed::{Compression, Trial};
+use serde::{Deserialize, Serialize};
+
+use crate::trace::{Blank, Decider};
 
 /// Ways to choose from, the cheapest first.
 pub const WAYS: [Compression; 5] =
@@ -67,7 +70,7 @@ const BAN_LOOKS: u32 = 40;
 const WEIGHT: f64 = 0.4;
 
 /// What was counted in an interval, all workers together.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Observation {
     /// How long the interval was, in nanoseconds.
     pub interval_ns: u64,
@@ -88,11 +91,12 @@ pub struct Observation {
     /// Time of this host's processors that nobody used, in nanoseconds.
     pub idle_ns: u64,
     /// What was tried out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub trials: Vec<Trial>,
 }
 
 /// What to do until the next look.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Decision {
     /// The way from now on.
     pub way: Compression,
@@ -101,6 +105,7 @@ pub struct Decision {
     /// The way for a guest that stands still.
     pub standing_way: Compression,
     /// Ways to be tried out.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub try_out: Vec<Compression>,
     /// What the link seems to carry, in bytes per second; absent as long as nobody waited for it.
     pub link_bytes_per_s: Option<u64>,
@@ -137,8 +142,9 @@ struct Shares {
     spent: f64,
 }
 
-/// Chooses a way again and again.
-#[derive(Clone, Debug, Default, PartialEq)]
+/// Chooses a way again and again. Begins without compression, and without being informed.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(from = "Blank", into = "Blank")]
 pub struct Chooser {
     /// Place of the present way in [`WAYS`].
     present: usize,
@@ -166,9 +172,14 @@ pub struct Chooser {
     banned: Option<(usize, u32)>,
 }
 
-impl Chooser {
-    /// The way from now on, and what to try out. Begins without compression, and without being informed.
-    pub fn decide(&mut self, observed: &Observation) -> Decision {
+impl Decider for Chooser {
+    type Observed = Observation;
+    /// The way from now on, and what to try out.
+    type Decision = Decision;
+
+    const KEPT: usize = 600;
+
+    fn decide(&mut self, observed: &Observation) -> Decision {
         self.learn(&observed.trials);
         let tells = observed.data_bytes > 0 && observed.interval_ns > 0 && observed.workers > 0;
         let pause = self.hear_of_peer(observed);
@@ -186,7 +197,15 @@ impl Chooser {
             peer_is_busy: self.pause.is_some_and(|pause| pause < NO_PAUSE),
         }
     }
+}
 
+impl From<Blank> for Chooser {
+    fn from(_: Blank) -> Self {
+        Self::default()
+    }
+}
+
+impl Chooser {
     fn learn(&mut self, trials: &[Trial]) {
         if let [probe] = trials
             && probe.way == WAYS[1]

@@ -11,6 +11,7 @@
 //! - [`push`]: post-copy: how much of what is left is sent at once.
 //! - [`referring`]: whether it pays to refer memory to what the destination has.
 //! - [`throttle`]: how fast a guest may write to disks that are copied.
+//! - [`trace`]: what all of these were shown and decided, to decide it again.
 //! - [`phase`]: the parts of a migration in their order, for progress and report.
 
 pub mod bulk;
@@ -22,3 +23,4 @@ pub mod pressure;
 pub mod push;
 pub mod referring;
 pub mod throttle;
+pub mod trace;

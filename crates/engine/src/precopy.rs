@@ -27,8 +27,7 @@
 //!
 //! # Replay
 //!
-//! A policy reads no clock and draws no random number, so its decisions follow from what it was shown. [`Traced`] keeps
-//! that as a [`Trace`], which goes into the report; [`Trace::replay`] decides it all again.
+//! What a policy was shown [`Traced`] keeps as a [`Trace`], which goes into the report, to be decided again ([`crate::trace`]).
 
 mod classic;
 mod forecast;
@@ -49,7 +48,7 @@ pub use forecast::{CostHistory, FixedCost};
 pub use hybrid::ByHybrid;
 pub use pattern::{ByPattern, Pattern, Sampling};
 pub use sla::{BySla, Outcome, Outlook, Way, Ways};
-pub use trace::{AnyPolicy, Trace, TraceEntry, Traced};
+pub use trace::{AnyPolicy, Happened, Trace, Traced};
 
 /// What a policy is shown after a round: how it went, and what a scan right after it found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

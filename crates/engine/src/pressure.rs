@@ -6,8 +6,12 @@
 //! more of the time than they did before, by more than is allowed, copying gets a smaller share, step by step; where they
 //! do not, it gets more again.
 
+use serde::{Deserialize, Serialize};
+
+use crate::trace::Decider;
+
 /// What the guest's processors did in an interval, all of them together.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Waited {
     /// For how long they ran, in nanoseconds.
     pub ran_ns: u64,
@@ -28,12 +32,15 @@ impl Waited {
 }
 
 /// Gives copying a share of the processors, look by look.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pressure {
     /// How much more than usual the guest may wait, in thousandths.
     allowed_permille: u64,
     usual_permille: u64,
+    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    #[serde(skip)]
     step: usize,
+    #[serde(skip)]
     calm_looks: u32,
 }
 
@@ -50,8 +57,20 @@ impl Pressure {
         Self { allowed_permille, usual_permille, step: 0, calm_looks: 0 }
     }
 
+    /// How nice copying is now.
+    pub fn nice(&self) -> u8 {
+        Self::NICE[self.step]
+    }
+}
+
+impl Decider for Pressure {
+    type Observed = Waited;
     /// How nice copying has to be from now on.
-    pub fn decide(&mut self, waited: Waited) -> u8 {
+    type Decision = u8;
+
+    const KEPT: usize = 1000;
+
+    fn decide(&mut self, waited: &Waited) -> u8 {
         let Some(permille) = waited.permille() else { return self.nice() };
         let more = permille.saturating_sub(self.usual_permille);
         if more > self.allowed_permille {
@@ -67,11 +86,6 @@ impl Pressure {
         }
         self.nice()
     }
-
-    /// How nice copying is now.
-    pub fn nice(&self) -> u8 {
-        Self::NICE[self.step]
-    }
 }
 
 #[cfg(test)]
@@ -85,7 +99,7 @@ mod tests {
     }
 
     fn after(policy: &mut Pressure, percents: &[u64]) -> Vec<u8> {
-        percents.iter().map(|percent| policy.decide(waited(*percent))).collect()
+        percents.iter().map(|percent| policy.decide(&waited(*percent))).collect()
     }
 
     #[test]
@@ -116,6 +130,6 @@ mod tests {
         assert_eq!((little.permille(), Waited::default().permille()), (None, None));
         assert_eq!(Waited { waited_ns: u64::MAX, ran_ns: u64::MAX }.permille(), Some(500));
         let mut policy = Pressure::new(50, little);
-        assert_eq!((policy.decide(waited(90)), policy.decide(little), policy.nice()), (7, 7, 7));
+        assert_eq!((policy.decide(&waited(90)), policy.decide(&little), policy.nice()), (7, 7, 7));
     }
 }

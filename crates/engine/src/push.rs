@@ -12,8 +12,11 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::trace::{Blank, Decider};
+
 /// How many pages are pushed at once, and how fast.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Blank", into = "Blank")]
 pub struct Push {
     pages: u64,
     /// The part before.
@@ -38,6 +41,27 @@ pub struct Part {
     pub duration_ns: u64,
 }
 
+/// How the next part goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NextPart {
+    /// How many pages it has at most.
+    pub pages: u64,
+    /// How fast it is to go, in bytes on the wire per second; none for as fast as it goes.
+    pub pace_bytes_per_s: Option<u64>,
+}
+
+impl Decider for Push {
+    type Observed = Part;
+    type Decision = NextPart;
+
+    const KEPT: usize = 1000;
+
+    fn decide(&mut self, part: &Part) -> NextPart {
+        self.learn(*part);
+        NextPart { pages: self.pages, pace_bytes_per_s: self.pace_bytes_per_s }
+    }
+}
+
 impl Push {
     /// A part takes no less than that, in nanoseconds.
     pub const SHORTEST_NS: u64 = 8_000_000;
@@ -57,13 +81,8 @@ impl Push {
         self.pages
     }
 
-    /// How fast it is to go, in bytes on the wire per second; none for as fast as it goes.
-    pub fn pace_bytes_per_s(&self) -> Option<u64> {
-        self.pace_bytes_per_s
-    }
-
     /// Learns from a part.
-    pub fn learn(&mut self, part: Part) {
+    fn learn(&mut self, part: Part) {
         let part = Part { duration_ns: part.duration_ns.max(1), ..part };
         // The last one of all, or one of nearly nothing but zeros.
         if part.pages < self.pages {
@@ -131,6 +150,12 @@ impl Push {
     }
 }
 
+impl From<Blank> for Push {
+    fn from(_: Blank) -> Self {
+        Self::default()
+    }
+}
+
 impl Default for Push {
     fn default() -> Self {
         Self {
@@ -172,7 +197,7 @@ mod tests {
         /// Has a part pushed; how long something else would have waited behind it at most, in nanoseconds.
         fn carry(self, push: &mut Push) -> u64 {
             let wire_bytes = push.pages() * PAGE;
-            let sent_ns = push.pace_bytes_per_s().map_or(0, |pace| time_for(wire_bytes, pace));
+            let sent_ns = push.pace_bytes_per_s.map_or(0, |pace| time_for(wire_bytes, pace));
             let carried_ns = time_for(wire_bytes, self.bytes_per_s);
             let duration_ns = self.long_ms * 1_000_000 + carried_ns.max(sent_ns);
             push.learn(Part { pages: push.pages(), wire_bytes, duration_ns });
@@ -185,7 +210,7 @@ mod tests {
         let mut push = Push::default();
         (0..256).for_each(|_| _ = link.carry(&mut push));
         let bytes = push.pages() * PAGE;
-        let rate = push.pace_bytes_per_s().unwrap_or(u64::MAX).min(link.bytes_per_s);
+        let rate = push.pace_bytes_per_s.unwrap_or(u64::MAX).min(link.bytes_per_s);
         let part_ns = time_for(bytes, rate);
         let share = time_for(bytes, link.bytes_per_s) as f64 / (part_ns + link.long_ms * 1_000_000) as f64;
         (part_ns / 1_000_000, share)
@@ -222,7 +247,7 @@ mod tests {
         let mut push = Push::default();
         for bytes_per_s in [125_000_000, 25_000_000, 100_000_000] {
             (0..128).for_each(|_| _ = Link { bytes_per_s, long_ms: 1 }.carry(&mut push));
-            let share = push.pace_bytes_per_s().unwrap() as f64 / bytes_per_s as f64;
+            let share = push.pace_bytes_per_s.unwrap() as f64 / bytes_per_s as f64;
             assert!((0.9..1.2).contains(&share), "{bytes_per_s}: {share}");
         }
     }
@@ -231,7 +256,7 @@ mod tests {
     fn a_link_that_is_faster_than_any_clock_has_no_pace() {
         let mut push = Push::default();
         (0..64).for_each(|_| _ = Link { bytes_per_s: 1_250_000_000, long_ms: 0 }.carry(&mut push));
-        assert_eq!(push.pace_bytes_per_s(), None);
+        assert_eq!(push.pace_bytes_per_s, None);
     }
 
     #[test]

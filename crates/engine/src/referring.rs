@@ -5,6 +5,10 @@
 //! that are referred to and those that are sent. Where that is slower than the link alone would be, and it is the
 //! destination that is waited for, all is sent from there on.
 
+use serde::{Deserialize, Serialize};
+
+use crate::trace::Decider;
+
 /// So much of what the link carries has to pass.
 const WORTH: f64 = 0.8;
 /// Looks in a row in which less does, before no more is referred to. What the destination tells of its pauses comes in
@@ -14,7 +18,7 @@ const LOOKS: u32 = 6;
 const MANY_REFUSED: u64 = 4 << 20;
 
 /// What was counted in an interval.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Passed {
     /// How long it was, in nanoseconds.
     pub interval_ns: u64,
@@ -33,16 +37,25 @@ pub struct Passed {
 }
 
 /// Watches what passes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Referring {
+    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    #[serde(skip)]
     slow_looks: u32,
+    #[serde(skip)]
     taken_bytes: u64,
+    #[serde(skip)]
     refused_bytes: u64,
 }
 
-impl Referring {
+impl Decider for Referring {
+    type Observed = Passed;
     /// Whether to go on referring to what the destination has; once it does not pay, this is for good.
-    pub fn pays(&mut self, passed: &Passed) -> bool {
+    type Decision = bool;
+
+    const KEPT: usize = 600;
+
+    fn decide(&mut self, passed: &Passed) -> bool {
         self.taken_bytes += passed.referred_bytes;
         self.refused_bytes += passed.refused_bytes;
         if self.refused_bytes >= MANY_REFUSED && self.refused_bytes > self.taken_bytes {
@@ -76,7 +89,7 @@ mod tests {
     };
 
     fn looks(referring: &mut Referring, passed: &Passed, looks: u32) -> Vec<bool> {
-        (0..looks).map(|_| referring.pays(passed)).collect()
+        (0..looks).map(|_| referring.decide(passed)).collect()
     }
 
     #[test]
@@ -84,7 +97,7 @@ mod tests {
         let mut referring = Referring::default();
         assert_eq!(looks(&mut referring, &LOOK, LOOKS + 1)[LOOKS as usize - 2..], [true, false, false]);
         // For good: it may look well because nothing is referred to any more.
-        assert!(!referring.pays(&Passed { data_bytes: 9_000_000, referred_bytes: 0, ..LOOK }));
+        assert!(!referring.decide(&Passed { data_bytes: 9_000_000, referred_bytes: 0, ..LOOK }));
     }
 
     #[test]

@@ -9,8 +9,12 @@
 
 pub mod processors;
 
+use serde::{Deserialize, Serialize};
+
+use crate::trace::Decider;
+
 /// How fast a guest may write to a disk; what is absent is not capped.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cap {
     /// Writes a second.
     pub writes_per_s: Option<u64>,
@@ -19,7 +23,7 @@ pub struct Cap {
 }
 
 /// What was seen of all disks that are copied since copying began, or in the last while.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WriteObservation {
     /// Writes of the guest since copying began.
     pub writes: u64,
@@ -33,9 +37,27 @@ pub struct WriteObservation {
 }
 
 /// Decides on a cap again and again.
-pub trait ThrottlePolicy: Send + std::fmt::Debug {
-    /// The cap from now on.
-    fn decide(&mut self, observed: &WriteObservation) -> Cap;
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "policy", rename_all = "kebab-case")]
+pub enum WriteThrottle {
+    /// As little as the drain needs.
+    Drain(Drain),
+    /// The slower the more was written.
+    Threshold(Threshold),
+}
+
+impl Decider for WriteThrottle {
+    type Observed = WriteObservation;
+    type Decision = Cap;
+
+    const KEPT: usize = 1000;
+
+    fn decide(&mut self, observed: &WriteObservation) -> Cap {
+        match self {
+            Self::Drain(policy) => policy.decide(observed),
+            Self::Threshold(policy) => policy.decide(observed),
+        }
+    }
 }
 
 /// No guest is held to less, which the paper does not say: with a few writes a second a file system gives its disk up.
@@ -43,7 +65,7 @@ const LEAST_WRITES_PER_S: u64 = 32;
 
 /// The paper's: when the guest has reached so many writes, each further one is delayed; both double when it has reached
 /// the new threshold. A delay of each write is a cap on how many there are in a second.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Threshold {
     threshold_writes: u64,
     delay_us: u64,
@@ -56,7 +78,7 @@ impl Default for Threshold {
     }
 }
 
-impl ThrottlePolicy for Threshold {
+impl Threshold {
     fn decide(&mut self, observed: &WriteObservation) -> Cap {
         let (mut threshold, mut delay_us, mut cap) = (self.threshold_writes, self.delay_us, Cap::default());
         while observed.writes >= threshold {
@@ -73,29 +95,32 @@ impl ThrottlePolicy for Threshold {
 /// As little as the measured drain needs: a guest that dirties its disks faster than two fifths of what is sent may
 /// write only so much that it does not, as long as it writes as it does. When it dirties far less for a while, the cap
 /// is raised step by step, and lifted in the end.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Drain(Held);
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Drain {
+    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    #[serde(skip)]
+    held: Held,
+}
 
 /// No guest is held to less: its driver would take a disk that does next to nothing for a broken one.
 const LEAST_BYTES_PER_S: u64 = 1 << 20;
 /// A write of one sector dirties eight, by the unit in which writes are recorded, a page. What dirties more (a discard,
 /// which is no write) is no reason to write less.
 const MOST_DIRTIED_BY_WRITTEN: u64 = 8;
-impl ThrottlePolicy for Drain {
+
+impl Drain {
     fn decide(&mut self, observed: &WriteObservation) -> Cap {
         let Some(drained) = observed.drained_bytes_per_s else { return self.cap() };
         let share = drained / 5 * 2;
         let (written, dirtied) = (observed.written_bytes_per_s, observed.dirtied_bytes_per_s);
         let least = (share / MOST_DIRTIED_BY_WRITTEN).max(LEAST_BYTES_PER_S);
         // A guest that writes at its cap gets more of it; one that does not needs none beyond what is sent.
-        self.0.hold(&Seen { used: written, dirtied, share, least, most: drained });
+        self.held.hold(&Seen { used: written, dirtied, share, least, most: drained });
         self.cap()
     }
-}
 
-impl Drain {
     fn cap(&self) -> Cap {
-        Cap { bytes_per_s: self.0.cap, ..Cap::default() }
+        Cap { bytes_per_s: self.held.cap, ..Cap::default() }
     }
 }
 
@@ -151,14 +176,6 @@ impl Held {
 mod tests {
     use super::*;
 
-    #[derive(Debug)]
-    struct Never;
-    impl ThrottlePolicy for Never {
-        fn decide(&mut self, _: &WriteObservation) -> Cap {
-            Cap::default()
-        }
-    }
-
     #[test]
     fn the_paper_s_thresholds_and_delays() {
         let mut policy = Threshold::default();
@@ -173,7 +190,11 @@ mod tests {
 
     /// A disk that takes a hundred ticks to be sent, and a guest that writes as much as it may; each byte dirties so
     /// many.
-    fn sent_in_all(policy: &mut dyn ThrottlePolicy, wants: u64, dirties: u64) -> Option<u64> {
+    fn sent_in_all(
+        mut decide: impl FnMut(&WriteObservation) -> Cap,
+        wants: u64,
+        dirties: u64,
+    ) -> Option<u64> {
         const DRAIN: u64 = 100 << 20;
         let (mut left, mut sent, mut cap) = (100 * DRAIN, 0_u64, Cap::default());
         for _ in 0..1_000 {
@@ -185,7 +206,7 @@ mod tests {
             if left <= DRAIN {
                 return Some(sent);
             }
-            cap = policy.decide(&WriteObservation {
+            cap = decide(&WriteObservation {
                 writes: 0,
                 written_bytes_per_s: written,
                 dirtied_bytes_per_s: written * dirties,
@@ -200,13 +221,14 @@ mod tests {
         let disk = 100 * (100 << 20);
         for wants in [0, 1 << 20, 45 << 20, 99 << 20, 10 << 30] {
             for dirties in [1, 8] {
-                let sent = sent_in_all(&mut Drain::default(), wants, dirties).unwrap();
+                let mut policy = Drain::default();
+                let sent = sent_in_all(|observed| policy.decide(observed), wants, dirties).unwrap();
                 // What it dirtied before the first look was not held.
                 let unheld = (2 * wants * dirties).min(disk);
                 assert!(sent <= (disk + unheld) / 3 * 5, "{wants}, {dirties}: {sent}");
             }
         }
-        assert_eq!(sent_in_all(&mut Never, 10 << 30, 1), None);
+        assert_eq!(sent_in_all(|_| Cap::default(), 10 << 30, 1), None);
     }
 
     #[test]

@@ -131,7 +131,7 @@ impl fmt::Display for Compression {
 }
 
 /// What a way made of some data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trial {
     /// Which way.
     pub way: Compression,

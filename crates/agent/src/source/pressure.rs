@@ -2,6 +2,7 @@
 
 use ::memory::SenderHandle;
 use engine::pressure::{Pressure, Waited};
+use engine::trace::Traced;
 use tracee::{Process, ProcessError};
 
 use super::vm::{SourceVm, VmError};
@@ -17,7 +18,7 @@ pub(crate) struct Watch {
     last: Waited,
     allowed_permille: u64,
     /// None before anything was copied.
-    policy: Option<Pressure>,
+    policy: Option<Traced<Pressure>>,
     waiting: Waiting,
     /// What it did while it was copied and not held to a limit.
     since: Waited,
@@ -52,6 +53,11 @@ impl Watch {
         Ok(watch)
     }
 
+    /// Who says how far copying gives way; none before anything was copied.
+    pub(crate) fn policy(&self) -> Option<&Traced<Pressure>> {
+        self.policy.as_ref()
+    }
+
     /// Copying begins here, if it has not: until now the guest waited for others.
     pub(crate) fn copying(&mut self) {
         if self.policy.is_some() {
@@ -59,7 +65,7 @@ impl Watch {
         }
         let now = self.now();
         let before = between(self.last, now);
-        self.policy = Some(Pressure::new(self.allowed_permille, before));
+        self.policy = Some(Traced::new(Pressure::new(self.allowed_permille, before)));
         self.waiting.before_permille = before.permille();
         self.last = now;
     }
@@ -75,7 +81,8 @@ impl Watch {
             return None;
         }
         if last.ran_ns + last.waited_ns >= LEAST_NS {
-            let nice = if self.allowed_permille > 0 { policy.decide(last) } else { policy.nice() };
+            let nice =
+                if self.allowed_permille > 0 { policy.decide_on(last) } else { policy.policy().nice() };
             self.last = now;
             self.since.ran_ns += last.ran_ns;
             self.since.waited_ns += last.waited_ns;
@@ -84,7 +91,7 @@ impl Watch {
             self.waiting.nicest = self.waiting.nicest.max(nice);
         }
         // To one over new connections as well.
-        sender.gives_way_by(policy.nice());
+        sender.gives_way_by(policy.policy().nice());
         Some(self.waiting)
     }
 

@@ -6,8 +6,8 @@
 //! destination says itself whenever connections are made anew, so that this side has nothing to remember but where the
 //! guest's memory is; and nothing is pushed before it has said so.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Instant;
 
@@ -17,6 +17,7 @@ use ::memory::{
     decode_set,
 };
 use engine::push::{Part, Push};
+use engine::trace::Traced;
 use link::{Connection, Handle, Incoming, LinkError, RateLimit, Reader, Writer};
 use proto::Generation;
 use proto::awaited::encode_page;
@@ -41,7 +42,7 @@ pub(super) struct Later {
     pub(super) serving: Option<Serving>,
 }
 
-/// Pages, for the report.
+/// Pages, and how they were pushed, for the report.
 #[derive(Debug)]
 pub(super) struct Counted {
     /// Those that somebody waited for.
@@ -50,11 +51,24 @@ pub(super) struct Counted {
     pub(super) pushed: AtomicU64,
     /// Those that are left to be pushed.
     left: Left,
+    /// How they are pushed; anew over each set of connections.
+    push: Mutex<Traced<Push>>,
+}
+
+impl Counted {
+    pub(super) fn push(&self) -> MutexGuard<'_, Traced<Push>> {
+        self.push.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 impl Later {
     pub(super) fn new(readers: SourceRam, recency: Recency, left: Left, rate: Arc<RateLimit>) -> Self {
-        let counted = Arc::new(Counted { wanted: AtomicU64::new(0), pushed: AtomicU64::new(0), left });
+        let counted = Arc::new(Counted {
+            wanted: AtomicU64::new(0),
+            pushed: AtomicU64::new(0),
+            left,
+            push: Mutex::new(Traced::new(Push::default())),
+        });
         Self { readers, counted, recency, rate, began: Instant::now(), serving: None }
     }
 
@@ -220,9 +234,10 @@ fn push(
     counted: &Counted,
     rate: &RateLimit,
 ) -> Result<(), SendError> {
-    let mut parts = Push::default();
+    counted.push().begin_anew();
+    let mut most_pages = counted.push().policy().pages();
     let _lets_go = LetsGo(rate);
-    while let Some(part) = remaining.take(parts.pages()) {
+    while let Some(part) = remaining.take(most_pages) {
         counted.left.set(remaining.pages());
         let (pages, began) = (part.pages(), Instant::now());
         let sent = sender.send_round(part).map_err(|interrupted| {
@@ -234,8 +249,10 @@ fn push(
         counted.pushed.fetch_add(stats.contents.pages(), Ordering::Relaxed);
         remaining.give_back(&owed);
         let duration_ns = began.elapsed().as_nanos() as u64;
-        parts.learn(Part { pages, wire_bytes: stats.wire_bytes, duration_ns });
-        rate.set_pace(parts.pace_bytes_per_s());
+        let part = Part { pages, wire_bytes: stats.wire_bytes, duration_ns };
+        let next = counted.push().decide_on(part);
+        most_pages = next.pages;
+        rate.set_pace(next.pace_bytes_per_s);
     }
     Ok(())
 }

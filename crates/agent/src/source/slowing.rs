@@ -4,7 +4,8 @@
 use std::time::{Duration, Instant};
 
 use engine::precopy::RoundObservation;
-use engine::throttle::processors::{CpuDrain, CpuObservation};
+use engine::throttle::processors::{CpuDrain, CpuLook, CpuObservation, Wish};
+use engine::trace::Traced;
 use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};
 
 use super::throttling::Drained;
@@ -16,7 +17,7 @@ pub(crate) struct Slowing {
     process: Process,
     threads: Vec<u32>,
     limit: CpuLimit,
-    policy: CpuDrain,
+    policy: Traced<CpuDrain>,
     /// How long the processors had run at the last look, and when that was.
     last: Option<(Duration, Instant)>,
     drained: Drained,
@@ -47,7 +48,7 @@ impl Slowing {
             return Err(SlowingError::NoThreads);
         }
         let limit = CpuLimit::begin(&process, &threads)?;
-        let policy = CpuDrain::default();
+        let policy = Traced::new(CpuDrain::default());
         Ok(Self { process, threads, limit, policy, last: None, drained: Drained::default(), us_per_s: None })
     }
 
@@ -56,13 +57,31 @@ impl Slowing {
         self.us_per_s.is_some()
     }
 
+    /// Who says how fast it may be.
+    pub(crate) fn policy(&self) -> &Traced<CpuDrain> {
+        &self.policy
+    }
+
     /// Looks at what the guest used since the last time, and where it is to be slow has the kernel keep what follows from
     /// that and from the round. Returns what has changed.
     pub(crate) fn look(
         &mut self,
         round: &RoundObservation,
-        slow: bool,
+        wish: Wish,
     ) -> Result<Option<Change>, SlowingError> {
+        let seen = self.see(round)?;
+        let us_per_s = self.policy.decide_on(CpuLook { wish, seen });
+        if us_per_s == self.us_per_s {
+            return Ok(None);
+        }
+        self.limit.set(us_per_s)?;
+        let before = std::mem::replace(&mut self.us_per_s, us_per_s);
+        let is_slower = us_per_s.unwrap_or(u64::MAX) < before.unwrap_or(u64::MAX);
+        Ok(Some(Change { percent: self.policy.policy().percent(), is_slower }))
+    }
+
+    /// What the guest used since the last time, and what the round says of it; none as long as that is not known.
+    fn see(&mut self, round: &RoundObservation) -> Result<Option<CpuObservation>, SlowingError> {
         self.drained.learn(round.pages_sent, round.spared_pages, round.duration_ns / 1000);
         let mut ran = Duration::ZERO;
         for thread in &self.threads {
@@ -71,32 +90,23 @@ impl Slowing {
         let now = Instant::now();
         let Some((ran_before, then)) = self.last.replace((ran, now)) else { return Ok(None) };
         let Some(drained_bytes_per_s) = self.drained.bytes_per_s() else { return Ok(None) };
-        if !slow {
-            return Ok(None);
-        }
         // Slower processors write less to disks, too, but those have a throttle of their own.
         let memory =
             RoundObservation { dirty_pages: round.dirty_pages.saturating_sub(round.disk_pages), ..*round };
         let used = ran.saturating_sub(ran_before).as_secs_f64() / (now - then).as_secs_f64().max(1e-6);
-        let us_per_s = self.policy.decide(&CpuObservation {
+        Ok(Some(CpuObservation {
             used_us_per_s: (used * 1e6) as u64,
             dirtied_bytes_per_s: memory.dirty_rate_bytes_per_s(),
             drained_bytes_per_s,
-        });
-        if us_per_s == self.us_per_s {
-            return Ok(None);
-        }
-        self.limit.set(us_per_s)?;
-        let before = std::mem::replace(&mut self.us_per_s, us_per_s);
-        let is_slower = us_per_s.unwrap_or(u64::MAX) < before.unwrap_or(u64::MAX);
-        Ok(Some(Change { percent: self.policy.percent(), is_slower }))
+        }))
     }
 
     /// Lets the processors be as fast as ever, until the next look but one: while nothing is sent, or because one that
     /// waits for its time does not hear that it is to stop.
     pub(crate) fn lift(&mut self) -> Result<(), SlowingError> {
         self.limit.set(None)?;
-        (self.us_per_s, self.last, self.policy) = (None, None, CpuDrain::default());
+        (self.us_per_s, self.last) = (None, None);
+        self.policy.begin_anew();
         Ok(())
     }
 }

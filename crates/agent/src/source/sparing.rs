@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use ::memory::{Counted, Deltas, DeltasCounted, Known, Packing, Referred};
 use engine::compression::{Chooser, Decision, Observation, WAYS};
 use engine::referring::{Passed, Referring};
+use engine::trace::Traced;
 use proto::limits::PAGE_BYTES;
 use proto::packed::{Codec, Compression as Way, Trial};
 
@@ -215,14 +216,16 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
     let (stop, stopped) = mpsc::channel();
     let looks = move || {
         let now = || Look::now(&packing, means.referred());
-        let (mut chooser, mut referring, mut before) = (Chooser::default(), Referring::default(), now());
+        let mut chooser = Traced::<Chooser>::new(Chooser::default());
+        let mut referring = Traced::<Referring>::new(Referring::default());
+        let mut before = now();
         let (mut present, mut is_slow, mut looks) = (Way::None, false, 0);
         let pause = |looks| if looks < EARLY_LOOKS { EARLY_LOOK } else { LOOK };
         while stopped.recv_timeout(pause(looks)) == Err(RecvTimeoutError::Timeout) {
             let now = now();
             if now.referred.interruptions != before.referred.interruptions {
                 // It was the link that said nothing.
-                referring = Referring::default();
+                referring.begin_anew();
                 before = now;
                 if is_slow {
                     means.refer_memory();
@@ -236,10 +239,17 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
                 continue;
             }
             looks += 1;
-            let decision = chooser.decide(&now.since(&before, workers, packing.take_trials()));
-            if is_slow && !referring.pays(&now.passed_since(&before, &decision, is_awaited)) {
+            let decision = chooser.decide_on(now.since(&before, workers, packing.take_trials()));
+            if is_slow && !referring.decide_on(now.passed_since(&before, &decision, is_awaited)) {
                 means.send_memory(&controls);
             }
+            controls.report(|report| {
+                let told = &mut report.traces.others;
+                chooser.tell(&mut told.compression);
+                if is_slow {
+                    referring.tell(&mut told.referring);
+                }
+            });
             before = now;
             if decision.link_is_slow && !is_slow {
                 is_slow = true;

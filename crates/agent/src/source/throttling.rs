@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use ::memory::RoundStats;
-use engine::throttle::{Cap, Drain, Threshold, ThrottlePolicy, WriteObservation};
+use engine::throttle::{Cap, Drain, Threshold, WriteObservation, WriteThrottle};
+use engine::trace::Traced;
 use proto::limits::PAGE_BYTES;
 use qemu::qmp::{Qmp, QmpError};
 use qemu::recording::{WriteCap, Written};
@@ -19,7 +20,7 @@ const LONG_US: u64 = 500_000;
 /// How fast the guest may write, from look to look.
 #[derive(Debug)]
 pub(crate) struct Throttling {
-    policy: Box<dyn ThrottlePolicy>,
+    policy: Traced<WriteThrottle>,
     /// What had been written when copying began.
     first: Option<Written>,
     last: Option<Look>,
@@ -60,12 +61,18 @@ struct Look {
 impl Throttling {
     /// None where nothing is to be capped.
     pub(crate) fn new(choice: ThrottleWrites) -> Option<Self> {
-        let policy: Box<dyn ThrottlePolicy> = match choice {
+        let policy = match choice {
             ThrottleWrites::Off => return None,
-            ThrottleWrites::Drain => Box::new(Drain::default()),
-            ThrottleWrites::Threshold => Box::new(Threshold::default()),
+            ThrottleWrites::Drain => WriteThrottle::Drain(Drain::default()),
+            ThrottleWrites::Threshold => WriteThrottle::Threshold(Threshold::default()),
         };
+        let policy = Traced::new(policy);
         Some(Self { policy, first: None, last: None, cap: Cap::default(), drained: Drained::default() })
+    }
+
+    /// Who says how fast it may write.
+    pub(crate) fn policy(&self) -> &Traced<WriteThrottle> {
+        &self.policy
     }
 
     /// A round, or a part of one, was sent.
@@ -101,7 +108,7 @@ impl Throttling {
             dirtied_bytes_per_s: per_s(now.dirtied_bytes, last.dirtied_bytes),
             drained_bytes_per_s: self.drained.bytes_per_s(),
         };
-        let cap = self.policy.decide(&observed);
+        let cap = self.policy.decide_on(observed);
         if cap == self.cap {
             return Ok(None);
         }

@@ -253,7 +253,7 @@ fn a_changed_aim_holds_at_once_and_is_in_the_trace() {
     assert_eq!(policy.trace().entries.len(), 3);
     let text = serde_json::to_string(policy.trace()).unwrap();
     let read: Trace = serde_json::from_str(&text).unwrap();
-    assert_eq!(read.replay(), policy.trace().decisions());
+    assert_eq!(read.replay(), *policy.trace());
 }
 
 /// All policies, whatever they are shown, decide the same when they are asked again.
@@ -277,7 +277,7 @@ fn every_policy_can_be_replayed() {
         }
         let text = serde_json::to_string(traced.trace()).unwrap();
         let read: Trace = serde_json::from_str(&text).unwrap();
-        assert_eq!((read.replay(), &read), (traced.trace().decisions(), traced.trace()), "{text}");
+        assert_eq!((&read.replay(), &read), (traced.trace(), traced.trace()), "{text}");
     }
 }
 
@@ -333,6 +333,29 @@ fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> Traced {
     policy
 }
 
+fn decisions(traced: &Traced) -> Vec<Decision> {
+    traced.trace().decisions().copied().flatten().collect()
+}
+
+/// Whoever tells of pattern c has to be shown what was sent again.
+#[test]
+fn who_knows_the_pattern_is_shown_what_was_sent_again() {
+    let (aim, ways) = (Aim::default(), Ways { slow_down: false, post_copy: false });
+    let resent = |n| RoundObservation { resent_pages: 900, left_pages: 10, ..round(n, 900, 1000, 100) };
+    let policies: [AnyPolicy; 2] = [
+        ByPattern::new(aim, OnLimit::Abort, free()).into(),
+        BySla::new(aim, ways, OnLimit::Abort, free()).into(),
+    ];
+    for policy in policies {
+        let mut traced = Traced::new(policy);
+        let seen: Vec<_> = (1..=3).map(|n| traced.decide(&resent(n))).collect();
+        let is_named = seen
+            .iter()
+            .any(|decision| matches!(decision, Decision::StopAndCopy { pattern: Some(Pattern::Resent), .. }));
+        assert!(is_named && traced.has_history(), "{seen:?}");
+    }
+}
+
 proptest! {
     /// Whatever is observed, extreme values included: it ends within the limit of rounds, never before all memory went
     /// once, and says the same when asked again.
@@ -343,13 +366,13 @@ proptest! {
     ) {
         let max_rounds = policy.aim_of().max_rounds;
         let traced = run(policy, &seen);
-        let decisions = traced.trace().decisions();
+        let decisions = decisions(&traced);
         let ended = decisions.iter().position(|d| !matches!(d, Decision::NextRound { .. }));
         prop_assert!(ended.is_some(), "{decisions:?}");
         let ended = ended.unwrap_or_default();
         prop_assert!(ended >= 1);
         prop_assert!(ended as u32 <= max_rounds.max(1));
-        prop_assert_eq!(traced.trace().replay(), decisions);
+        prop_assert_eq!(&traced.trace().replay(), traced.trace());
     }
 
     /// Whatever is observed: no way of keeping the limits goes on when the time is over, none begins before all memory
@@ -364,7 +387,7 @@ proptest! {
         let aim = Aim { max_downtime_ns, max_total_ns: Some(max_total_ns), ..Aim::default() };
         let traced =
             run(BySla::new(aim, Ways { slow_down, post_copy }, on_limit, FixedCost::default()), &seen);
-        let decisions = traced.trace().decisions();
+        let decisions = decisions(&traced);
         for (round, (observed, decision)) in seen.iter().zip(&decisions).enumerate() {
             let goes_on = matches!(decision, Decision::NextRound { .. });
             let is_late = matches!(decision, Decision::GiveUp { .. }) && observed.elapsed_ns > max_total_ns;
@@ -378,7 +401,7 @@ proptest! {
             prop_assert!(slow_down || !slows);
             prop_assert!(post_copy || !posts || on_limit == OnLimit::PostCopy);
         }
-        prop_assert_eq!(traced.trace().replay(), decisions);
+        prop_assert_eq!(&traced.trace().replay(), traced.trace());
     }
 
     /// More dirty pages never make the expected downtime shorter.

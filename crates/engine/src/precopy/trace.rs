@@ -1,10 +1,11 @@
-//! What a policy was shown and what it decided, so that anybody can decide it again.
+//! The policies as traces keep them ([`crate::trace`]), and what they are shown.
 
 use serde::{Deserialize, Serialize};
 
 use super::{
     Aim, ByHybrid, ByPattern, ByRounds, BySla, ByTarget, Decision, Held, Outlook, Policy, RoundObservation,
 };
+use crate::trace::{self, Decider};
 
 /// A policy of any kind, as a trace keeps it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -85,19 +86,10 @@ impl From<ByRounds> for AnyPolicy {
     }
 }
 
-/// All that a policy's decisions followed from.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Trace {
-    /// The policy before its first decision.
-    pub policy: AnyPolicy,
-    /// What came then, in order.
-    pub entries: Vec<TraceEntry>,
-}
-
-/// One thing that happened to a policy.
+/// One thing that happens to a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "kebab-case")]
-pub enum TraceEntry {
+pub enum Happened {
     /// The aim changed.
     Aim(Aim),
     /// The guest's processors became slower, or were let go.
@@ -109,87 +101,80 @@ pub enum TraceEntry {
     Round {
         /// What was seen.
         observed: RoundObservation,
-        /// What was decided.
-        decision: Decision,
     },
 }
 
-impl Trace {
-    /// Decides everything again, in order. Equal to the decisions in the trace unless the rule has changed since.
-    pub fn replay(&self) -> Vec<Decision> {
-        let mut policy = self.policy.clone();
-        let mut again = Vec::new();
-        for entry in &self.entries {
-            match entry {
-                TraceEntry::Aim(aim) => policy.aim(*aim),
-                TraceEntry::Held { held } => policy.held(*held),
-                TraceEntry::Round { observed, .. } => again.push(policy.decide(observed)),
-            }
-        }
-        again
-    }
+impl Decider for AnyPolicy {
+    type Observed = Happened;
+    /// What to do after a round; nothing else is decided.
+    type Decision = Option<Decision>;
 
-    /// The decisions as they were made.
-    pub fn decisions(&self) -> Vec<Decision> {
-        let decision = |entry: &TraceEntry| match entry {
-            TraceEntry::Aim(_) | TraceEntry::Held { .. } => None,
-            TraceEntry::Round { decision, .. } => Some(*decision),
-        };
-        self.entries.iter().filter_map(decision).collect()
+    /// As good as all: the report has a line of each round anyway, and it is the last decision that is asked about.
+    const KEPT: usize = 10_000;
+
+    fn decide(&mut self, happened: &Happened) -> Option<Decision> {
+        match happened {
+            Happened::Aim(aim) => self.aim(*aim),
+            Happened::Held { held } => self.held(*held),
+            Happened::Round { observed } => return Some(Policy::decide(self, observed)),
+        }
+        None
     }
 }
+
+impl AnyPolicy {
+    /// Its name, as a user gives it.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Pattern(_) => "pattern",
+            Self::Hybrid(_) => "hybrid",
+            Self::Sla(_) => "sla",
+            Self::Target(_) => "target",
+            Self::Rounds(_) => "rounds",
+        }
+    }
+}
+
+/// All that a policy's decisions followed from.
+pub type Trace = trace::Trace<AnyPolicy>;
 
 /// A policy that keeps its trace.
-#[derive(Clone, Debug)]
-pub struct Traced {
-    policy: AnyPolicy,
-    aim: Option<Aim>,
-    trace: Trace,
-}
+pub type Traced = trace::Traced<AnyPolicy>;
 
 impl Traced {
-    /// Keeps the trace of a policy that has decided nothing yet.
-    pub fn new(policy: impl Into<AnyPolicy>) -> Self {
-        let policy = policy.into();
-        Self { trace: Trace { policy: policy.clone(), entries: Vec::new() }, aim: None, policy }
+    /// Takes a changed aim; it holds from the next decision on.
+    pub fn aim(&mut self, aim: Aim) {
+        let last = self.trace().entries.iter().rev().find_map(|entry| match entry.observed {
+            Happened::Aim(aim) => Some(aim),
+            _ => None,
+        });
+        if last != Some(aim) {
+            self.decide_on(Happened::Aim(aim));
+        }
+    }
+
+    /// The guest is as fast as it was no more.
+    pub fn held(&mut self, held: Held) {
+        self.decide_on(Happened::Held { held });
+    }
+
+    /// What to do after this round.
+    pub fn decide(&mut self, observed: &RoundObservation) -> Decision {
+        let decision = Policy::decide(&mut self.policy, observed);
+        self.keep(Happened::Round { observed: *observed }, Some(decision));
+        decision
     }
 
     /// Whether it looks at pages that are sent again.
     pub fn has_history(&self) -> bool {
-        matches!(self.policy, AnyPolicy::Pattern(_))
+        matches!(self.policy(), AnyPolicy::Pattern(_) | AnyPolicy::Sla(_))
     }
 
     /// What a policy that looks ahead expected at its last look.
     pub fn outlook(&self) -> Option<Outlook> {
-        match &self.policy {
+        match self.policy() {
             AnyPolicy::Sla(policy) => policy.outlook(),
             _ => None,
         }
-    }
-
-    /// What happened so far.
-    pub fn trace(&self) -> &Trace {
-        &self.trace
-    }
-}
-
-impl Policy for Traced {
-    fn aim(&mut self, aim: Aim) {
-        if self.aim != Some(aim) {
-            self.aim = Some(aim);
-            self.trace.entries.push(TraceEntry::Aim(aim));
-            self.policy.aim(aim);
-        }
-    }
-
-    fn held(&mut self, held: Held) {
-        self.trace.entries.push(TraceEntry::Held { held });
-        self.policy.held(held);
-    }
-
-    fn decide(&mut self, observed: &RoundObservation) -> Decision {
-        let decision = self.policy.decide(observed);
-        self.trace.entries.push(TraceEntry::Round { observed: *observed, decision });
-        decision
     }
 }

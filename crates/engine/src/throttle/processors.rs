@@ -5,10 +5,47 @@
 //! rates need, of the processor time that the guest really uses, up or down at each look; and whoever enforces it
 //! lets it run and wait in turns of some milliseconds.
 
+use serde::{Deserialize, Serialize};
+
 use super::{Held, Seen};
+use crate::trace::Decider;
+
+/// A look at a guest after a round.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CpuLook {
+    /// Why it may have to be slower.
+    #[serde(flatten)]
+    pub wish: Wish,
+    /// What was seen of it; absent as long as that is not known.
+    pub seen: Option<CpuObservation>,
+}
+
+/// Why a guest's processors may have to be slower.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Wish {
+    /// Whoever decides on the stop has chosen that.
+    pub is_chosen: bool,
+    /// A user asked for it, where the downtime would be too long.
+    pub is_asked_for: bool,
+    /// How often all that was dirty has been sent.
+    pub passes: u32,
+    /// What the downtime would be.
+    pub expected_downtime_ns: u64,
+    /// What it may be.
+    pub max_downtime_ns: u64,
+}
+
+impl Wish {
+    /// Whether the guest is to be slow. In the first pass it is not known yet how much will be left, so that no downtime is
+    /// known to be too long.
+    pub fn is_to_be_slow(&self) -> bool {
+        let is_too_long = self.passes > 0 && self.expected_downtime_ns > self.max_downtime_ns;
+        self.is_chosen || (self.is_asked_for && is_too_long)
+    }
+}
 
 /// What was seen of a guest in the last round.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuObservation {
     /// Processor time that its virtual processors used, in microseconds per second: 1,000,000 is one of them all the
     /// time.
@@ -21,10 +58,13 @@ pub struct CpuObservation {
 
 /// Holds a guest to so much processor time that it dirties half of what is sent: then all that is left is half after
 /// each way through it. When it dirties far less for a while, it gets more step by step, and is let go in the end.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuDrain {
+    // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
+    #[serde(skip)]
     held: Held,
     /// The most that it used while it was not held.
+    #[serde(skip)]
     usual_us_per_s: u64,
 }
 
@@ -34,8 +74,7 @@ impl CpuDrain {
     /// And a twentieth of one processor: one that was idle has to be able to do something.
     pub const LEAST_US_PER_S: u64 = 50_000;
 
-    /// How much processor time it may use from now on, in microseconds per second; none if it is not held.
-    pub fn decide(&mut self, observed: &CpuObservation) -> Option<u64> {
+    fn hold(&mut self, observed: &CpuObservation) {
         let &CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s } = observed;
         if self.held.cap.is_none() {
             self.usual_us_per_s = self.usual_us_per_s.max(used_us_per_s);
@@ -47,7 +86,6 @@ impl CpuDrain {
             least: (self.usual_us_per_s / Self::LEAST_SHARE).max(Self::LEAST_US_PER_S),
             most: self.usual_us_per_s,
         });
-        self.held.cap
     }
 
     /// What that is of what it usually uses, in hundredths.
@@ -57,9 +95,29 @@ impl CpuDrain {
     }
 }
 
+impl Decider for CpuDrain {
+    type Observed = CpuLook;
+    /// How much processor time it may use from now on, in microseconds per second; none if it is not held.
+    type Decision = Option<u64>;
+
+    const KEPT: usize = 1000;
+
+    fn decide(&mut self, look: &CpuLook) -> Option<u64> {
+        if let Some(seen) = look.seen.filter(|_| look.wish.is_to_be_slow()) {
+            self.hold(&seen);
+        }
+        self.held.cap
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What is decided of a guest that is to be slow.
+    fn decide(policy: &mut CpuDrain, seen: CpuObservation) -> Option<u64> {
+        policy.decide(&CpuLook { wish: Wish { is_chosen: true, ..Wish::default() }, seen: Some(seen) })
+    }
 
     const MIB: u64 = 1 << 20;
 
@@ -71,7 +129,8 @@ mod tests {
             let used_us_per_s = cap.map_or(wants_us, |cap| wants_us.min(cap));
             let dirtied_bytes_per_s = dirties * used_us_per_s / wants_us;
             let drained_bytes_per_s = 100 * MIB;
-            cap = policy.decide(&CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s });
+            let seen = CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s };
+            cap = decide(&mut policy, seen);
         }
         (policy, cap)
     }
@@ -96,7 +155,7 @@ mod tests {
         // divided by zero.
         let idle = CpuObservation { dirtied_bytes_per_s: MIB, ..CpuObservation::default() };
         let mut policy = CpuDrain::default();
-        assert_eq!((policy.decide(&idle), policy.percent()), (Some(50_000), 100));
+        assert_eq!((decide(&mut policy, idle), policy.percent()), (Some(50_000), 100));
     }
 
     #[test]
@@ -114,8 +173,44 @@ mod tests {
             dirtied_bytes_per_s: MIB,
             drained_bytes_per_s: 100 * MIB,
         };
-        let caps: Vec<_> = (0..12).map(|_| policy.decide(&calm)).collect();
+        let caps: Vec<_> = (0..12).map(|_| decide(&mut policy, calm)).collect();
         assert_eq!(caps[1..4], [Some(125_000), Some(250_000), Some(250_000)]);
         assert_eq!((caps[8], caps[11], policy.percent()), (Some(1_000_000), None, 100));
+    }
+
+    #[test]
+    fn a_guest_is_slow_where_that_was_chosen_or_was_asked_for_and_is_needed() {
+        let asked = Wish {
+            is_asked_for: true,
+            passes: 1,
+            expected_downtime_ns: 301,
+            max_downtime_ns: 300,
+            ..Wish::default()
+        };
+        assert!(asked.is_to_be_slow());
+        for not in [
+            Wish { is_asked_for: false, ..asked },
+            Wish { passes: 0, ..asked },
+            Wish { expected_downtime_ns: 300, ..asked },
+        ] {
+            assert!(!not.is_to_be_slow(), "{not:?}");
+            assert!(Wish { is_chosen: true, ..not }.is_to_be_slow(), "{not:?}");
+        }
+    }
+
+    /// It stays as slow as it was: it is let go by how it writes, not by what is wished for.
+    #[test]
+    fn nothing_changes_where_nothing_is_known_or_wished_for() {
+        let fast = CpuObservation {
+            used_us_per_s: 1_000_000,
+            dirtied_bytes_per_s: 400 * MIB,
+            drained_bytes_per_s: 100 * MIB,
+        };
+        let mut policy = CpuDrain::default();
+        assert_eq!(policy.decide(&CpuLook { seen: Some(fast), ..CpuLook::default() }), None);
+        let cap = decide(&mut policy, fast);
+        assert!(cap.is_some());
+        assert_eq!(policy.decide(&CpuLook::default()), cap);
+        assert_eq!(policy.decide(&CpuLook { seen: Some(fast), ..CpuLook::default() }), cap);
     }
 }

@@ -12,6 +12,7 @@
 //! The second half plants errors ([`mutation`]) and shows that each is found.
 
 #![allow(clippy::expect_used, reason = "a test's helpers may panic")]
+#![allow(clippy::disallowed_methods, reason = "how long it searches, and where it writes what it took")]
 
 extern crate whimbrel_engine as engine;
 

@@ -135,6 +135,7 @@ impl Driver {
         self.controls.report(|report| {
             let left_pages = report.post_copy.map_or(0, |before| before.left_pages);
             report.post_copy = Some(PostCopy { left_pages, wanted_pages, pushed_pages, duration_us });
+            later.counted.push().tell(&mut report.traces.others.push);
         });
     }
 }

@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use ::memory::{Owed, Place, Sender};
 use block::nbd::NbdError;
-use engine::bulk::{self, DiskRound, Next};
+use engine::bulk::{Ahead, DiskRound, Next};
 use engine::handover::source::SourceEvent;
+use engine::trace::Traced;
 use proto::limits::PAGE_BYTES;
 use proto::message::{CopiedDisk, DiskWish};
 use qemu::describe::VmDescription;
@@ -139,12 +140,15 @@ impl Driver {
         }
         let mut owed = cargo.disks_alone();
         let mut sent_bytes = None;
+        let mut ahead = Traced::new(Ahead { memory_bytes: cargo.total_ram_bytes() });
         loop {
             let looked = self.look(owed, cargo)?;
             let dirty_bytes = looked.readable.pages() * PAGE_BYTES;
             if let Some(sent_bytes) = sent_bytes {
                 let observed = DiskRound { dirty_bytes, sent_bytes };
-                if bulk::next(&observed, cargo.total_ram_bytes()) == Next::Memory {
+                let next = ahead.decide_on(observed);
+                self.controls.report(|report| ahead.tell(&mut report.traces.others.disks));
+                if next == Next::Memory {
                     return Ok((sender, looked.readable.give_up()));
                 }
             }
@@ -202,8 +206,11 @@ impl Driver {
         let cannot =
             |error: &dyn std::error::Error| Failure::local("the guest's writes cannot be throttled", error);
         let monitor = self.vm()?.monitor().map_err(|error| cannot(&error))?;
-        let cap = cargo.throttle(monitor).map_err(|error| cannot(&error))?;
-        if let Some(cap) = cap {
+        let cap = cargo.throttle(monitor);
+        if let Some(throttling) = cargo.throttling() {
+            self.controls.report(|report| throttling.policy().tell(&mut report.traces.others.writes));
+        }
+        if let Some(cap) = cap.map_err(|error| cannot(&error))? {
             let said = match (cap.bytes_per_s, cap.writes_per_s) {
                 (Some(bytes), _) => format!("to {} KiB/s", bytes >> 10),
                 (None, Some(writes)) => format!("to {writes} writes a second"),

@@ -6,7 +6,8 @@ use ::memory::{
     Cut, DataStream, DirtyBitmap, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent,
 };
 use engine::handover::source::SourceEvent;
-use engine::precopy::{Decision, Held, Outlook, Policy, RoundObservation, Trace, Traced, Ways};
+use engine::precopy::{Decision, Held, Outlook, RoundObservation, Trace, Traced, Ways};
+use engine::throttle::processors::Wish;
 use tracing::info;
 
 use super::course::{Course, Share};
@@ -191,7 +192,7 @@ impl Driver {
         let aims = self.controls.aims();
         let ways = Ways { slow_down: self.slowing.is_some(), post_copy: self.may_post_copy };
         let policy = memory::policy(&aims, ways, self.context.fixed_costs().estimate());
-        self.controls.report(|report| report.traces.push(policy.trace().clone()));
+        self.controls.report(|report| report.traces.stop.push(policy.trace().clone()));
         Course::new(policy, aims.sampling, passes)
     }
 
@@ -216,10 +217,14 @@ impl Driver {
         self.tell_of_way(before, policy.outlook());
         match decision {
             Decision::NextRound { most_pages, expected_downtime_ns, slow, disks_alone } => {
-                // In the first pass it is not known yet how much will be left.
-                let is_too_long = expected_downtime_ns > aims.max_downtime_ms.saturating_mul(1_000_000);
-                let is_wished = aims.throttle_cpu != ThrottleCpu::Off && sent.pass > 0 && is_too_long;
-                if let Some(held) = self.slow_down(&observed, slow || is_wished) {
+                let wish = Wish {
+                    is_chosen: slow,
+                    is_asked_for: aims.throttle_cpu != ThrottleCpu::Off,
+                    passes: sent.pass,
+                    expected_downtime_ns,
+                    max_downtime_ns: memory::aim(&aims).max_downtime_ns,
+                };
+                if let Some(held) = self.slow_down(&observed, wish) {
                     policy.held(held);
                 }
                 Ok(Next::Round { most_pages, disks_alone })
@@ -248,8 +253,11 @@ impl Driver {
     }
 
     /// Has the guest's processors be as fast as the policy says, where they are to be slowed down; what that changes.
-    fn slow_down(&mut self, observed: &RoundObservation, slow: bool) -> Option<Held> {
-        match self.slowing.as_mut()?.look(observed, slow) {
+    fn slow_down(&mut self, observed: &RoundObservation, wish: Wish) -> Option<Held> {
+        let slowing = self.slowing.as_mut()?;
+        let change = slowing.look(observed, wish);
+        self.controls.report(|report| slowing.policy().tell(&mut report.traces.others.slowing));
+        match change {
             Ok(None) => None,
             Ok(Some(change)) => {
                 self.note("cpu-throttled", format!("to {}% of what it usually uses", change.percent));
@@ -350,10 +358,14 @@ impl Driver {
     /// Has copying give way to the guest by as much as that suffers.
     fn look_at_pressure(&mut self, sender: &Sender) {
         let is_held = self.slowing.as_ref().is_some_and(Slowing::is_holding);
-        let waiting = self.pressure.as_mut().and_then(|pressure| pressure.look(&sender.handle(), is_held));
-        if waiting.is_some() {
-            self.controls.report(|report| report.waiting = waiting);
-        }
+        let Some(pressure) = &mut self.pressure else { return };
+        let Some(waiting) = pressure.look(&sender.handle(), is_held) else { return };
+        self.controls.report(|report| {
+            report.waiting = Some(waiting);
+            if let Some(policy) = pressure.policy() {
+                policy.tell(&mut report.traces.others.pressure);
+            }
+        });
     }
 
     /// Of the round that was sent last.
@@ -379,8 +391,8 @@ impl Driver {
             Decision::GiveUp { .. } => ("abort", None, None),
         };
         self.controls.report(|report| {
-            if let Some(told) = report.traces.last_mut() {
-                trace.clone_into(told);
+            if let Some(told) = report.traces.stop.last_mut() {
+                told.catch_up(trace);
             }
             if let Some(round) = report.rounds.last_mut() {
                 word.clone_into(&mut round.decision);

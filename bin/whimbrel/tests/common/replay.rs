@@ -1,0 +1,29 @@
+//! What was decided in a migration, decided again from its report.
+
+use std::path::PathBuf;
+
+use engine::precopy::Decision;
+use engine::trace::Traces;
+use serde_json::Value;
+
+/// Every decision follows from what the report says that whoever made it was shown. Where `WHIMBREL_RECORD_TRACES` names a
+/// directory, the traces are kept there, by the test's name and the VM's migration.
+#[track_caller]
+pub fn is_replayed(report: &Value) -> Traces {
+    let traces: Traces = serde_json::from_value(report.clone()).unwrap();
+    let replayed = traces.compare();
+    assert!(!replayed.is_empty(), "no traces: {report:#}");
+    assert!(replayed.iter().all(|one| one.differences.is_empty()), "{replayed:#?}\n{report:#}");
+    assert_eq!(traces.replay(), traces);
+    if let Some(directory) = std::env::var_os("WHIMBREL_RECORD_TRACES") {
+        let test = std::thread::current().name().unwrap_or_default().replace(':', "-");
+        let file = PathBuf::from(directory).join(format!("{test}-{}.json", report["epoch"]));
+        std::fs::write(file, serde_json::to_string(&traces).unwrap()).unwrap();
+    }
+    traces
+}
+
+/// What was decided about the stop, in order.
+pub fn decisions(traces: &Traces) -> Vec<Decision> {
+    traces.stop.iter().flat_map(|trace| trace.decisions().copied().flatten().collect::<Vec<_>>()).collect()
+}

@@ -1,0 +1,59 @@
+//! What was decided in a migration, decided again by the program: a report in, what became of it out.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// What the program says, without an agent.
+fn said(words: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_whimbrel")).args(words).output().unwrap()
+}
+
+#[track_caller]
+fn expect(said: &Output, code: i32, stdout: &[&str], stderr: &[&str]) {
+    assert_eq!(said.status.code(), Some(code), "{said:?}");
+    for (text, words) in [(&said.stdout, stdout), (&said.stderr, stderr)] {
+        let text = String::from_utf8_lossy(text);
+        assert!(words.iter().all(|word| text.contains(word)), "{words:?} are not all in\n{text}");
+    }
+}
+
+/// From a migration that was really made.
+#[test]
+fn decisions_are_made_again_from_a_report() {
+    let folder = tempfile::tempdir().unwrap();
+    let traces = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crates/engine/tests/traces/hybrid.json");
+    let text = std::fs::read_to_string(traces).unwrap();
+    let replayed = |text: &str, words: &[&str]| {
+        let file = folder.path().join("report.json");
+        std::fs::write(&file, text).unwrap();
+        said(&[words, &["replay", file.to_str().unwrap()]].concat())
+    };
+    expect(&replayed(&text, &[]), 0, &["stop (hybrid): ", "push: ", " decisions are the same"], &[]);
+
+    let mut other: Value = serde_json::from_str(&text).unwrap();
+    let push = &mut other["other_traces"]["push"];
+    push["left_out"] = 7.into();
+    push["entries"][1]["decision"]["pages"] = 1.into();
+    let as_text = replayed(&other.to_string(), &[]);
+    expect(
+        &as_text,
+        1,
+        &["push: ", "; 7 more were not kept", "  decision 2: was NextPart { pages: 1,", ", now "],
+        &[],
+    );
+    let as_json = replayed(&other.to_string(), &["--json"]);
+    let told: Value = serde_json::from_slice(&as_json.stdout).unwrap();
+    let push = told.as_array().unwrap().iter().find(|one| one["policy"] == "push").unwrap();
+    assert_eq!(
+        (as_json.status.code(), &push["differences"][0]["decision"], &push["left_out"]),
+        (Some(1), &2.into(), &7.into())
+    );
+
+    expect(&replayed(r#"{ "schema": "whimbrel.report/1" }"#, &[]), 2, &[], &["has no traces"]);
+    expect(&replayed("text", &[]), 2, &[], &["holds no report"]);
+    expect(&said(&["replay", "/no/such/file"]), 2, &[], &["cannot read /no/such/file"]);
+}

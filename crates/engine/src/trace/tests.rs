@@ -1,0 +1,225 @@
+use proptest::prelude::*;
+use proto::packed::Trial;
+
+use super::*;
+use crate::bulk::{Ahead, DiskRound};
+use crate::compression::{Chooser, Observation, WAYS};
+use crate::precopy::{Aim, AnyPolicy, ByRounds, Happened, Held, RoundObservation};
+use crate::pressure::{Pressure, Waited};
+use crate::push::{Part, Push};
+use crate::referring::{Passed, Referring};
+use crate::throttle::processors::{CpuDrain, CpuLook, CpuObservation, Wish};
+use crate::throttle::{Drain, Threshold, WriteObservation, WriteThrottle};
+
+/// Nobody keeps so much as fits in here.
+fn number() -> impl Strategy<Value = u64> {
+    prop_oneof![Just(0), 0..1000_u64, 0..1_u64 << 40]
+}
+
+fn several<T: Debug>(of: impl Strategy<Value = T>) -> impl Strategy<Value = Vec<T>> {
+    prop::collection::vec(of, 0..40)
+}
+
+/// Somebody is shown all of that, and forgets what was before these looks.
+fn traced<P: Decider>(policy: P, seen: Vec<P::Observed>, forgets: &[usize]) -> Trace<P> {
+    let mut traced = Traced::new(policy);
+    let mut told = None;
+    for (number, observed) in seen.into_iter().enumerate() {
+        if forgets.contains(&number) {
+            traced.begin_anew();
+        }
+        traced.decide_on(observed);
+        traced.tell(&mut told);
+    }
+    traced.tell(&mut told);
+    assert_eq!(told.as_ref(), Some(traced.trace()), "who was told look by look knows as much");
+    traced.trace().clone()
+}
+
+/// A trace says the same when it is asked again, also by somebody who has it from a report.
+fn is_replayed<P: Decider>(trace: &Trace<P>) {
+    let text = serde_json::to_string(trace).unwrap();
+    let read: Trace<P> = serde_json::from_str(&text).unwrap();
+    assert_eq!(read, *trace, "{text}");
+    assert_eq!(read.replay(), read, "{text}");
+}
+
+fn any_observation() -> impl Strategy<Value = Observation> {
+    let trial =
+        (0..WAYS.len(), number(), number(), number()).prop_map(|(way, data_bytes, packed_bytes, pack_ns)| {
+            Trial { way: WAYS[way], data_bytes, packed_bytes, pack_ns }
+        });
+    let counted = (number(), number(), number(), number(), number(), number(), number(), number());
+    (counted, 0..8_u32, prop::collection::vec(trial, 0..5)).prop_map(
+        |(
+            (interval_ns, data_bytes, wire_bytes, pack_ns, cpu_ns, blocked_ns, peer_waited_ns, idle_ns),
+            workers,
+            trials,
+        )| Observation {
+            interval_ns,
+            workers,
+            data_bytes,
+            wire_bytes,
+            pack_ns,
+            cpu_ns,
+            blocked_ns,
+            peer_waited_ns,
+            idle_ns,
+            trials,
+        },
+    )
+}
+
+proptest! {
+    #[test]
+    fn of_disks_ahead(memory_bytes in number(), seen in several((number(), number()))) {
+        let of = |(dirty_bytes, sent_bytes)| DiskRound { dirty_bytes, sent_bytes };
+        is_replayed(&traced(Ahead { memory_bytes }, seen.into_iter().map(of).collect(), &[]));
+    }
+
+    #[test]
+    fn of_writes(
+        is_drain in any::<bool>(),
+        seen in several((number(), number(), number(), prop::option::of(number()))),
+    ) {
+        let policy = if is_drain {
+            WriteThrottle::Drain(Drain::default())
+        } else {
+            WriteThrottle::Threshold(Threshold::default())
+        };
+        let of = |(writes, written_bytes_per_s, dirtied_bytes_per_s, drained_bytes_per_s)| WriteObservation {
+            writes, written_bytes_per_s, dirtied_bytes_per_s, drained_bytes_per_s,
+        };
+        is_replayed(&traced(policy, seen.into_iter().map(of).collect(), &[]));
+    }
+
+    #[test]
+    fn of_slower_processors(
+        seen in several((
+            (any::<bool>(), any::<bool>(), 0..3_u32, number(), number()),
+            prop::option::of((number(), number(), number())),
+        )),
+        lifted in several(0..40_usize),
+    ) {
+        let of = |((is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns), seen)| CpuLook {
+            wish: Wish { is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns },
+            seen: Option::map(seen, |(used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s)| {
+                CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s }
+            }),
+        };
+        is_replayed(&traced(CpuDrain::default(), seen.into_iter().map(of).collect(), &lifted));
+    }
+
+    #[test]
+    fn of_pressure(allowed in 0..1000_u64, before in number(), seen in several((number(), number()))) {
+        let of = |(ran_ns, waited_ns)| Waited { ran_ns, waited_ns };
+        let policy = Pressure::new(allowed, of((before, before / 3)));
+        is_replayed(&traced(policy, seen.into_iter().map(of).collect(), &[]));
+    }
+
+    #[test]
+    fn of_compression(seen in several(any_observation())) {
+        is_replayed(&traced(Chooser::default(), seen, &[]));
+    }
+
+    #[test]
+    fn of_references(
+        seen in several((number(), number(), number(), number(), any::<bool>(), prop::option::of(number()))),
+        cuts in several(0..40_usize),
+    ) {
+        let of = |(interval_ns, data_bytes, referred_bytes, refused_bytes, is_awaited, link_bytes_per_s)| Passed {
+            interval_ns, data_bytes, referred_bytes, refused_bytes, is_awaited, link_bytes_per_s,
+            peer_is_busy: data_bytes % 2 == 0,
+        };
+        is_replayed(&traced(Referring::default(), seen.into_iter().map(of).collect(), &cuts));
+    }
+
+    #[test]
+    fn of_what_is_pushed(
+        seen in several((1..1_u64 << 18, number(), number())),
+        cuts in several(0..40_usize),
+    ) {
+        let of = |(pages, wire_bytes, duration_ns)| Part { pages, wire_bytes, duration_ns };
+        is_replayed(&traced(Push::default(), seen.into_iter().map(of).collect(), &cuts));
+    }
+}
+
+/// What is left out at the end does not change what was decided before it, and what comes after it is not taken for what
+/// followed from the looks that are there.
+#[test]
+fn a_long_trace_says_how_much_of_it_is_missing() {
+    let more = 7;
+    let seen = (0..Pressure::KEPT as u64 + more).map(|n| Waited { ran_ns: 9 << 20, waited_ns: n << 20 });
+    let trace = traced(Pressure::new(50, Waited::default()), seen.collect(), &[2, Pressure::KEPT + 2]);
+    assert_eq!((trace.entries.len(), trace.left_out), (Pressure::KEPT, more));
+    assert_eq!(trace.entries.iter().filter(|entry| entry.anew).count(), 1);
+    is_replayed(&trace);
+    let traces =
+        Traces { others: Others { pressure: Some(trace), ..Others::default() }, ..Traces::default() };
+    let [replayed] = &traces.compare()[..] else { panic!("{:?}", traces.compare()) };
+    assert_eq!((replayed.decisions, replayed.left_out), (Pressure::KEPT, more));
+    assert_eq!(replayed.differences, []);
+}
+
+/// What was forgotten before a look is forgotten there when it is decided again.
+#[test]
+fn who_begins_anew_does_so_again() {
+    let fast = CpuLook {
+        wish: Wish { is_chosen: true, ..Wish::default() },
+        seen: Some(CpuObservation {
+            used_us_per_s: 1_000_000,
+            dirtied_bytes_per_s: 400 << 20,
+            drained_bytes_per_s: 100 << 20,
+        }),
+    };
+    let mut trace = traced(CpuDrain::default(), vec![fast, CpuLook::default(), fast], &[1]);
+    assert_eq!(trace.decisions().copied().collect::<Vec<_>>(), [Some(125_000), None, Some(125_000)]);
+    is_replayed(&trace);
+    trace.entries[1].anew = false;
+    assert_eq!(trace.replay().entries[1].decision, Some(125_000));
+}
+
+#[test]
+fn a_decision_that_would_be_another_one_now_is_told() {
+    let looks =
+        |n| Happened::Round { observed: RoundObservation { round: n, ..RoundObservation::default() } };
+    let seen = vec![Happened::Aim(Aim::default()), looks(0), Happened::Held { held: Held::Slower }, looks(1)];
+    let stop = traced(AnyPolicy::from(ByRounds::default()), seen, &[]);
+    is_replayed(&stop);
+    let push = traced(Push::default(), vec![Part { pages: 64, wire_bytes: 9, duration_ns: 9 }; 3], &[]);
+    let others = Others { push: Some(push), ..Others::default() };
+    let mut traces = Traces { stop: vec![stop], others };
+    assert_eq!(traces.replay(), traces);
+    let counts = |traces: &Traces| {
+        let count = |one: &Replayed| (one.policy.clone(), one.decisions, one.differences.len());
+        traces.compare().iter().map(count).collect::<Vec<_>>()
+    };
+    // What changes an aim is no decision.
+    assert_eq!(counts(&traces), [("stop (rounds)".to_owned(), 2, 0), ("push".to_owned(), 3, 0)]);
+
+    traces.stop[0].entries[3].decision = None;
+    let push = traces.others.push.as_mut().unwrap();
+    push.entries[1].decision.pages += 1;
+    assert_eq!(counts(&traces), [("stop (rounds)".to_owned(), 2, 1), ("push".to_owned(), 3, 1)]);
+    let [stop, push] = &traces.compare()[..] else { panic!() };
+    assert_eq!((stop.differences[0].decision, push.differences[0].decision), (2, 2));
+    assert!(stop.differences[0].to_string().starts_with("decision 2: was None, now Some(StopAndCopy"));
+}
+
+/// As reports had it before there were others, and before a trace had an end.
+#[test]
+fn a_trace_of_a_report_is_read_as_ever() {
+    let text = r#"{ "total_us": 1, "traces": [{
+        "policy": { "policy": "rounds" },
+        "entries": [
+            { "what": "aim", "max_downtime_ns": 1, "max_rounds": 30 },
+            { "what": "held", "held": "slower" },
+            { "what": "round",
+              "observed": { "round": 1, "dirty_pages": 1, "pages_sent": 1, "bytes_sent": 1,
+                            "duration_ns": 4096, "interval_ns": 1, "scan_ns": 1 },
+              "decision": { "decision": "stop-and-copy", "expected_downtime_ns": 16777258 } }
+        ] }] }"#;
+    let traces: Traces = serde_json::from_str(text).unwrap();
+    assert_eq!(traces.replay(), traces);
+    assert_eq!(traces.compare()[0].decisions, 1);
+}

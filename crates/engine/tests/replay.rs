@@ -1,0 +1,88 @@
+//! Migrations that were really made: what was decided in them is decided today.
+//!
+//! `traces/*.json` are the traces of their reports. Where a rule changes on purpose, `BLESS=1` writes what is decided now of
+//! what was seen then: the difference in the files is what the change comes to. What was seen stays what a migration by the
+//! former rule was like; new ones are recorded where `WHIMBREL_RECORD_TRACES` names a directory, by the end-to-end tests that
+//! replay a report (`bin/whimbrel/tests/common/replay.rs`). The three patterns are guests that rewrite 48, 4 and 20 MiB as fast as
+//! they can on a link of 20 MiB/s, `--max-downtime 100 --on-limit stop`, uncompressed; c with `stable_window = 50`, or it is a.
+//! What is not needed of long traces was cut off at their ends, and is counted there (`left_out`).
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test may fail")]
+#![allow(clippy::disallowed_methods, reason = "records are read from files, and decided again without")]
+
+extern crate whimbrel_engine as engine;
+
+use std::path::{Path, PathBuf};
+
+use engine::precopy::{Decision, Pattern};
+use engine::trace::{Others, Traces};
+
+/// All records, by the names of their files.
+fn recorded() -> Vec<(PathBuf, Traces)> {
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/traces");
+    let mut files: Vec<_> =
+        std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    let read = |path: PathBuf| {
+        let text = std::fs::read_to_string(&path).unwrap();
+        let traces =
+            serde_json::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        (path, traces)
+    };
+    files.into_iter().map(read).collect()
+}
+
+#[test]
+fn what_was_decided_is_decided_again() {
+    for (path, traces) in recorded() {
+        if std::env::var_os("BLESS").is_some() {
+            let text = serde_json::to_string_pretty(&traces.replay()).unwrap();
+            std::fs::write(&path, text + "\n").unwrap();
+            continue;
+        }
+        for replayed in traces.compare() {
+            let differences: Vec<_> = replayed.differences.iter().map(ToString::to_string).collect();
+            assert!(
+                differences.is_empty(),
+                "{}, {}: where that is meant to be, BLESS=1 writes it anew\n{}",
+                path.display(),
+                replayed.policy,
+                differences.join("\n")
+            );
+        }
+    }
+}
+
+/// Each policy is in one of them and decides something that it does not begin with.
+#[test]
+fn everybody_who_decides_is_recorded() {
+    let all: Vec<Traces> = recorded().into_iter().map(|(_, traces)| traces).collect();
+    let stops: Vec<_> = all.iter().flat_map(|traces| &traces.stop).collect();
+    for policy in ["pattern", "hybrid", "sla", "target", "rounds"] {
+        assert!(stops.iter().any(|trace| trace.policy.name() == policy), "{policy}");
+    }
+    for wanted in [Pattern::Stable, Pattern::Drained, Pattern::Resent] {
+        let is_seen = |decision: &Option<Decision>| matches!(decision, Some(Decision::StopAndCopy { pattern: Some(pattern), .. }) if *pattern == wanted);
+        assert!(stops.iter().any(|trace| trace.decisions().any(is_seen)), "{wanted}");
+    }
+    let any = |decides: &dyn Fn(&Others) -> Option<bool>| {
+        all.iter().any(|traces| decides(&traces.others).unwrap_or(false))
+    };
+    let of_writes =
+        |all: &Others| Some(all.writes.as_ref()?.decisions().any(|cap| cap.bytes_per_s.is_some()));
+    let of_slowing = |all: &Others| Some(all.slowing.as_ref()?.decisions().any(Option::is_some));
+    let of_pressure = |all: &Others| Some(all.pressure.as_ref()?.decisions().any(|nice| *nice > 5));
+    let of_compression =
+        |all: &Others| Some(all.compression.as_ref()?.decisions().any(|decision| decision.is_informed));
+    let of_push =
+        |all: &Others| Some(all.push.as_ref()?.decisions().any(|part| part.pace_bytes_per_s.is_some()));
+    let of_disks = |all: &Others| Some(!all.disks.as_ref()?.entries.is_empty());
+    let of_references = |all: &Others| Some(!all.referring.as_ref()?.entries.is_empty());
+    assert!(any(&of_writes), "writes");
+    assert!(any(&of_slowing), "slowing");
+    assert!(any(&of_pressure), "pressure");
+    assert!(any(&of_compression), "compression");
+    assert!(any(&of_push), "push");
+    assert!(any(&of_disks), "disks");
+    assert!(any(&of_references), "referring");
+}

@@ -23,6 +23,8 @@ pub(super) struct Course {
     pub(super) most_pages: Option<u64>,
     /// Nothing of memory goes in the next round.
     pub(super) disks_alone: bool,
+    /// Parts are so many times as long as they would be, for a guest that suffers from looks.
+    pub(super) interval_factor: u32,
     /// How long the next part of it takes.
     part: Duration,
     shortest_part: Duration,
@@ -53,6 +55,7 @@ impl Course {
             cold: None,
             most_pages: None,
             disks_alone: false,
+            interval_factor: 1,
             part: shortest_part,
             shortest_part,
             place: Place::default(),
@@ -79,7 +82,7 @@ impl Course {
     pub(super) fn share(&mut self, looked: Looked, cargo: &Cargo) -> Share {
         if let Some(cold) = self.cold.as_ref().filter(|_| self.passes == 0) {
             let least = Duration::from_micros(looked.scan.duration_us) * Sampling::SCANS as u32;
-            let until = Some(Instant::now() + self.part.max(least));
+            let until = Some(Instant::now() + self.part.max(least) * self.interval_factor);
             let (looked, later) = looked.divided(cargo, |readable| readable.only(cold));
             return Share { looked, later: Some(later), until };
         }
@@ -92,7 +95,8 @@ impl Course {
             let (looked, later) = looked.divided(cargo, |readable| readable.only(&of_disks));
             return Share { looked, later: Some(later), until: None };
         }
-        let Some(pages) = self.most_pages.filter(|most| *most < looked.readable.pages()) else {
+        let most_pages = self.most_pages.map(|most| most.saturating_mul(self.interval_factor.into()));
+        let Some(pages) = most_pages.filter(|most| *most < looked.readable.pages()) else {
             self.next = None;
             return Share { looked, later: None, until: None };
         };

@@ -217,10 +217,12 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     let text = cluster.a.text(&["report", "vm1"]).ok();
     let told = "copying nice 11, 1 thread at a time, looks 4 times as far apart";
     assert!(text.stdout.contains(told), "{text:?}");
-    // A part was longer than the policy would have it.
+    // A part was longer than the policy would have it, by far more than its last cluster.
     let decisions = is_replayed(&report);
     let was_longer = decisions.iter().zip(&rounds(&report)[1..]).any(|(decision, next)| match decision {
-        Decision::NextRound { most_pages: Some(most), .. } => next["dirty_pages"].as_u64().unwrap() > *most,
+        Decision::NextRound { most_pages: Some(most), .. } => {
+            next["dirty_pages"].as_u64().unwrap() > most * 3 / 2
+        }
         _ => false,
     });
     assert!(was_longer, "{report:#}");

@@ -67,4 +67,4 @@ pub use nas::{Nas, NasEnd, Peer};
 pub use pki::{Identity, Pki};
 pub use run::{Daemon, kill_pid, run};
 pub use serial::{Check, Serial, Tick};
-pub use spec::{Accel, Boot, Device, Disk, GuestSpec, Load, LoadMode, Net, Ram};
+pub use spec::{Accel, Boot, Device, Disk, GuestSpec, Load, LoadMode, Net, Pattern, Ram};

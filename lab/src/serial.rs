@@ -209,7 +209,7 @@ impl Serial {
         Ok(Progress::parse(&line))
     }
 
-    /// Changes settings of the load while it runs: `rate=100 mode=few`. See `guest/load`.
+    /// Changes settings of the load while it runs: `rate=100 mode=few pattern=random`. See `guest/load`.
     pub fn set(&self, settings: &str) -> Result<()> {
         let done = format!("SET {settings}");
         self.ask_until_whole(&format!("set {settings}"), PATIENCE, |answer| answer == done).map(drop)

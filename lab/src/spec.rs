@@ -4,6 +4,8 @@ use std::fs;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 
+pub use whimbrel_guest_load::Pattern;
+
 use crate::bare;
 use crate::environment::{Environment, QemuVersion};
 use crate::error::{Context, Result};
@@ -147,6 +149,8 @@ pub struct Load {
     pub verify_mib_per_s: u64,
     /// How pages are rewritten.
     pub mode: LoadMode,
+    /// Which pages are, and in which order.
+    pub pattern: Pattern,
     /// Threads that read the first disk past the guest's page cache. The disk must be one of
     /// [`crate::disk::known_content`].
     pub disk_threads: u64,
@@ -158,7 +162,7 @@ pub struct Load {
     pub address: Option<Ipv4Addr>,
     /// TCP port that echoes what it gets. 0: none.
     pub port: u16,
-    /// Makes contents differ between guests.
+    /// Makes contents differ between guests, and the order of pages where that is random.
     pub seed: u64,
     /// How much of what it fills looks random, in percent; the rest compresses well.
     pub noise_percent: u64,
@@ -191,6 +195,7 @@ impl Default for Load {
             rate_mib_per_s: 0,
             verify_mib_per_s: 32,
             mode: LoadMode::Random,
+            pattern: Pattern::Sequential,
             disk_threads: 0,
             disk_writers: 0,
             disk_mib: 16,
@@ -375,7 +380,7 @@ impl GuestSpec {
                 "load.fill={} load.wss={} load.rate={}",
                 load.fill_mib, load.wss_mib, load.rate_mib_per_s
             ),
-            format!("load.verify={} load.mode={mode}", load.verify_mib_per_s),
+            format!("load.verify={} load.mode={mode} load.pattern={}", load.verify_mib_per_s, load.pattern),
             format!("load.seed={} load.noise={}", load.seed, load.noise_percent),
             format!(
                 "load.disk_threads={} load.disk_writers={} load.disk={} load.port={}",

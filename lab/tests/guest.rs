@@ -16,7 +16,7 @@ use whimbrel_lab as lab;
 use lab::bare::Progress;
 use lab::{
     Accel, DEADLINE, Device, Disk, Environment, Error, Guest, GuestSpec, Lab, LabConfig, Load, LoadMode, Net,
-    QemuVersion, Ram, disk, vm_address,
+    Pattern, QemuVersion, Ram, disk, vm_address,
 };
 
 fn laboratory() -> (Lab, Environment) {
@@ -81,6 +81,25 @@ fn the_load_writes_in_every_mode_and_all_is_verified() {
     }
     assert!(guest.serial().check().unwrap().ok);
     assert!(guest.serial().set("mode=loud").is_err());
+}
+
+#[test]
+fn the_load_writes_in_every_pattern_and_all_is_verified() {
+    let (lab, environment) = laboratory();
+    let pattern = Pattern::HotSpot { writes_percent: 90, pages_percent: 10 };
+    let load = Load { fill_mib: 16, wss_mib: 8, rate_mib_per_s: 20, pattern, ..Load::default() };
+    let guest = Guest::start_and_wait(&lab.a, &environment, &GuestSpec::tiny("vm1", load)).unwrap();
+    let mut output = guest.serial().follow().unwrap();
+    for pattern in [None, Some("random"), Some("strided:64"), Some("sequential")] {
+        let before = guest.serial().next_tick().unwrap();
+        if let Some(pattern) = pattern {
+            guest.serial().set(&format!("pattern={pattern}")).unwrap();
+        }
+        output.wait_for_tick(DEADLINE, |tick| tick.passes >= before.passes + 2).unwrap();
+        assert!(guest.serial().next_tick().unwrap().writes > before.writes);
+    }
+    assert!(guest.serial().check().unwrap().ok);
+    assert!(guest.serial().set("pattern=loud").is_err());
 }
 
 #[test]

@@ -113,7 +113,7 @@ fn chosen(command: &BenchCommand) -> Result<Vec<(Case, Vec<Contender>)>, Failure
 }
 
 fn case(options: &CaseOptions) -> Case {
-    let CaseOptions { fill, wss, rate, verify, few, noise, .. } = *options;
+    let CaseOptions { fill, wss, rate, verify, few, pattern, noise, .. } = *options;
     Case {
         name: "case".to_owned(),
         qemu: if options.installed_qemu { QemuVersion::Installed } else { QemuVersion::Newer },
@@ -126,6 +126,7 @@ fn case(options: &CaseOptions) -> Case {
                 rate_mib_per_s: rate,
                 verify_mib_per_s: verify,
                 few,
+                pattern,
                 noise_percent: noise,
             }
         },

@@ -1,8 +1,8 @@
 //! `whimbrel lab sweep`: what a migration's cost depends on.
 
-use lab::QemuVersion;
 use lab::bench::{Cap, Results, SCHEMA};
 use lab::sweep::{Axes, Point, figures, is_measured, place, plots, tables};
+use lab::{Pattern, QemuVersion};
 
 use crate::Code;
 use crate::bench_command::{keeps_what_is_known, listed, measure, text};
@@ -99,6 +99,7 @@ fn axes(options: &AxesOptions) -> Axes {
         memory_mib: options.memory.unwrap_or(1024),
         wss_mib: or(&options.wss, 128),
         rate_mib_per_s: or(&options.rate, 40),
+        pattern: or(&options.pattern, Pattern::Sequential),
         link_bytes_per_s: or(&links, Some(125_000_000)),
         streams: options.streams.clone(),
         buffer_kib: or(&buffers, None),
@@ -111,10 +112,12 @@ fn axes(options: &AxesOptions) -> Axes {
 impl AxesOptions {
     /// Whether any was given.
     fn is_given(&self) -> bool {
-        let Self { wss, rate, link, streams, buffer, mtu, cap, memory, patience, installed_qemu } = self;
+        let Self { wss, rate, pattern, link, streams, buffer, mtu, cap, memory, patience, installed_qemu } =
+            self;
         let given = [
             !wss.is_empty(),
             !rate.is_empty(),
+            !pattern.is_empty(),
             !link.is_empty(),
             !streams.is_empty(),
             !buffer.is_empty(),

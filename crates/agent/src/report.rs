@@ -9,6 +9,7 @@ mod sparing;
 mod text;
 
 use engine::precopy::Pattern;
+use engine::pressure::Restraint;
 use proto::message::{Finding, RamBlock};
 use proto::{HostId, MigrationId};
 use serde::{Deserialize, Serialize};
@@ -108,6 +109,22 @@ pub struct Waiting {
     pub most_permille: Option<u64>,
     /// How nice (`nice(2)`) copying was at most.
     pub nicest: u8,
+    /// How many threads copied at the same time at least.
+    #[serde(default)]
+    pub fewest_threads: Option<u16>,
+    /// How many times as long as usual it was between two looks at what the guest writes, at most.
+    #[serde(default)]
+    pub longest_interval_factor: Option<u32>,
+}
+
+impl Waiting {
+    /// Copying held itself back so far.
+    pub(crate) fn reached(&mut self, restraint: Restraint) {
+        let Restraint { nice, threads, interval_factor } = restraint;
+        self.nicest = self.nicest.max(nice);
+        self.fewest_threads = Some(self.fewest_threads.map_or(threads, |fewest| fewest.min(threads)));
+        self.longest_interval_factor = self.longest_interval_factor.max(Some(interval_factor));
+    }
 }
 
 /// Pages that came when the guest ran at the destination already.

@@ -71,7 +71,8 @@ fn everybody_who_decides_is_recorded() {
     let of_writes =
         |all: &Others| Some(all.writes.as_ref()?.decisions().any(|cap| cap.bytes_per_s.is_some()));
     let of_slowing = |all: &Others| Some(all.slowing.as_ref()?.decisions().any(Option::is_some));
-    let of_pressure = |all: &Others| Some(all.pressure.as_ref()?.decisions().any(|nice| *nice > 5));
+    let of_pressure =
+        |all: &Others| Some(all.pressure.as_ref()?.decisions().any(|restraint| restraint.nice > 5));
     let of_compression =
         |all: &Others| Some(all.compression.as_ref()?.decisions().any(|decision| decision.is_informed));
     let of_push =

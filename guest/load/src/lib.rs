@@ -3,6 +3,12 @@
 //! Content is a pure function of a few numbers, so that whoever knows them can tell a wrong page without keeping a
 //! copy: the load generator in the guest (its own memory, and what it reads from its disks), and the laboratory on the
 //! host (disk images that it makes). It looks random and does not compress.
+//!
+//! Which pages are rewritten is another such function, a [`Pattern`].
+
+mod pattern;
+
+pub use pattern::{BadPattern, Order, Pattern};
 
 /// Words of 64 bits in a page, or in a block of a disk, of 4096 bytes.
 pub const WORDS: usize = 512;

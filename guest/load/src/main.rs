@@ -27,6 +27,7 @@
 mod disk;
 mod memory;
 mod options;
+mod pace;
 mod progress;
 
 use std::io::{self, BufRead, Read, Write};
@@ -39,10 +40,10 @@ use std::time::{Duration, Instant};
 use disk::{DiskCheck, DiskLoad};
 use memory::{Memory, Recipe};
 use options::Options;
+use pace::{MIB, Pace};
 use progress::Progress;
+use whimbrel_guest_load::Order;
 
-/// Pages in a MiB.
-const MIB: usize = 256;
 /// Pages handled between two looks at the clock.
 const BATCH: usize = 4;
 /// `WRONG` lines printed, of pages and of blocks, before it is enough: the count goes on.
@@ -133,28 +134,6 @@ fn tell(line: &str) {
     println!("{line} sum={:x}", whimbrel_guest_load::checksum(line));
 }
 
-/// Pages that may be handled by now at a given rate. It does not make up for time in which the program did not run.
-struct Pace {
-    from: Instant,
-    done: u64,
-}
-
-impl Pace {
-    fn due(&mut self, mib_per_s: u64, now: Instant) -> bool {
-        let pages_per_s = mib_per_s * MIB as u64;
-        if pages_per_s == 0 {
-            return false;
-        }
-        let due = (now - self.from).as_micros() as u64 * pages_per_s / 1_000_000;
-        if self.done + pages_per_s / 10 < due || self.done > due + pages_per_s {
-            // More than a tenth of a second behind, or the rate was changed.
-            *self = Self { from: now, done: 0 };
-            return true;
-        }
-        self.done < due
-    }
-}
-
 struct Load {
     options: Options,
     memory: Memory,
@@ -163,7 +142,7 @@ struct Load {
     checks: Vec<(String, DiskCheck)>,
     progress: Progress,
     start: Instant,
-    next_write: usize,
+    order: Order,
     next_verify: usize,
     writes: u64,
     verified: u64,
@@ -174,13 +153,13 @@ struct Load {
 impl Load {
     fn new(options: Options, memory: Memory, disk: Option<DiskLoad>) -> Self {
         Self {
+            order: Order::new(options.seed),
             options,
             memory,
             disk,
             checks: Vec::new(),
             progress: Progress::default(),
             start: Instant::now(),
-            next_write: 0,
             next_verify: 0,
             writes: 0,
             verified: 0,
@@ -191,7 +170,7 @@ impl Load {
 
     fn run(mut self, commands: &Receiver<String>) -> ! {
         let now = Instant::now();
-        let (mut writing, mut verifying) = (Pace { from: now, done: 0 }, Pace { from: now, done: 0 });
+        let (mut writing, mut verifying) = (Pace::new(now), Pace::new(now));
         let (mut last, mut last_tick, mut longest_stall) = (now, now, Duration::ZERO);
         loop {
             let now = Instant::now();
@@ -209,15 +188,15 @@ impl Load {
                 continue;
             }
             self.tell_of_checks();
-            let write = writing.due(self.options.rate_mib_per_s, now);
+            let write = writing.is_due(self.options.rate_mib_per_s, now);
             if write {
                 self.write();
-                writing.done += BATCH as u64;
+                writing.done(BATCH);
             }
-            let verify = verifying.due(self.options.verify_mib_per_s, now);
+            let verify = verifying.is_due(self.options.verify_mib_per_s, now);
             if verify {
                 self.verify(BATCH);
-                verifying.done += BATCH as u64;
+                verifying.done(BATCH);
             }
             let work = BATCH as u32 * (u32::from(write) + u32::from(verify));
             self.progress.note(now - self.start, gap, work);
@@ -233,8 +212,8 @@ impl Load {
             return;
         }
         for _ in 0..BATCH {
-            self.memory.write(self.next_write % pages, self.options.mode);
-            self.next_write = (self.next_write + 1) % pages;
+            let page = self.order.next(self.options.pattern, pages);
+            self.memory.write(page, self.options.mode);
         }
         self.writes += BATCH as u64;
     }

@@ -142,6 +142,8 @@ fn few_words(seed: u64, page: usize, expected: Expected) -> [(usize, u64); 4] {
 
 #[cfg(test)]
 mod tests {
+    use whimbrel_guest_load::{Order, Pattern};
+
     use super::*;
 
     const ALL_NOISE: Recipe = Recipe { seed: 5, noise_percent: 100 };
@@ -186,6 +188,28 @@ mod tests {
             memory.write(0, mode);
             memory.pages[0] = stale;
             assert!(memory.verify(0).is_some(), "{mode:?}");
+        }
+    }
+
+    /// A page that is written often, or not for long, is as right as the others, and a stale one as wrong.
+    #[test]
+    fn every_pattern_verifies_and_a_stale_page_is_found() {
+        const PAGES: usize = 64;
+        for pattern in ["sequential", "random", "hot-spot:90/10", "strided:7"] {
+            let pattern: Pattern = pattern.parse().unwrap();
+            let (mut memory, mut order) = (Memory::filled(ALL_NOISE, PAGES), Order::new(ALL_NOISE.seed));
+            for n in 0..20 * PAGES {
+                memory.write(order.next(pattern, PAGES), [Mode::Random, Mode::Few, Mode::Zero][n % 3]);
+            }
+            assert!((0..PAGES).all(|page| memory.verify(page).is_none()), "{pattern}");
+            for mode in [Mode::Few, Mode::Few, Mode::Zero, Mode::Random] {
+                let page = order.next(pattern, PAGES);
+                let stale = memory.pages[page].clone();
+                memory.write(page, mode);
+                memory.pages[page] = stale;
+                let wrong: Vec<_> = (0..PAGES).filter(|page| memory.verify(*page).is_some()).collect();
+                assert_eq!(wrong, [page], "{pattern}, {mode:?}");
+            }
         }
     }
 }

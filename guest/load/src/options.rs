@@ -3,6 +3,8 @@
 
 use std::str::FromStr;
 
+use whimbrel_guest_load::Pattern;
+
 /// How a page is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
@@ -27,6 +29,8 @@ pub(crate) struct Options {
     pub(crate) verify_mib_per_s: u64,
     /// How pages are rewritten.
     pub(crate) mode: Mode,
+    /// Which of them, and in which order.
+    pub(crate) pattern: Pattern,
     /// Threads that read the first disk past the page cache. Fixed for the run.
     pub(crate) disk_threads: usize,
     /// Threads that rewrite its second half and read it back; the readers keep to the first half then. Fixed for the
@@ -36,7 +40,7 @@ pub(crate) struct Options {
     pub(crate) disk_mib: usize,
     /// TCP port that answers each byte with the same byte. 0: none. Fixed for the run.
     pub(crate) port: u16,
-    /// Makes content differ between runs.
+    /// Makes content differ between runs, and the order of pages. Fixed for the run.
     pub(crate) seed: u64,
     /// How much of memory looks random, in percent; the rest compresses well. Fixed for the run.
     pub(crate) noise_percent: u64,
@@ -50,6 +54,7 @@ impl Default for Options {
             rate_mib_per_s: 0,
             verify_mib_per_s: 32,
             mode: Mode::Random,
+            pattern: Pattern::Sequential,
             disk_threads: 0,
             disk_writers: 0,
             disk_mib: 16,
@@ -86,6 +91,9 @@ impl Options {
                     _ => return Err(format!("mode={value}: expected random, few or zero")),
                 }
             }
+            "pattern" => {
+                self.pattern = value.parse().map_err(|wrong| format!("pattern={value}: {wrong}"))?;
+            }
             _ => return Err(format!("unknown setting {key}")),
         }
         Ok(())
@@ -101,8 +109,10 @@ mod tests {
         let mut options = Options::default();
         options.set("mode=few").unwrap();
         options.set("rate=150").unwrap();
+        options.set("pattern=hot-spot:90/10").unwrap();
         assert_eq!((options.mode, options.rate_mib_per_s), (Mode::Few, 150));
-        for wrong in ["mode=slow", "rate=x", "port=70000", "fill", "colour=red"] {
+        assert_eq!(options.pattern.to_string(), "hot-spot:90/10");
+        for wrong in ["mode=slow", "pattern=hot-spot:90", "rate=x", "port=70000", "fill", "colour=red"] {
             assert!(options.set(wrong).is_err(), "{wrong}");
         }
     }

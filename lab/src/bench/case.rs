@@ -6,7 +6,7 @@ use crate::environment::QemuVersion;
 use crate::error::Error;
 use crate::lab::Packets;
 use crate::nas::Nas;
-use crate::spec::LoadMode;
+use crate::spec::{LoadMode, Pattern};
 
 /// More than any guest reads, MiB/s.
 pub(super) const UNPACED_MIB_PER_S: u64 = 1_000_000;
@@ -70,6 +70,9 @@ pub enum Program {
         verify_mib_per_s: u64,
         /// A few bytes of each page, rather than all of it.
         few: bool,
+        /// Which pages, and in which order.
+        #[serde(default, skip_serializing_if = "is_sequential", with = "as_text")]
+        pattern: Pattern,
         /// How much of what is filled looks random, in percent; the rest compresses well.
         #[serde(default = "all")]
         noise_percent: u64,
@@ -115,6 +118,28 @@ fn is_false(is: &bool) -> bool {
     !is
 }
 
+#[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+fn is_sequential(pattern: &Pattern) -> bool {
+    *pattern == Pattern::Sequential
+}
+
+/// A pattern as it is written on a command line.
+mod as_text {
+    use serde::de::Error;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    use crate::spec::Pattern;
+
+    #[allow(clippy::trivially_copy_pass_by_ref, reason = "serde calls it")]
+    pub(super) fn serialize<S: Serializer>(pattern: &Pattern, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(pattern)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Pattern, D::Error> {
+        String::deserialize(from)?.parse().map_err(D::Error::custom)
+    }
+}
+
 /// Of content that looks random.
 const fn all() -> u64 {
     100
@@ -133,6 +158,7 @@ impl Case {
                 rate_mib_per_s: 0,
                 verify_mib_per_s: 4,
                 few: false,
+                pattern: Pattern::Sequential,
                 noise_percent: 100,
             },
             memory_mib: 1024,
@@ -155,6 +181,15 @@ impl Case {
     pub fn writing(mut self, wss: u64, rate: u64, mode: LoadMode) -> Self {
         if let Program::Load { wss_mib, rate_mib_per_s, few, verify_mib_per_s, .. } = &mut self.program {
             (*wss_mib, *rate_mib_per_s, *few, *verify_mib_per_s) = (wss, rate, mode == LoadMode::Few, 0);
+        }
+        self
+    }
+
+    /// The same, but rewritten in another order.
+    #[must_use]
+    pub fn in_pattern(mut self, wanted: Pattern) -> Self {
+        if let Program::Load { pattern, .. } = &mut self.program {
+            *pattern = wanted;
         }
         self
     }
@@ -232,9 +267,13 @@ impl Case {
             }
         }];
         match self.program {
-            Program::Load { rate_mib_per_s: rate_mib_per_s @ 1.., wss_mib, few, .. } => {
+            Program::Load { rate_mib_per_s: rate_mib_per_s @ 1.., wss_mib, few, pattern, .. } => {
                 let how = if few { "a few bytes of each page" } else { "whole pages" };
-                words.push(format!("{wss_mib} MiB rewritten at {rate_mib_per_s} MiB/s ({how})"));
+                let order = match pattern {
+                    Pattern::Sequential => String::new(),
+                    other => format!(", {other}"),
+                };
+                words.push(format!("{wss_mib} MiB rewritten at {rate_mib_per_s} MiB/s ({how}{order})"));
             }
             Program::Load { verify_mib_per_s: UNPACED_MIB_PER_S, .. } => {
                 words.push("read as fast as it can".to_owned());
@@ -297,6 +336,20 @@ mod tests {
         let beyond = case.sized(256, 64).writing(65, 10, LoadMode::Few).check().unwrap_err();
         assert!(beyond.to_string().contains("65 MiB cannot be rewritten where 64"), "{beyond}");
     }
+
+    #[test]
+    fn the_order_of_pages_is_told_where_it_is_not_the_usual_one() {
+        let case = Case::idle("x", QemuVersion::Newer).writing(64, 10, LoadMode::Random);
+        let usual = serde_json::to_value(&case).unwrap();
+        assert_eq!((usual["program"].get("pattern"), case.describe().contains("sequential")), (None, false));
+        let hot = case.clone().in_pattern("hot-spot:90/10".parse().unwrap());
+        assert!(hot.describe().contains("64 MiB rewritten at 10 MiB/s (whole pages, hot-spot:90/10)"));
+        for case in [case, hot] {
+            let text = serde_json::to_string(&case).unwrap();
+            assert_eq!(serde_json::from_str::<Case>(&text).unwrap(), case, "{text}");
+        }
+    }
+
     #[test]
     fn a_slow_start_grows_with_each_pass() {
         let mib = |pass| Cap::SlowStart.in_pass(pass).map(|rate| rate >> 20);

@@ -181,7 +181,15 @@ fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> 
             let spec = GuestSpec::tiny(VM, Load { nas: Some(nas.clone()), ..idle });
             GuestSpec { vcpus: nas.threads, ..spec }
         }
-        Program::Load { fill_mib, wss_mib, rate_mib_per_s, verify_mib_per_s, few, noise_percent } => {
+        Program::Load {
+            fill_mib,
+            wss_mib,
+            rate_mib_per_s,
+            verify_mib_per_s,
+            few,
+            pattern,
+            noise_percent,
+        } => {
             let mode = if *few { LoadMode::Few } else { LoadMode::Random };
             let load = Load {
                 fill_mib: *fill_mib,
@@ -190,6 +198,7 @@ fn spec(lab: &Lab, environment: &Environment, case: &Case) -> Result<GuestSpec> 
                 verify_mib_per_s: *verify_mib_per_s,
                 noise_percent: *noise_percent,
                 mode,
+                pattern: *pattern,
                 address: case.devices.then(|| vm_address(1)),
                 cache_mib: case.cache_mib,
                 ..Load::default()

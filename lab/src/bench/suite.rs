@@ -4,7 +4,7 @@ use super::case::{Case, Program};
 use super::contender::{Contender, Mode, Policy, Soft, Way};
 use crate::environment::QemuVersion;
 use crate::nas::Nas;
-use crate::spec::LoadMode;
+use crate::spec::{LoadMode, Pattern};
 
 /// Cases that belong together.
 #[derive(Clone, Debug)]
@@ -160,7 +160,13 @@ pub fn suites() -> Vec<Suite> {
     let rivals = [DEFAULT, MULTIFD_2, XBZRLE, AUTO, POST_COPY];
     let case = idle("converge-1g").sized(1024, 400).writing(128, 150, LoadMode::Random);
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 60, ..case };
-    let convergence = vec![(case, [&[Contender::Nobody], &policies[..], &rivals].concat())];
+    let all_alike = (case, [&[Contender::Nobody], &policies[..], &rivals].concat());
+    // As fast, but most of it to a few pages: rounds bring what is left down to about those, and no further.
+    let hot_spot = Pattern::HotSpot { writes_percent: 90, pages_percent: 10 };
+    let case = idle("converge-hot-1g").sized(512, 160).writing(128, 150, LoadMode::Random);
+    let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 30, ..case.in_pattern(hot_spot) };
+    let who = [Policy::Pattern, Policy::Target].map(Contender::Policy);
+    let convergence = vec![all_alike, (case, [&who[..], &[DEFAULT, MULTIFD_2]].concat())];
 
     // Ibrahim et al., table I.
     let policies_of_kernels = [Policy::Pattern, Policy::Endless, Policy::Frozen].map(Contender::Policy);

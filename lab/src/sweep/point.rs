@@ -4,7 +4,7 @@ use crate::bench::suite::{megabits, nas_case};
 use crate::bench::{Cap, Case, CaseResult, Contender, Mode, Policy, Results};
 use crate::environment::QemuVersion;
 use crate::lab::Packets;
-use crate::spec::LoadMode;
+use crate::spec::{LoadMode, Pattern};
 
 /// A case with who takes part.
 pub type Point = (Case, Vec<Contender>);
@@ -132,6 +132,8 @@ pub struct Axes {
     pub wss_mib: Vec<u64>,
     /// How fast they are rewritten, MiB/s.
     pub rate_mib_per_s: Vec<u64>,
+    /// Which pages of them, and in which order.
+    pub pattern: Vec<Pattern>,
     /// Links, bytes per second; None for no limit.
     pub link_bytes_per_s: Vec<Option<u64>>,
     /// Streams: of Whimbrel, and of QEMU's `multifd`. Empty for as many as Whimbrel chooses, and QEMU's default.
@@ -155,6 +157,13 @@ impl Axes {
         let mut points = crossed(points, &loads, |case, (wss, rate)| {
             let case = case.sized(self.memory_mib, *wss).writing(*wss, *rate, LoadMode::Random);
             named(case, &format!("w{wss}-r{rate}"))
+        });
+        points = crossed(points, &self.pattern, |case, pattern| {
+            let word = match pattern {
+                Pattern::Sequential => String::new(),
+                other => other.to_string().replace([':', '/'], "-"),
+            };
+            named(case.in_pattern(*pattern), &word)
         });
         points = crossed(points, &self.link_bytes_per_s, |case, link| {
             let word = link.map_or("any".to_owned(), |rate| (rate * 8 / 1_000_000).to_string());
@@ -228,6 +237,7 @@ mod tests {
             memory_mib: 512,
             wss_mib: vec![32, 64],
             rate_mib_per_s: vec![0, 40],
+            pattern: vec![Pattern::Sequential, Pattern::HotSpot { writes_percent: 90, pages_percent: 10 }],
             link_bytes_per_s: vec![None, Some(125_000_000)],
             streams: vec![1, 4],
             buffer_kib: vec![None, Some(32)],
@@ -240,11 +250,13 @@ mod tests {
     #[test]
     fn a_grid_has_each_with_each_of_the_others() {
         let points = axes().points();
-        assert_eq!(points.len(), 64);
+        assert_eq!(points.len(), 128);
         let names: BTreeSet<_> = points.iter().map(|(case, _)| case.name.as_str()).collect();
-        assert_eq!(names.len(), 64);
-        assert!(names.contains("grid-w32-r0-lany") && names.contains("grid-w64-r40-l1000-b32-m8000-slow"));
-        let (case, contenders) = &points[63];
+        assert_eq!(names.len(), 128);
+        for name in ["grid-w32-r0-lany", "grid-w64-r40-hot-spot-90-10-l1000-b32-m8000-slow"] {
+            assert!(names.contains(name), "{names:?}");
+        }
+        let (case, contenders) = &points[127];
         assert_eq!(
             (case.cap, case.packets.buffer_bytes, case.memory_mib),
             (Cap::SlowStart, Some(32 << 10), 512)

@@ -124,6 +124,9 @@ pub(crate) struct AxesOptions {
     /// How fast they are rewritten, MiB/s (40)
     #[arg(long, value_name = "MIB,…", value_delimiter = ',')]
     pub rate: Vec<u64>,
+    /// Which pages of them, and in which order: `sequential`, `random`, `hot-spot:90/10`, `strided:N` (sequential)
+    #[arg(long, value_name = "PATTERN,…", value_delimiter = ',')]
+    pub pattern: Vec<lab::Pattern>,
     /// What the link lets through: 1Gbit, 100Mbit, none (1Gbit)
     #[arg(long, value_name = "RATE,…", value_delimiter = ',')]
     pub link: Vec<Rate>,
@@ -222,6 +225,10 @@ pub(crate) struct CaseOptions {
     /// Only a few bytes of each page are rewritten
     #[arg(long)]
     pub few: bool,
+    /// Which pages are rewritten, and in which order: `sequential`, `random`, `hot-spot:90/10` (90 percent of the writes go to
+    /// the first 10 percent of the pages), or `strided:N` (every Nth page, then those after them)
+    #[arg(long, default_value_t = lab::Pattern::Sequential, value_name = "PATTERN")]
+    pub pattern: lab::Pattern,
     /// RAM blocks that share the memory
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub regions: u64,

@@ -90,17 +90,27 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
             writeln!(out, "              {note}")?;
         }
     }
-    if let Some(Waiting { before_permille, permille: Some(meanwhile), most_permille, nicest }) =
-        report.waiting
+    if let Some(waiting) = report.waiting
+        && let Some(meanwhile) = waiting.permille
     {
+        let Waiting {
+            before_permille, most_permille, nicest, fewest_threads, longest_interval_factor, ..
+        } = waiting;
         let percent = |permille: u64| format!("{}.{}%", permille / 10, permille % 10);
         let before = before_permille.map_or_else(|| "unknown".to_owned(), percent);
         writeln!(
             out,
-            "  waited      {} of its time for processors, {} at worst, {before} before; copying nice {nicest}",
+            "  waited      {} of its time for processors, {} at worst, {before} before;",
             percent(meanwhile),
             percent(most_permille.unwrap_or(meanwhile))
         )?;
+        write!(out, "              copying nice {nicest}")?;
+        // Niceness comes first: without more than that there is nothing else to tell.
+        if let (Some(threads), Some(factor @ 2..)) = (fewest_threads, longest_interval_factor) {
+            let threads = if threads == 1 { "1 thread".to_owned() } else { format!("{threads} threads") };
+            write!(out, ", {threads} at a time, looks {factor} times as far apart")?;
+        }
+        writeln!(out)?;
     }
     if let Some(PostCopy { left_pages, wanted_pages, duration_us, .. }) = report.post_copy {
         let (left, took) = (bytes(left_pages.saturating_mul(PAGE_BYTES)), seconds(duration_us));

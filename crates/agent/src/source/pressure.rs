@@ -1,7 +1,7 @@
 //! What copying costs the guest on a busy host, and how far it gives way for that.
 
 use ::memory::SenderHandle;
-use engine::pressure::{Pressure, Waited};
+use engine::pressure::{Pressure, Restraint, Waited};
 use engine::trace::Traced;
 use tracee::{Process, ProcessError};
 
@@ -58,21 +58,29 @@ impl Watch {
         self.policy.as_ref()
     }
 
-    /// Copying begins here, if it has not: until now the guest waited for others.
-    pub(crate) fn copying(&mut self) {
-        if self.policy.is_some() {
-            return;
-        }
+    /// Something is copied now, by this sender, which may have new connections: it is held back as far as follows from what
+    /// was seen. What the guest waited for before the first time it waited for others.
+    pub(crate) fn copying(&mut self, sender: &SenderHandle) {
         let now = self.now();
-        let before = between(self.last, now);
-        self.policy = Some(Traced::new(Pressure::new(self.allowed_permille, before)));
-        self.waiting.before_permille = before.permille();
-        self.last = now;
+        let policy = self.policy.get_or_insert_with(|| {
+            let before = between(self.last, now);
+            self.waiting.before_permille = before.permille();
+            self.last = now;
+            Traced::new(Pressure::new(self.allowed_permille, before, sender.threads()))
+        });
+        let Restraint { nice, threads, interval_factor: _ } = policy.policy().restraint();
+        sender.gives_way_by(nice);
+        sender.copies_in(threads);
     }
 
-    /// Something was copied: has the sender give way by as much as follows. What it cost the guest so far is returned. While
-    /// the guest is held to a limit it waits for that: the kernel does not tell one from the other.
-    pub(crate) fn look(&mut self, sender: &SenderHandle, is_held: bool) -> Option<Waiting> {
+    /// How many times as long as usual it is now between two looks at what was written.
+    pub(crate) fn interval_factor(&self) -> u32 {
+        self.policy.as_ref().map_or(1, |policy| policy.policy().restraint().interval_factor)
+    }
+
+    /// Something was copied: what follows from that holds from the next time on. What it cost the guest so far is returned.
+    /// While the guest is held to a limit it waits for that: the kernel does not tell one from the other.
+    pub(crate) fn look(&mut self, is_held: bool) -> Option<Waiting> {
         let now = self.now();
         let last = between(self.last, now);
         let policy = self.policy.as_mut()?;
@@ -81,17 +89,15 @@ impl Watch {
             return None;
         }
         if last.ran_ns + last.waited_ns >= LEAST_NS {
-            let nice =
-                if self.allowed_permille > 0 { policy.decide_on(last) } else { policy.policy().nice() };
+            let restraint =
+                if self.allowed_permille > 0 { policy.decide_on(last) } else { policy.policy().restraint() };
             self.last = now;
             self.since.ran_ns += last.ran_ns;
             self.since.waited_ns += last.waited_ns;
             self.waiting.permille = self.since.permille();
             self.waiting.most_permille = self.waiting.most_permille.max(last.permille());
-            self.waiting.nicest = self.waiting.nicest.max(nice);
+            self.waiting.reached(restraint);
         }
-        // To one over new connections as well.
-        sender.gives_way_by(policy.policy().nice());
         Some(self.waiting)
     }
 

@@ -89,8 +89,7 @@ impl Sparing {
             means.mark(controls);
         }
         let watched = means.packing.clone().filter(|_| is_watched);
-        let stop =
-            watched.and_then(|packing| watch(means.clone(), packing, streams.into(), Arc::clone(controls)));
+        let stop = watched.and_then(|packing| watch(means.clone(), packing, streams, Arc::clone(controls)));
         Self { means, controls: Arc::clone(controls), _stop: stop }
     }
 
@@ -212,7 +211,7 @@ fn tell(decision: &Decision, controls: &Controls) {
 }
 
 /// The policy, in a thread of its own; none if there is no thread to be had, and then nothing is picked.
-fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Controls>) -> Option<Sender<()>> {
+fn watch(means: Means, packing: Arc<Packing>, workers: u16, controls: Arc<Controls>) -> Option<Sender<()>> {
     let (stop, stopped) = mpsc::channel();
     let looks = move || {
         let now = || Look::now(&packing, means.referred());
@@ -239,7 +238,8 @@ fn watch(means: Means, packing: Arc<Packing>, workers: u32, controls: Arc<Contro
                 continue;
             }
             looks += 1;
-            let decision = chooser.decide_on(now.since(&before, workers, packing.take_trials()));
+            let working = packing.working_of(workers).into();
+            let decision = chooser.decide_on(now.since(&before, working, packing.take_trials()));
             if is_slow && !referring.decide_on(now.passed_since(&before, &decision, is_awaited)) {
                 means.send_memory(&controls);
             }

@@ -14,7 +14,7 @@ pub(crate) mod select;
 
 use std::fmt;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 
 use proto::packed::{Codec, Compression, Trial};
 
@@ -35,6 +35,7 @@ const LEAST_TRIAL_BYTES: usize = 32 << 10;
 pub struct Packing {
     worth: Worth,
     is_opening: AtomicBool,
+    most_workers: AtomicU16,
     orders: Mutex<Orders>,
     counters: Counters,
     trials: Mutex<Vec<Trial>>,
@@ -110,6 +111,7 @@ impl Packing {
         Self {
             worth,
             is_opening,
+            most_workers: AtomicU16::new(u16::MAX),
             orders: Mutex::new(Orders { opening, way, standing_way: way, to_try: Vec::new() }),
             counters: Counters::default(),
             trials: Mutex::default(),
@@ -141,6 +143,16 @@ impl Packing {
             orders.opening = None;
             self.is_opening.store(false, Ordering::Release);
         }
+    }
+
+    /// Only so many workers work at the same time, each of which waits for the link in its own turn only.
+    pub(crate) fn set_most_workers(&self, workers: u16) {
+        self.most_workers.store(workers, Ordering::Relaxed);
+    }
+
+    /// How many of so many workers work at the same time.
+    pub fn working_of(&self, workers: u16) -> u16 {
+        workers.min(self.most_workers.load(Ordering::Relaxed))
     }
 
     /// Has these ways tried on one frame that is sent while the guest runs; what comes of it is thrown away.

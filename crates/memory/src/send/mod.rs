@@ -19,6 +19,11 @@
 //! A chunk belongs to one stream ([`stream_of`]), within which frames are applied in order (trap 6). Which chunk
 //! belongs to which stream stays the same as long as the number of streams does, and that is fixed for a generation.
 //!
+//! # Few threads
+//!
+//! Where the guest suffers only some of the workers read and send at the same time, in turns, chunk by chunk
+//! ([`SenderHandle::copies_in`]). Each stream sends its own chunks in the same order as ever.
+//!
 //! # Few pages
 //!
 //! Waking a thread costs more than sending a page. A round of few pages is sent by the caller's own thread, one write
@@ -48,6 +53,7 @@ mod counters;
 mod plan;
 mod shared;
 mod stream;
+mod turns;
 
 use plan::Plan;
 pub use plan::stream_of;
@@ -396,6 +402,16 @@ impl SenderHandle {
     /// From the next round on its threads give way to guests by so much (`nice(2)`), while the one that is moved runs.
     pub fn gives_way_by(&self, nice: u8) {
         self.0.nice.store(nice, Ordering::Relaxed);
+    }
+
+    /// From now on only so many of its threads read and send at the same time, one at least, while the one that is moved runs.
+    pub fn copies_in(&self, threads: u16) {
+        self.0.set_most_copying(threads);
+    }
+
+    /// How many threads it has that read and send, one for each stream.
+    pub fn threads(&self) -> u16 {
+        self.0.stream_count()
     }
 
     /// Whether a connection has failed or somebody has cancelled, so that the next round cannot be sent.

@@ -19,6 +19,7 @@ use crate::references::{Known, PageName};
 use crate::send::counters::Counters;
 use crate::send::plan::{Place, Plan};
 use crate::send::stream::{InFlight, Outlet, Stream};
+use crate::send::turns::Turns;
 use crate::send::{BlockProgress, Progress, Saving, SendError, SourceRam};
 use crate::wire::{DataStream, FrameSource};
 
@@ -38,6 +39,8 @@ pub(super) struct Shared {
     counters: Counters,
     /// By how much workers give way to guests.
     pub(super) nice: AtomicU8,
+    /// How many of them copy at the same time, while the guest runs.
+    turns: Turns,
 }
 
 #[derive(Default)]
@@ -76,12 +79,21 @@ impl Shared {
             stopped: AtomicBool::new(false),
             counters,
             nice: AtomicU8::new(NICE),
+            turns: Turns::new(),
         };
         (shared, sources)
     }
 
     pub(super) fn stream_count(&self) -> u16 {
         self.streams.len() as u16
+    }
+
+    /// From now on only so many workers copy at the same time, while the guest runs.
+    pub(super) fn set_most_copying(&self, threads: u16) {
+        self.turns.set_most(threads);
+        if let Some(packing) = &self.saving.packing {
+            packing.set_most_workers(threads.max(1));
+        }
     }
 
     // ---- the caller of a round
@@ -191,21 +203,39 @@ impl Shared {
     }
 
     /// Sends a stream's chunks of a round and the round's end; a worker gives way as it is told meanwhile.
-    pub(super) fn send_share(&self, stream: u16, plan: &Plan, mut worker: Option<&mut GivesWay>) {
+    pub(super) fn send_share(&self, stream: u16, plan: &Plan, worker: Option<&mut GivesWay>) {
         let mut outlet = lock(&self.streams[usize::from(stream)].outlet);
         // The workers' streams are closed at the deadline; who sends himself is waiting for them.
         outlet.sink.set_deadline(plan.deadline);
-        let sent = plan
-            .share(stream)
-            .try_for_each(|place| {
-                if let Some(gives_way) = &mut worker {
-                    gives_way.by(self.nice.load(Ordering::Relaxed));
-                }
-                self.send_chunk(stream, &mut outlet, plan, *place)
-            })
+        let sent = self
+            .send_chunks(stream, &mut outlet, plan, worker)
             .and_then(|()| self.end_round(stream, &mut outlet, plan.round));
         if let Err(cause) = sent {
             self.fail(cause);
+        }
+    }
+
+    /// A worker waits for its turn before each chunk, and only then asks whether there is time for that.
+    ///
+    /// Whoever waits for a turn holds none, and who has one waits for nothing but his own connection, which fails if that is
+    /// for too long: so they never wait for each other. Where all has ended each gets his turn to see that.
+    fn send_chunks(
+        &self,
+        stream: u16,
+        outlet: &mut Outlet,
+        plan: &Plan,
+        mut worker: Option<&mut GivesWay>,
+    ) -> Result<(), SendError> {
+        let mut share = plan.share(stream);
+        loop {
+            if let Some(gives_way) = &mut worker {
+                gives_way.by(self.nice.load(Ordering::Relaxed));
+            }
+            // The caller is alone, and a guest that stands still has everybody at work.
+            let takes_turns = worker.is_some() && plan.deadline.is_none();
+            let _turn = takes_turns.then(|| self.turns.take(stream));
+            let Some(place) = share.next() else { return Ok(()) };
+            self.send_chunk(stream, outlet, plan, *place)?;
         }
     }
 

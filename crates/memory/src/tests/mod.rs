@@ -9,6 +9,7 @@ mod moves;
 mod pair;
 mod references;
 mod sender;
+mod turns;
 
 /// A small generator of numbers (splitmix64), so that a seed tells everything.
 pub(crate) struct Dice(pub(crate) u64);

@@ -213,6 +213,7 @@ impl Move {
                 }
                 _ => (readable, None),
             };
+            this.handle().copies_in(dice.below(4) as u16);
             let pages = readable.pages();
             let is_hasty = !last && dice.one_in(3);
             // As the rounds of a guest that stands still are sent: nothing may be left of the last one.

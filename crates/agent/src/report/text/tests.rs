@@ -1,6 +1,8 @@
 use proto::message::{Finding, RamBlock, Severity};
 use proto::{Epoch, HostId, MigrationId, VmName};
 
+use engine::pressure::Restraint;
+
 use super::super::{Measured, Objective, Verification};
 use super::*;
 
@@ -131,6 +133,23 @@ fn text_holds_what_matters() {
 }
 
 #[test]
+fn what_copying_held_back_is_told_as_far_as_it_came_to_that() {
+    let of = |restraints: &[(u8, u16, u32)]| {
+        let mut waiting = Waiting { permille: Some(123), most_permille: Some(456), ..Waiting::default() };
+        for (nice, threads, interval_factor) in restraints {
+            waiting.reached(Restraint { nice: *nice, threads: *threads, interval_factor: *interval_factor });
+        }
+        render(&Report { waiting: Some(waiting), ..sample() })
+    };
+    let nicer = of(&[(5, 4, 1), (9, 4, 1), (7, 4, 1)]);
+    let waited = "  waited      12.3% of its time for processors, 45.6% at worst, unknown before;\n";
+    assert!(nicer.contains(&format!("{waited}              copying nice 9\n")), "{nicer}");
+    let all = of(&[(11, 2, 2), (11, 1, 4), (11, 2, 2), (5, 4, 1)]);
+    let told = "copying nice 11, 1 thread at a time, looks 4 times as far apart\n";
+    assert!(all.contains(told), "{all}");
+}
+
+#[test]
 fn of_very_many_rounds_the_first_and_the_last_are_shown() {
     let many = |count: u32| -> Vec<Round> {
         (1..=count)
@@ -176,6 +195,14 @@ fn text_fits_on_a_terminal() {
         stopped: true,
     };
     report.rounds.push(large);
+    report.waiting = Some(Waiting {
+        before_permille: Some(1000),
+        permille: Some(1000),
+        most_permille: Some(1000),
+        nicest: 11,
+        fewest_threads: Some(32),
+        longest_interval_factor: Some(4),
+    });
     let wide: Vec<_> =
         render(&report).lines().filter(|line| line.chars().count() > 80).map(str::to_owned).collect();
     assert!(wide.is_empty(), "{wide:#?}");

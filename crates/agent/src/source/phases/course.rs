@@ -23,6 +23,8 @@ pub(super) struct Course {
     pub(super) most_pages: Option<u64>,
     /// Nothing of memory goes in the next round.
     pub(super) disks_alone: bool,
+    /// Parts are so many times as long as they would be, for a guest that suffers from looks.
+    pub(super) interval_factor: u32,
     /// Where the next round begins that is not to send all.
     place: Place,
     /// Where the one after the present one begins, and whether this one ends a pass; none if it sends all.
@@ -50,6 +52,7 @@ impl Course {
             planned: Duration::ZERO,
             most_pages: None,
             disks_alone: false,
+            interval_factor: 1,
             place: Place::default(),
             next: None,
             recent: Recent::new(history as usize),
@@ -73,7 +76,7 @@ impl Course {
         {
             let (looked, later) = looked.divided(cargo, |readable| readable.only(part));
             let least = Duration::from_micros(looked.scan.duration_us) * Sampling::SCANS as u32;
-            self.planned = self.first_pass.part(least);
+            self.planned = self.first_pass.part(least) * self.interval_factor;
             return Share { looked, later: Some(later), until: Some(Instant::now() + self.planned) };
         }
         if std::mem::take(&mut self.disks_alone) {
@@ -85,7 +88,8 @@ impl Course {
             let (looked, later) = looked.divided(cargo, |readable| readable.only(&of_disks));
             return Share { looked, later: Some(later), until: None };
         }
-        let Some(pages) = self.most_pages.filter(|most| *most < looked.readable.pages()) else {
+        let most_pages = self.most_pages.map(|most| most.saturating_mul(self.interval_factor.into()));
+        let Some(pages) = most_pages.filter(|most| *most < looked.readable.pages()) else {
             self.next = None;
             return Share { looked, later: None, until: None };
         };

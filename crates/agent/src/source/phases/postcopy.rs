@@ -102,6 +102,7 @@ impl Driver {
         self.note("post-copy", format!("{pages} pages go when the guest runs there"));
         // The guest does not run here any more; there it waits.
         sender.handle().gives_way_by(0);
+        sender.handle().copies_in(u16::MAX);
         let written = std::mem::take(&mut self.written);
         let mut later =
             Later::new(cargo.readers(), written, self.telemetry.left(), Arc::clone(&self.controls.rate));

@@ -16,6 +16,7 @@ use crate::api::ThrottleCpu;
 use crate::progress::Phase;
 use crate::report::Round;
 use crate::source::memory::Cargo;
+use crate::source::pressure::Watch;
 use crate::source::slowing::Slowing;
 use crate::source::telemetry::Later;
 use crate::source::{Driver, VmError, memory};
@@ -153,6 +154,7 @@ impl Driver {
             self.throttle(cargo)?;
             self.take_notices()?;
             let scanned_at = looked.scanned_at;
+            course.interval_factor = self.pressure.as_ref().map_or(1, Watch::interval_factor);
             let Share { looked, later, until } = course.share(looked, cargo);
             let later_pages = later.as_ref().map_or(0, Owed::pages);
             let (resent_pages, of_pass) = (course.count_resent(&looked, cargo), course.passes + 1);
@@ -317,7 +319,7 @@ impl Driver {
         }
         let pages = readable.pages();
         if let Some(pressure) = &mut self.pressure {
-            pressure.copying();
+            pressure.copying(&sender.handle());
         }
         let sent = match until {
             Some(until) => sender.send_round_until(readable, until),
@@ -325,7 +327,7 @@ impl Driver {
         };
         match sent {
             Ok(Sent { sender, owed, stats }) => {
-                self.look_at_pressure(&sender);
+                self.look_at_pressure();
                 // Of a part what had its turn.
                 let (pages, disk_pages) = if until.is_some() {
                     (stats.contents.pages(), disk_pages.saturating_sub(cargo.disk_pages(&owed)))
@@ -355,11 +357,11 @@ impl Driver {
         }
     }
 
-    /// Has copying give way to the guest by as much as that suffers.
-    fn look_at_pressure(&mut self, sender: &Sender) {
+    /// Has what is copied next give way to the guest by as much as that suffers.
+    fn look_at_pressure(&mut self) {
         let is_held = self.slowing.as_ref().is_some_and(Slowing::is_holding);
         let Some(pressure) = &mut self.pressure else { return };
-        let Some(waiting) = pressure.look(&sender.handle(), is_held) else { return };
+        let Some(waiting) = pressure.look(is_held) else { return };
         self.controls.report(|report| {
             report.waiting = Some(waiting);
             if let Some(policy) = pressure.policy() {

@@ -1,0 +1,125 @@
+//! How many threads of a sender copy at the same time.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, PoisonError};
+
+use crate::lock;
+
+/// Turns, of which only so many are taken at the same time. Whoever waits for one gets it in the order in which they came, so
+/// that no stream's chunks wait until all those of another have gone.
+#[derive(Debug)]
+pub(super) struct Turns {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    most: u16,
+    taken: u16,
+    /// Streams whose threads wait, the first one first.
+    waiting: VecDeque<u16>,
+}
+
+/// A thread may copy, until this is dropped.
+pub(super) struct Turn<'a>(&'a Turns);
+
+impl Turns {
+    /// As many as there are threads.
+    pub(super) fn new() -> Self {
+        let state = State { most: u16::MAX, taken: 0, waiting: VecDeque::new() };
+        Self { state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// From now on so many are taken at the same time at most, and one in any case.
+    pub(super) fn set_most(&self, most: u16) {
+        lock(&self.state).most = most.max(1);
+        self.changed.notify_all();
+    }
+
+    /// Waits until the thread of a stream may copy.
+    pub(super) fn take(&self, stream: u16) -> Turn<'_> {
+        let mut state = lock(&self.state);
+        state.waiting.push_back(stream);
+        while state.taken >= state.most || state.waiting.front() != Some(&stream) {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.waiting.pop_front();
+        state.taken += 1;
+        if !state.waiting.is_empty() {
+            // The next one may be there for its turn, too.
+            self.changed.notify_all();
+        }
+        Turn(self)
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.0.state);
+        state.taken -= 1;
+        if !state.waiting.is_empty() {
+            self.0.changed.notify_all();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn who_gives_a_turn_back_comes_after_all_who_wait() {
+        let turns = Turns::new();
+        turns.set_most(1);
+        let (tell, told) = mpsc::channel();
+        thread::scope(|scope| {
+            let turn = turns.take(0);
+            for (others, stream) in [(0, 2), (1, 1)] {
+                let (turns, tell) = (&turns, tell.clone());
+                scope.spawn(move || {
+                    let turn = turns.take(stream);
+                    tell.send(stream).unwrap();
+                    drop(turn);
+                });
+                while lock(&turns.state).waiting.len() == others {
+                    thread::yield_now();
+                }
+            }
+            drop(turn);
+            let _turn = turns.take(0);
+            tell.send(0).unwrap();
+        });
+        assert_eq!(told.try_iter().collect::<Vec<_>>(), [2, 1, 0]);
+    }
+
+    #[test]
+    fn more_turns_are_there_at_once_for_all_who_wait() {
+        let turns = Turns::new();
+        turns.set_most(0);
+        let (tell, told) = mpsc::channel();
+        let (let_go, end) = mpsc::channel::<()>();
+        thread::scope(|scope| {
+            let turn = turns.take(0);
+            let (here, tell) = (&turns, &tell);
+            scope.spawn(move || {
+                let _turn = here.take(1);
+                tell.send(1).unwrap();
+                end.recv().unwrap();
+            });
+            scope.spawn(move || {
+                let _turn = here.take(2);
+                tell.send(2).unwrap();
+            });
+            turns.set_most(3);
+            let mut came: Vec<_> = told.iter().take(2).collect();
+            came.sort_unstable();
+            assert_eq!(came, [1, 2], "nobody has given one back");
+            let_go.send(()).unwrap();
+            drop(turn);
+        });
+    }
+}

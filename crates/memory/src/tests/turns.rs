@@ -1,0 +1,212 @@
+//! Rounds of which only some of the threads send at the same time.
+
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use link::LinkError;
+use proto::Generation;
+use proto::frame::Kind;
+use proto::limits::CHUNK_PAGES;
+use proto::pages::PagesHeader;
+
+use super::fake_ram::FakeRam;
+use super::fake_wire::{WHOLE, connection, end};
+use crate::{DataStream, FrameSink, Receiver, SendError, Sender, Sent, lock, stream_of};
+
+const STREAMS: u16 = 4;
+const CHUNKS: u64 = 24;
+/// What takes longer never ends.
+const TIME: Duration = Duration::from_secs(20);
+
+/// What the sinks of all streams saw.
+#[derive(Default)]
+struct Seen {
+    sending: AtomicU16,
+    most_sending: AtomicU16,
+    /// Streams and chunks in the order in which they were sent.
+    chunks: Mutex<Vec<(u16, u64)>>,
+    /// How many have come, where all of them are to be there at the same time.
+    came: Mutex<Option<u16>>,
+    comes: Condvar,
+}
+
+impl Seen {
+    fn wait_for_all(&self) {
+        let mut came = lock(&self.came);
+        if let Some(came) = &mut *came {
+            *came += 1;
+            self.comes.notify_all();
+        }
+        let is_missing = |came: &mut Option<u16>| came.is_some_and(|came| came < STREAMS);
+        let (_came, waited) = self.comes.wait_timeout_while(came, TIME, is_missing).unwrap();
+        assert!(!waited.timed_out(), "not all of them send");
+    }
+}
+
+/// Tells who sends pages at the same time.
+struct Watched {
+    sink: Box<dyn FrameSink>,
+    stream: u16,
+    seen: Arc<Seen>,
+}
+
+impl FrameSink for Watched {
+    fn set_deadline(&mut self, deadline: Option<Instant>) {
+        self.sink.set_deadline(deadline);
+    }
+
+    fn send(&mut self, kind: Kind, payload: &[&[u8]]) -> Result<(), LinkError> {
+        if kind == Kind::RoundEnd {
+            return self.sink.send(kind, payload);
+        }
+        let sending = self.seen.sending.fetch_add(1, Ordering::SeqCst) + 1;
+        self.seen.most_sending.fetch_max(sending, Ordering::SeqCst);
+        let (header, _) = PagesHeader::decode(&payload.concat(), &mut Vec::new()).unwrap();
+        lock(&self.seen.chunks).push((self.stream, header.chunk));
+        self.seen.wait_for_all();
+        // So that others would come in between.
+        thread::yield_now();
+        let sent = self.sink.send(kind, payload);
+        self.seen.sending.fetch_sub(1, Ordering::SeqCst);
+        sent
+    }
+
+    fn flush(&mut self) -> Result<(), LinkError> {
+        self.sink.flush()
+    }
+}
+
+/// A source whose pages all differ, and a destination.
+struct Stage {
+    source: FakeRam,
+    destination: FakeRam,
+    receiver: Receiver,
+    generation: Generation,
+    seen: Arc<Seen>,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let pages = CHUNKS * CHUNK_PAGES;
+        let (source, destination) = (FakeRam::new(&[pages]), FakeRam::new(&[pages]));
+        (0..pages).for_each(|page| source.0[0].guest_writes(page, page + 1, 0));
+        let receiver = Receiver::new(destination.writers(), STREAMS, |_, _| {});
+        Self { source, destination, receiver, generation: Generation(0), seen: Arc::default() }
+    }
+
+    /// New connections, of which one is cut after so many bytes.
+    fn connect(&mut self, budget: u64) -> Sender {
+        self.generation = self.generation.next();
+        self.receiver.begin(self.generation);
+        let near = (0..STREAMS).map(|stream| {
+            let (near, far) = connection(if stream == 2 { budget } else { WHOLE }, WHOLE);
+            self.receiver.attach(self.generation, stream, far).unwrap();
+            let sink = Watched { sink: near.sink, stream, seen: Arc::clone(&self.seen) };
+            DataStream { sink: Box::new(sink), ..near }
+        });
+        Sender::start(self.source.readers(), near.collect()).unwrap()
+    }
+
+    fn is_equal(&self) -> bool {
+        self.source.first_difference(&self.destination).is_none()
+    }
+
+    /// How many sent at the same time at most, and what was sent.
+    fn take_seen(&self) -> (u16, Vec<(u16, u64)>) {
+        let most = self.seen.most_sending.swap(0, Ordering::SeqCst);
+        (most, std::mem::take(&mut *lock(&self.seen.chunks)))
+    }
+}
+
+/// Each stream has sent its own chunks, from the first to the last.
+fn assert_in_order(sent: &[(u16, u64)]) {
+    for stream in 0..STREAMS {
+        let own = |(_, chunk): &(u16, u64)| *chunk;
+        let mut chunks: Vec<_> = sent.iter().filter(|(of, _)| *of == stream).map(own).collect();
+        chunks.dedup();
+        let expected: Vec<_> = (0..CHUNKS).filter(|chunk| stream_of(0, *chunk, STREAMS) == stream).collect();
+        assert_eq!(chunks, expected, "stream {stream}");
+    }
+}
+
+#[test]
+fn a_round_in_turns_is_whole_and_each_stream_in_order() {
+    let mut stage = Stage::new();
+    let mut sender = stage.connect(WHOLE);
+    let mut owed = stage.source.everything();
+    for threads in [1, 2, 0] {
+        sender.handle().copies_in(threads);
+        let readable = owed.clear_marks(&mut stage.source.log()).unwrap().stopped_before();
+        let sent = sender.send_round(readable).unwrap();
+        assert_eq!(sent.owed.pages(), 0);
+        let (most, chunks) = stage.take_seen();
+        assert!(most <= threads.max(1), "{most} at the same time, not {threads}");
+        assert_in_order(&chunks);
+        assert!(stage.is_equal());
+        (0..CHUNKS * CHUNK_PAGES).for_each(|page| stage.source.0[0].guest_writes(page, page + 7, 1));
+        (sender, owed) = (sent.sender, sent.owed);
+    }
+}
+
+#[test]
+fn a_guest_that_stands_still_has_all_threads_at_work() {
+    let mut stage = Stage::new();
+    let sender = stage.connect(WHOLE);
+    sender.handle().copies_in(1);
+    *lock(&stage.seen.came) = Some(0);
+    let readable = stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().stopped_before();
+    sender.send_round_by(readable, Instant::now() + Duration::from_mins(1)).unwrap();
+    assert!(stage.is_equal());
+    assert_in_order(&stage.take_seen().1);
+}
+
+/// A connection breaks in the middle of a turn, others wait for theirs; over new connections all goes on in turns.
+#[test]
+fn a_cut_in_a_turn_ends_the_round_and_the_next_one_is_whole() {
+    for budget in [0, 100_000, 3 << 20, 9 << 20] {
+        let mut stage = Stage::new();
+        let sender = stage.connect(budget);
+        sender.handle().copies_in(1);
+        let readable =
+            stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().stopped_before();
+        let interrupted = sender.send_round(readable).unwrap_err();
+        assert!(interrupted.cause.is_connection(), "{interrupted:?}");
+        assert_eq!(stage.take_seen().0, 1);
+        let sender = stage.connect(WHOLE);
+        sender.handle().copies_in(1);
+        let readable = interrupted.owed.clear_marks(&mut stage.source.log()).unwrap().stopped_before();
+        let Sent { owed, .. } = sender.send_round(readable).unwrap();
+        assert_eq!((owed.pages(), stage.take_seen().0), (0, 1));
+        assert!(stage.is_equal());
+    }
+}
+
+/// Who has the turn stands in the middle of a frame that nobody takes, the others wait for theirs.
+#[test]
+fn cancelling_ends_a_turn_and_the_waiting_for_one() {
+    let stage = Stage::new();
+    let (near, mut far): (Vec<_>, Vec<_>) = (0..STREAMS).map(|_| UnixStream::pair().unwrap()).unzip();
+    let near = near.into_iter().map(|near| end(near, WHOLE)).collect();
+    let sender = Sender::start(stage.source.readers(), near).unwrap();
+    let handle = sender.handle();
+    handle.copies_in(1);
+    let readable = stage.source.everything().clear_marks(&mut stage.source.log()).unwrap().stopped_before();
+    let (end_of, ended) = mpsc::channel();
+    thread::spawn(move || end_of.send(sender.send_round(readable).unwrap_err()));
+    // Whichever is the first.
+    let (tell, told) = mpsc::channel();
+    for mut far in far.drain(..) {
+        let tell = tell.clone();
+        thread::spawn(move || tell.send((far.read(&mut [0]).unwrap(), far)));
+    }
+    let (bytes, _far) = told.recv().unwrap();
+    assert_eq!(bytes, 1);
+    handle.cancel();
+    let interrupted = ended.recv_timeout(TIME).unwrap();
+    assert!(matches!(interrupted.cause, SendError::Cancelled));
+    assert_eq!(interrupted.owed.pages(), CHUNKS * CHUNK_PAGES);
+}

@@ -113,7 +113,7 @@ proptest! {
     #[test]
     fn of_pressure(allowed in 0..1000_u64, before in number(), seen in several((number(), number()))) {
         let of = |(ran_ns, waited_ns)| Waited { ran_ns, waited_ns };
-        let policy = Pressure::new(allowed, of((before, before / 3)));
+        let policy = Pressure::new(allowed, of((before, before / 3)), 4);
         is_replayed(&traced(policy, seen.into_iter().map(of).collect(), &[]));
     }
 
@@ -150,7 +150,7 @@ proptest! {
 fn a_long_trace_says_how_much_of_it_is_missing() {
     let more = 7;
     let seen = (0..Pressure::KEPT as u64 + more).map(|n| Waited { ran_ns: 9 << 20, waited_ns: n << 20 });
-    let trace = traced(Pressure::new(50, Waited::default()), seen.collect(), &[2, Pressure::KEPT + 2]);
+    let trace = traced(Pressure::new(50, Waited::default(), 4), seen.collect(), &[2, Pressure::KEPT + 2]);
     assert_eq!((trace.entries.len(), trace.left_out), (Pressure::KEPT, more));
     assert_eq!(trace.entries.iter().filter(|entry| entry.anew).count(), 1);
     is_replayed(&trace);

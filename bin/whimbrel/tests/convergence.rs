@@ -242,6 +242,28 @@ fn no_limit_on_processors_outlives_the_migration() {
     }
 }
 
+/// The agent dies, and nobody starts it again.
+#[test]
+fn no_limit_on_processors_outlives_an_agent_that_nobody_starts_again() {
+    if !limits_processors() {
+        return;
+    }
+    let (mut cluster, guest) = stage(200);
+    let words =
+        ["migrate", "vm1", "--to", "b", "--throttle-cpu", "drain", "--max-rounds", "1000", "--detach"];
+    cluster.a.cli(&words).ok();
+    until("the guest is slowed down", || is_slowed_down(guest.pid()));
+    cluster.a.kill();
+    until("the guest is let go", || groups_of_ours(guest.pid()).is_empty());
+    assert!(guest.serial().check().unwrap().ok);
+    cluster.a.start();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    // It can be slowed down and moved all the same.
+    cluster.migrate("vm1", "a", "b", &["--throttle-cpu", "drain"]);
+    cluster.guest_is_whole("b", "vm1");
+}
+
 /// Whether the kernel keeps limits on processors here.
 fn limits_processors() -> bool {
     let known = ["/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cgroup.controllers"];

@@ -262,6 +262,8 @@ pub(crate) struct Driver {
     page_stream: Option<link::Connection>,
     /// The destination has said that they may.
     may_post_copy: bool,
+    /// One of them was there before it came, and the guest was stopped for it.
+    came_untrusted: bool,
     /// The destination was asked what is in its templates, and has not told all of it.
     seeking: bool,
     /// Who waits for an answer to the question that is being dealt with.
@@ -327,6 +329,7 @@ impl Driver {
             later: None,
             page_stream: None,
             may_post_copy: false,
+            came_untrusted: false,
             seeking: false,
             asker: None,
             follow_ups: VecDeque::new(),

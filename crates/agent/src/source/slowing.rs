@@ -53,8 +53,9 @@ impl Slowing {
             return Err(SlowingError::NoThreads);
         }
         let limit = CpuLimit::begin(&process, &threads)?;
-        let guard = Guard::of_processors(helper, &process)
-            .inspect_err(|error| warn!(%error, "if this agent dies, the guest is slow until the next one starts"));
+        let guard = Guard::of_processors(helper, &process).inspect_err(
+            |error| warn!(%error, "if this agent dies, the guest is slow until the next one starts"),
+        );
         Ok(Self {
             process,
             threads,

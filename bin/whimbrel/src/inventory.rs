@@ -78,6 +78,12 @@ fn row(vm: &VmSummary) -> [String; 6] {
 pub(crate) fn show(client: &Client, vm: &VmName, output: &Output) -> Result<Code, Failure> {
     output.show(&client.vm(vm)?, |detail: &VmDetail| {
         let needs = detail.needs_hosts.iter().map(ToString::to_string).collect::<Vec<_>>().join(" and ");
+        let needs = match detail.missing_pages {
+            Some(pages) => {
+                format!("{needs}, until its last page has arrived: {pages} pages of 4 KiB are missing")
+            }
+            None => needs,
+        };
         let qmp = detail.qmp.as_ref().map_or_else(|| "-".to_owned(), |path| path.display().to_string());
         let [name, state, pid, ram, version, migration] = row(&detail.summary);
         format!(

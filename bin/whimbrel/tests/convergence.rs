@@ -221,7 +221,7 @@ fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     assert!(text.stdout.contains(told), "{text:?}");
     // A part was longer than the policy would have it, by far more than its last cluster.
     let replayed = is_replayed(&report);
-    let decisions: Vec<_> = replayed.stop.iter().flat_map(Trace::decisions).flatten().collect();
+    let decisions = decisions(&replayed);
     let was_longer = decisions.iter().zip(&rounds(&report)[1..]).any(|(decision, next)| match decision {
         Decision::NextRound { most_pages: Some(most), .. } => {
             next["dirty_pages"].as_u64().unwrap() > most * 3 / 2
@@ -256,6 +256,28 @@ fn no_limit_on_processors_outlives_the_migration() {
         assert_eq!(groups_of_ours(guest.pid()), [""; 0], "{is_cancelled}: {}", cluster.a.log());
         assert!(guest.serial().check().unwrap().ok);
     }
+}
+
+/// The agent dies, and nobody starts it again.
+#[test]
+fn no_limit_on_processors_outlives_an_agent_that_nobody_starts_again() {
+    if !limits_processors() {
+        return;
+    }
+    let (mut cluster, guest) = stage(200);
+    let words =
+        ["migrate", "vm1", "--to", "b", "--throttle-cpu", "drain", "--max-rounds", "1000", "--detach"];
+    cluster.a.cli(&words).ok();
+    until("the guest is slowed down", || is_slowed_down(guest.pid()));
+    cluster.a.kill();
+    until("the guest is let go", || groups_of_ours(guest.pid()).is_empty());
+    assert!(guest.serial().check().unwrap().ok);
+    cluster.a.start();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    // It can be slowed down and moved all the same.
+    cluster.migrate("vm1", "a", "b", &["--throttle-cpu", "drain"]);
+    cluster.guest_is_whole("b", "vm1");
 }
 
 /// Whether the kernel keeps limits on processors here.

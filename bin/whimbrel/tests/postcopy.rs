@@ -10,11 +10,13 @@ use std::time::Duration;
 
 use common::draw::{Draw, seed};
 use common::replay::{decisions, is_replayed};
-use common::{Cluster, DEADLINE, GuestSpec, Load, Setup, has_event, until};
+use common::{Agent, Cluster, DEADLINE, GuestSpec, Load, Setup, has_event, until};
 use engine::handover::table::fault_points;
 use engine::precopy::Decision;
 use lab::Direction;
 use serde_json::Value;
+use tracee::maps::{self, Backing};
+use tracee::{Process, RamFile};
 
 const RATE: u64 = 20 << 20;
 
@@ -173,6 +175,11 @@ const INJURIES: [Injury; 4] = [Injury::Cut, Injury::KillSource, Injury::KillDest
 impl Injury {
     /// For so long.
     fn inflict(self, cluster: &mut Cluster, length: Duration) {
+        self.inflict_while(cluster, length, || {});
+    }
+
+    /// For so long, which begins with something that somebody does.
+    fn inflict_while(self, cluster: &mut Cluster, length: Duration, something: impl FnOnce()) {
         let (source, destination) = match self {
             Self::Cut => (false, false),
             Self::KillSource => (true, false),
@@ -187,6 +194,7 @@ impl Injury {
         if matches!(self, Self::Cut) {
             cluster.lab.cut_both().unwrap();
         }
+        something();
         // How long a fault lasts; nothing waits for an event here.
         thread::sleep(length);
         if matches!(self, Self::Cut) {
@@ -274,6 +282,178 @@ fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
         came_after_the_guest(&report);
         is_whole_and_goes_on(&cluster);
     }
+}
+
+/// Between the moment at which pages are named that are to come and the one at which the guest is to run there.
+const BEFORE_IT_RUNS: [&str; 3] = [
+    "destination/prepared/loaded",
+    "source/stopped/ready[no-register]",
+    "destination/ready/go[no-register,run]",
+];
+
+/// An agent is killed there, or the link cut: the VM is at one side and whole, whichever it is.
+#[test]
+fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
+    let is_one = |point: &String| BEFORE_IT_RUNS.iter().any(|name| point.starts_with(&format!("{name}:")));
+    let of_table: Vec<_> = fault_points().iter().map(ToString::to_string).filter(is_one).collect();
+    assert!(of_table.len() >= BEFORE_IT_RUNS.len(), "{of_table:?}");
+    let named = ["source/awaited", "destination/awaited"].map(str::to_owned);
+    let ways = |point: String| {
+        [Injury::Cut, Injury::KillSource, Injury::KillDestination].map(|injury| (point.clone(), injury))
+    };
+    let [mut named, mut of_table] =
+        [named.to_vec(), of_table].map(|points| points.into_iter().flat_map(ways).collect::<Vec<_>>());
+    if std::env::var_os("WHIMBREL_SOAK").is_none() {
+        let seed = seed(61);
+        println!("drawn with WHIMBREL_SEED={seed}");
+        let mut draw = Draw(seed);
+        named = vec![named.swap_remove(draw.below(named.len()))];
+        of_table = (0..2).map(|_| of_table.swap_remove(draw.below(of_table.len()))).collect();
+    }
+    for (point, injury) in named.into_iter().chain(of_table) {
+        let (mut cluster, mut guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });
+        cluster.faults.as_ref().unwrap().want(&point);
+        let migration = cluster.a.begin(&HYBRID);
+        let Some(held) = cluster.faults.as_ref().unwrap().held(DEADLINE) else {
+            panic!("{point} was not reached\n{}\n---\n{}", cluster.a.log(), cluster.b.log())
+        };
+        // Who is at the point goes on when the other one is hurt, or the link is cut.
+        let (is_held_killed, length) = match injury {
+            Injury::KillSource => (held.agent == "a", Duration::ZERO),
+            Injury::KillDestination => (held.agent == "b", Duration::ZERO),
+            _ => (false, Duration::from_secs(3)),
+        };
+        if is_held_killed {
+            injury.inflict(&mut cluster, length);
+        } else {
+            injury.inflict_while(&mut cluster, length, || held.release());
+        }
+        drop(migration.wait_with_output().unwrap());
+        cluster.a.wait_settled();
+        cluster.b.wait_settled();
+        let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+        println!("{injury:?} at {point}: {}", report["outcome"]);
+        let has_moved = report["outcome"] == "moved";
+        assert_eq!(cluster.a.vm("vm1").is_some(), !has_moved, "{report:#}");
+        assert_eq!(cluster.b.vm("vm1").is_some(), has_moved, "{report:#}");
+        assert_eq!(guest.is_running(), !has_moved, "{report:#}");
+        let here = if has_moved { "b" } else { "a" };
+        assert_eq!(cluster.agent(here).vm("vm1").unwrap()["state"], "running", "{report:#}");
+        cluster.guest_is_whole(here, "vm1");
+    }
+}
+
+/// What `vm show` says at a side: that both hosts are needed, and for how many pages.
+fn missing_pages(agent: &Agent) -> u64 {
+    let shown = agent.cli(&["vm", "show", "vm1"]).ok().json();
+    assert_eq!(shown["needs_hosts"], serde_json::json!(["a", "b"]), "{shown:#}");
+    let text = agent.text(&["vm", "show", "vm1"]).ok().stdout;
+    assert!(text.contains("needs      a and b"), "{text}");
+    let pages = shown["missing_pages"].as_u64();
+    assert_eq!(pages.is_some(), text.contains("until its last page has arrived"), "{text}");
+    pages.unwrap_or(0)
+}
+
+#[test]
+fn until_the_last_page_has_come_both_sides_say_that_both_are_needed() {
+    let (cluster, _guest) = stage();
+    let migration = cluster.a.begin(&HYBRID);
+    cluster.wait_for_progress(|progress| progress["missing_pages"].as_u64() > Some(0));
+    cluster.lab.cut_both().unwrap();
+    for agent in [&cluster.a, &cluster.b] {
+        until("it says how many pages are missing", || missing_pages(agent) > 0);
+    }
+    cluster.lab.heal().unwrap();
+    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
+    cluster.b.wait_settled();
+    let shown = cluster.b.cli(&["vm", "show", "vm1"]).ok().json();
+    assert_eq!(shown["needs_hosts"], serde_json::json!(["b"]), "{shown:#}");
+    assert!(shown["missing_pages"].is_null() && shown["findings"] == serde_json::json!([]), "{shown:#}");
+    is_whole_and_goes_on(&cluster);
+}
+
+/// Fills all of the arriving guest's memory that is not there, past the waits of its QEMU, as another process could that
+/// has mapped it.
+fn somebody_else_writes(cluster: &Cluster) {
+    let socket = format!("{}/", cluster.b.directory.display());
+    let is_its_qemu = |pid: &u32| {
+        std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
+            let line = String::from_utf8_lossy(&line);
+            line.contains("vm1@") && line.contains(&socket) && line.contains("-incoming")
+        })
+    };
+    let names = std::fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok());
+    let pid = names.filter_map(|name| name.parse().ok()).find(is_its_qemu).unwrap();
+    let process = Process::open(pid).unwrap();
+    let mappings = maps::mappings(&process).unwrap();
+    let of_files = mappings.iter().filter(|mapping| matches!(mapping.backing, Backing::SharedFile(_)));
+    let ram = of_files.max_by_key(|mapping| mapping.range.len()).unwrap();
+    let (file, len) = (RamFile::open(&process, ram).unwrap(), ram.range.len());
+    let mut there = Vec::new();
+    // What the firmware has at the beginning is another matter.
+    file.data_runs(16 << 20..len, &mut there).unwrap();
+    let mut at = 16 << 20;
+    for run in there.into_iter().chain(std::iter::once(len..len)) {
+        file.write_at(at, &vec![0xA5; (run.start - at) as usize]).unwrap();
+        at = run.end;
+    }
+}
+
+/// A page that was to come is written by somebody else while the guest runs there: it is stopped, and everybody is told.
+#[test]
+fn a_guest_does_not_run_on_with_a_page_that_somebody_else_wrote() {
+    let (mut cluster, mut guest) = stage();
+    let migration = cluster.a.begin(&[&HYBRID[..], &["--ram", "memfd"]].concat());
+    cluster
+        .wait_for_progress(|progress| progress["phase"] == "post-copy" && progress["downtime_us"].is_u64());
+    cluster.lab.cut_both().unwrap();
+    somebody_else_writes(&cluster);
+    cluster.lab.heal().unwrap();
+    assert!(migration.wait_with_output().unwrap().status.success(), "{}", cluster.a.log());
+    cluster.b.wait_settled();
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    came_after_the_guest(&report);
+    assert!(has_event(&report, "page-not-trusted"), "{report:#}\n{}", cluster.b.log());
+    assert_eq!(report["run_state_after"], "paused", "{report:#}");
+    assert!(!guest.is_running(), "the source's QEMU is left");
+    for is_restarted in [false, true] {
+        if is_restarted {
+            cluster.b.kill();
+            cluster.b.start();
+        }
+        let shown = cluster.b.cli(&["vm", "show", "vm1"]).ok().json();
+        assert_eq!(
+            (&shown["state"], &shown["findings"][0]["code"]),
+            (&"paused".into(), &"page-not-trusted".into())
+        );
+    }
+    let said = cluster.b.cli(&["migrations"]).ok().json();
+    assert!(said[0]["message"].as_str().unwrap().contains("cannot be trusted"), "{said:#}");
+}
+
+/// The same before the guest has run there: it goes on where all of its memory is right.
+#[test]
+fn a_guest_with_a_page_that_somebody_else_wrote_is_not_run_there() {
+    let (cluster, mut guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want("destination/ready/go[no-register,run]:before-effects");
+    let migration = cluster.a.begin(&[&HYBRID[..], &["--ram", "memfd"]].concat());
+    let Some(held) = faults.held(DEADLINE) else { panic!("{}\n---\n{}", cluster.a.log(), cluster.b.log()) };
+    somebody_else_writes(&cluster);
+    until("it is seen there", || cluster.b.log().contains("a page that was to come was there"));
+    held.release();
+    drop(migration.wait_with_output().unwrap());
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert_eq!(report["outcome"], "returned", "{report:#}");
+    assert!(report["reason"].as_str().unwrap().contains("cannot be trusted"), "{report:#}");
+    assert!(cluster.b.vm("vm1").is_none());
+    assert!(guest.is_running());
+    cluster.guest_is_whole("a", "vm1");
 }
 
 /// Any of that at any time: three moves, and many more in the long run.

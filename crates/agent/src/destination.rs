@@ -11,6 +11,7 @@ mod handover;
 mod inbox;
 mod loading;
 mod receiving;
+pub(crate) mod untrusted;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -24,6 +25,8 @@ use proto::Generation;
 use proto::message::Proposal;
 
 pub(crate) use arriving::{ArriveError, Arriving, DestinationDetails, Traces, find_by_monitor};
+#[cfg(test)]
+pub(crate) use awaiting::AwaitedTrace;
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
 use crate::context::Context;
@@ -74,6 +77,8 @@ pub(crate) struct Driver {
     not_taken: Option<DestinationEvent>,
     /// What QEMU does is not known.
     look_again: bool,
+    /// A guest that is not to run on was not stopped.
+    stop_failed: bool,
     /// Its questions to the register.
     register: owners::Desk,
     /// Images that were not removed, and whose they are.
@@ -136,6 +141,7 @@ impl Driver {
             asking: Arc::default(),
             not_taken: None,
             look_again: false,
+            stop_failed: false,
             register: owners::Desk::default(),
             left_behind: None,
             reason: None,

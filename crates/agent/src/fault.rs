@@ -5,7 +5,9 @@
 //! agents run, reaching a fault point does nothing.
 //!
 //! The points are generated from the engine's transition table, see [`engine::handover`]: before the effects of each
-//! transition, between them, and after them. A new transition brings its fault points along.
+//! transition, between them, and after them. A new transition brings its fault points along. Two stand for themselves,
+//! because no state changes there: `source/awaited` and `destination/awaited`, where pages that come after the guest have
+//! been named.
 
 use std::{
     io::{BufRead, BufReader, Write},

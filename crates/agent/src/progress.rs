@@ -99,6 +99,9 @@ pub struct Progress {
     pub rate_bytes_per_s: u64,
     /// How fast the guest dirties memory, in bytes per second.
     pub dirty_rate_bytes_per_s: u64,
+    /// Pages that the guest, which runs at the destination already, still lacks; absent where none is known to be missing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub missing_pages: Option<u64>,
     /// Downtime to be expected if the guest were stopped now, in microseconds.
     pub expected_downtime_us: Option<u64>,
     /// Downtime as measured, once it is over, in microseconds.

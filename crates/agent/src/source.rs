@@ -267,6 +267,8 @@ pub(crate) struct Driver {
     may_post_copy: bool,
     /// What the guest wrote last, where that may come after it.
     written: ::memory::Recency,
+    /// One of the pages that come after it was there before it came, and the guest was stopped for it.
+    came_untrusted: bool,
     /// The destination was asked what is in its templates, and has not told all of it.
     seeking: bool,
     /// Who waits for an answer to the question that is being dealt with.
@@ -333,6 +335,7 @@ impl Driver {
             page_stream: None,
             may_post_copy: false,
             written: ::memory::Recency::default(),
+            came_untrusted: false,
             seeking: false,
             asker: None,
             follow_ups: VecDeque::new(),

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use proto::VmName;
 use proto::message::{Finding, Severity};
-use proto::{HostId, VmName};
 use qemu::command::QMP_FILE;
 use qemu::describe::VmDescription;
 use qemu::find::{self, QemuProcess, Selector};
@@ -316,18 +316,14 @@ pub(crate) fn moving(record: &MigrationRecord) -> &'static str {
 }
 
 /// All that is known of a VM. Its description is made anew where its monitor can be had.
-pub(crate) fn detail(
-    context: &Context,
-    record: &VmRecord,
-    summary: VmSummary,
-    needs_hosts: Vec<HostId>,
-) -> VmDetail {
+pub(crate) fn detail(context: &Context, record: &VmRecord, summary: VmSummary) -> VmDetail {
     let mut detail = VmDetail {
         qmp: Some(record.qmp.clone()),
         adopted: rfc3339(record.adopted_unix_ms),
         ram_kind: String::new(),
         description: record.description.clone(),
-        needs_hosts,
+        needs_hosts: Vec::new(),
+        missing_pages: None,
         findings: Vec::new(),
         summary,
     };
@@ -351,6 +347,33 @@ pub(crate) fn detail(
         }
     }
     detail
+}
+
+/// All that is known of a VM on its way here, which has no record yet.
+pub(crate) fn arriving_detail(context: &Context, record: &MigrationRecord) -> VmDetail {
+    let proposal = context.journal.proposal(record.id()).ok().flatten();
+    VmDetail {
+        summary: arriving(record),
+        qmp: None,
+        adopted: rfc3339(record.created_unix_ms),
+        ram_kind: String::new(),
+        description: proposal.map(|proposal| proposal.description).unwrap_or_default(),
+        needs_hosts: Vec::new(),
+        missing_pages: None,
+        findings: Vec::new(),
+    }
+}
+
+/// What a list says of it.
+pub(crate) fn arriving(record: &MigrationRecord) -> VmSummary {
+    VmSummary {
+        vm: record.id().vm.clone(),
+        pid: None,
+        state: moving(record).to_owned(),
+        ram_bytes: 0,
+        qemu_version: String::new(),
+        migration: Some(record.id().clone()),
+    }
 }
 
 #[cfg(test)]

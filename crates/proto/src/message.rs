@@ -190,6 +190,9 @@ pub enum Message {
         /// restarted since.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         agent_cpu_us: Option<u64>,
+        /// A page that came after the guest was there already when it came, at or after this one: the guest was stopped.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        untrusted: Option<WantedPage>,
     },
     /// Destination: the guest runs here, and pages of it are still to come (post-copy). The source keeps what it has.
     Incomplete {
@@ -204,6 +207,9 @@ pub enum Message {
         /// As in [`Message::Running`].
         #[serde(default, skip_serializing_if = "Option::is_none")]
         resumed_us: Option<u64>,
+        /// As in [`Message::Running`].
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        untrusted: Option<WantedPage>,
     },
     /// Destination: journalled that it will never run this epoch.
     Refused {

@@ -134,6 +134,10 @@ impl Message {
                     chunk(wanted.page / limits::CHUNK_PAGES)
                 })
             }
+            Self::Running { untrusted: Some(page), .. } | Self::Incomplete { untrusted: Some(page), .. } => {
+                block_index(page.block)?;
+                chunk(page.page / limits::CHUNK_PAGES)
+            }
             Self::DeviceState { bytes, digest } => {
                 if *bytes == 0 || *bytes > limits::DEVICE_STATE_BYTES {
                     return Err(Invalid::DeviceStateBytes(*bytes));

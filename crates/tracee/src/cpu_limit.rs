@@ -8,7 +8,7 @@
 //! kernel looks too late and the thread has to make up for it, so nobody stands still for long.
 //!
 //! The threads go back where they were when the limit is dropped. When this process dies they stay where they are, held
-//! to the last limit, until another one calls [`CpuLimit::end_left`].
+//! to the last limit, until another one calls [`CpuLimit::end_left`], which several may do at once.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -162,8 +162,8 @@ impl CpuLimit {
         let groups: Vec<_> =
             found.into_iter().map(|(path, version)| Group { version, path, threads: 0 }).collect();
         // First of all they run; and what goes wrong with one is no reason to leave another.
-        let lifted = groups.iter().map(|group| group.set(None)).fold(Ok(()), Result::and);
-        let ended = groups.iter().map(Group::end).fold(Ok(()), Result::and);
+        let lifted = groups.iter().map(|group| unless_gone(group.set(None))).fold(Ok(()), Result::and);
+        let ended = groups.iter().map(|group| unless_gone(group.end())).fold(Ok(()), Result::and);
         lifted.and(ended)?;
         Ok(!groups.is_empty())
     }
@@ -346,6 +346,15 @@ fn unescaped(text: &str) -> String {
         }
     }
     plain
+}
+
+/// A group that is gone was ended by somebody else at the same time.
+fn unless_gone(done: Result<(), CpuLimitError>) -> Result<(), CpuLimitError> {
+    let gone = [Some(nix::libc::ENOENT), Some(nix::libc::ENODEV)];
+    match done {
+        Err(CpuLimitError::Io { source, .. }) if gone.contains(&source.raw_os_error()) => Ok(()),
+        done => done,
+    }
 }
 
 /// One that is there already was left by somebody.

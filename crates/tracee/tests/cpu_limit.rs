@@ -95,6 +95,72 @@ fn what_one_that_died_has_left_is_ended() {
     victim.assert_well();
 }
 
+/// The next agent and the one that waited for the end of the last one may do so at the same time.
+#[test]
+fn what_was_left_is_ended_by_two_at_once() {
+    for _ in 0..20 {
+        let Some((mut victim, threads, limit)) = limited() else { return };
+        limit.set(Some(50_000)).unwrap();
+        let group = directory(&victim.process, threads[0]);
+        std::mem::forget(limit);
+        let (process, begin) = (&victim.process, std::sync::Barrier::new(2));
+        let end = || {
+            begin.wait();
+            CpuLimit::end_left(process).unwrap()
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(end);
+            }
+        });
+        assert!(!group.exists());
+        victim.assert_goes_on();
+    }
+}
+
+/// A group of somebody else's, with a limit of his own on the threads in it; removed when nobody is in it any more.
+struct Others(PathBuf);
+
+impl Drop for Others {
+    fn drop(&mut self) {
+        fs::remove_dir(&self.0).unwrap();
+    }
+}
+
+/// What somebody else holds the threads to holds as before, when ours is lifted and while it is not.
+#[test]
+fn the_limit_of_somebody_else_stays() {
+    let Some((mut victim, threads, limit)) = limited() else { return };
+    let group = directory(&victim.process, threads[0]);
+    drop(limit);
+    let Some(home) = group.parent().filter(|home| home.join("cpu.cfs_quota_us").exists()) else {
+        println!("groups of version 2: not tried");
+        return;
+    };
+    let others = Others(home.join(format!("others-{}", victim.process.pid())));
+    fs::create_dir(&others.0).unwrap();
+    let quota = || fs::read_to_string(others.0.join("cpu.cfs_quota_us")).unwrap();
+    fs::write(others.0.join("cpu.cfs_quota_us"), "70000").unwrap();
+    for thread in &threads {
+        fs::write(others.0.join("tasks"), thread.to_string()).unwrap();
+    }
+    let before = group_of(&victim.process, threads[0]);
+    let limit = CpuLimit::begin(&victim.process, &threads).unwrap();
+    limit.set(Some(250_000)).unwrap();
+    assert_eq!(quota(), "70000\n");
+    std::mem::forget(limit);
+    assert!(CpuLimit::end_left(&victim.process).unwrap());
+    assert_eq!(quota(), "70000\n");
+    for thread in &threads {
+        assert_eq!(group_of(&victim.process, *thread), before);
+    }
+    victim.assert_goes_on();
+    for thread in &threads {
+        fs::write(home.join("tasks"), thread.to_string()).unwrap();
+    }
+    victim.assert_well();
+}
+
 /// The process ends while it is limited: nothing is left.
 #[test]
 fn a_group_goes_with_its_process() {

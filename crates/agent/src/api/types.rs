@@ -110,6 +110,10 @@ pub struct VmDetail {
     pub description: serde_json::Value,
     /// The hosts that it needs at present; two while it is between them.
     pub needs_hosts: Vec<HostId>,
+    /// Pages that it lacks while it runs at its destination already, as far as this side knows: until the last one has come
+    /// it needs both hosts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub missing_pages: Option<u64>,
     /// What is worth knowing about it.
     pub findings: Vec<Finding>,
 }

@@ -8,11 +8,12 @@ use engine::handover::destination::{DestinationEffect, DestinationEvent, Destina
 use engine::handover::source::{SourceEffect, SourceEvent, SourceState, source};
 use engine::handover::{Illegal, Move, Step, Terms};
 use link::{Arrival, Connection, Incoming, Rejected};
-use proto::message::{Message, Verdict};
+use proto::message::{Message, Verdict, WantedPage};
 use proto::{Epoch, Generation, MigrationId, Purpose};
 use tracing::{debug, warn};
 
 use super::{Daemon, Mail};
+use crate::destination::untrusted;
 use crate::journal::State;
 use crate::source as from;
 
@@ -216,9 +217,12 @@ impl Daemon {
 
     /// What this side, as the destination, answers about a migration that no driver is at work on.
     fn as_journalled(&self, id: &MigrationId, event: &DestinationEvent) -> Vec<Message> {
-        let (terms, state, why) = match self.context.journal.migration(id) {
-            Ok(Some(record)) => match record.state {
-                State::Destination(state) => (record.terms, state, record.message),
+        let (terms, state, why, untrusted) = match self.context.journal.migration(id) {
+            Ok(Some(record)) => match &record.state {
+                State::Destination(state) => {
+                    let untrusted = untrusted::of_record(&record);
+                    (record.terms, state.clone(), record.message, untrusted)
+                }
                 State::Source(_) => return vec![],
             },
             // PREPARED is synced before the source hears of it, and the source asks only what has accepted: this
@@ -232,7 +236,7 @@ impl Daemon {
                 return vec![];
             }
         };
-        said(&terms, &state, event, why.as_deref())
+        said(&terms, &state, event, (why.as_deref(), untrusted))
     }
 }
 
@@ -260,7 +264,7 @@ fn said(
     terms: &Terms,
     state: &DestinationState,
     event: &DestinationEvent,
-    why: Option<&str>,
+    (why, untrusted): (Option<&str>, Option<WantedPage>),
 ) -> Vec<Message> {
     let epoch = terms.epoch();
     // What changes the state is its driver's to say, after the journal has it.
@@ -276,6 +280,7 @@ fn said(
                 since_us: 0,
                 resumed_us: None,
                 agent_cpu_us: None,
+                untrusted,
             }),
             DestinationEffect::SendRefused => {
                 Some(Message::Refused { epoch, reason: why.unwrap_or("this copy was given up").to_owned() })

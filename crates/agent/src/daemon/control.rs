@@ -17,6 +17,7 @@ use crate::api::{
     MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
 };
 use crate::api::{Kind, Problem};
+use crate::destination::untrusted;
 use crate::journal::{MigrationRecord, State};
 use crate::progress::{Publisher, Standing, Watcher};
 use crate::report::Report;
@@ -66,27 +67,34 @@ impl Control for Users {
             let vm = &record.terms.migration.vm;
             if matches!(record.state, State::Destination(_)) && known.iter().all(|summary| summary.vm != *vm)
             {
-                known.push(VmSummary {
-                    vm: vm.clone(),
-                    pid: None,
-                    state: vms::moving(&record).to_owned(),
-                    ram_bytes: 0,
-                    qemu_version: String::new(),
-                    migration: Some(record.id().clone()),
-                });
+                known.push(vms::arriving(&record));
             }
         }
         Ok(known)
     }
 
     fn vm(&self, vm: &VmName) -> Result<VmDetail, Problem> {
-        let record = self.known(vm)?;
-        let summary = self.summary(&record);
-        let needs_hosts = match &summary.migration {
+        let latest = self.context.journal.latest(vm).map_err(|error| internal(&error))?;
+        let arriving = latest
+            .as_ref()
+            .filter(|latest| latest.open && matches!(latest.state, State::Destination(_)))
+            .filter(|latest| !latest.state.is_final());
+        let mut detail = if let Some(latest) = arriving {
+            vms::arriving_detail(&self.context, latest)
+        } else {
+            let record = self.known(vm)?;
+            vms::detail(&self.context, &record, self.summary(&record))
+        };
+        detail.needs_hosts = match &detail.summary.migration {
             Some(id) => self.needs_hosts(id)?,
             None => vec![self.context.config.host.clone()],
         };
-        Ok(vms::detail(&self.context, &record, summary, needs_hosts))
+        if let Some(latest) = latest {
+            let driven = self.drivers().get(latest.id()).map(|driven| driven.publisher.now());
+            detail.missing_pages = driven.and_then(|progress| progress.missing_pages);
+            detail.findings.extend(untrusted::finding(&self.context, &latest, detail.summary.pid));
+        }
+        Ok(detail)
     }
 
     fn adopt(&self, request: AdoptRequest) -> Result<Adopted, Problem> {

@@ -29,6 +29,7 @@ use tracing::{info, warn};
 
 use super::arriving::Arriving;
 use super::inbox::{Mailbox, Notice};
+use super::untrusted::Untrusted;
 use crate::context::Context;
 use crate::ram::{self, KeptRegion};
 
@@ -89,6 +90,9 @@ pub(crate) struct AwaitedTrace {
     ledger: PathBuf,
     /// The guest's memory.
     regions: Vec<KeptRegion>,
+    /// A page that was there although it was to come.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) untrusted: Option<Untrusted>,
 }
 
 impl AwaitedTrace {
@@ -191,6 +195,7 @@ impl Awaiting {
             descriptor: there,
             ledger: vm.traces.directory.join("awaited"),
             regions: kept.collect(),
+            untrusted: None,
         };
         let ledger = Ledger::create(&trace.ledger, &awaited)?;
         keep(&trace)?;
@@ -228,9 +233,9 @@ impl Awaiting {
     ) -> Result<Self, AwaitError> {
         let notices = mailbox.clone();
         // Whoever is told may be waiting for the thread that tells; he looks by himself, too.
-        let completed = move || notices.try_put(Notice::Completed);
+        let tell = move || notices.try_put(Notice::Awaited);
         let keeps_all: Vec<_> = trace.regions.iter().map(|region| region.keeps_all).collect();
-        let pages = Awaited::new(placer, regions, awaited, completed).kept_in(ledger).keeping(keeps_all);
+        let pages = Awaited::new(placer, regions, awaited, tell).kept_in(ledger).keeping(keeps_all);
         let pages = Arc::new(if is_taken_over { pages.taken_over() } else { pages });
         let stream = Arc::new(PageStream::default());
         let (end, ended) = UnixStream::pair()?;
@@ -247,6 +252,11 @@ impl Awaiting {
     /// How many pages are to come.
     pub(super) fn left_pages(&self) -> u64 {
         self.pages.pages()
+    }
+
+    /// A page that was to come and was there already.
+    pub(super) fn untrusted(&self) -> Option<WantedPage> {
+        self.pages.untrusted()
     }
 
     /// Blocks into which pages are received.

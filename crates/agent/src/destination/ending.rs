@@ -59,6 +59,14 @@ impl Driver {
                 )
             }
         };
+        let is_here = matches!(
+            report,
+            DestinationReport::Incomplete | DestinationReport::SourceNeeded | DestinationReport::Active
+        );
+        let text = match self.untrusted_said().filter(|_| is_here) {
+            Some(said) => format!("{text}; it was stopped: {said}"),
+            None => text,
+        };
         let told = Some((self.state.name(), report));
         let again = self.told == told;
         self.told = told;
@@ -143,6 +151,7 @@ impl Driver {
         self.remove_left();
         self.publisher.update(|progress| {
             progress.phase = Phase::Ended;
+            progress.missing_pages = None;
             progress.standing = if active { Standing::Done } else { Standing::Failed };
         });
     }

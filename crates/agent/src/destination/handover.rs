@@ -88,6 +88,8 @@ impl Driver {
                 self.take(&event);
                 continue;
             }
+            self.show_missing();
+            self.look_whether_trusted();
             self.look_whether_complete();
             if self.state.is_final() {
                 break;
@@ -172,13 +174,14 @@ impl Driver {
             }
             Notice::Broken { generation, error } if generation == self.generation => self.fail(&error),
             // What was replaced; and what is looked at in any case before the next notice.
-            Notice::Broken { .. } | Notice::PageStream { .. } | Notice::Completed => {}
+            Notice::Broken { .. } | Notice::PageStream { .. } | Notice::Awaited => {}
             Notice::StorageFailed { error } => self.fail(&error),
         }
     }
 
     /// Some time has passed.
     fn quiet(&mut self) {
+        self.stop_failed = false;
         self.await_on();
         if let Some(event) = self.not_taken.take() {
             return self.take(&event);

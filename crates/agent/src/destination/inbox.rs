@@ -69,8 +69,8 @@ pub(crate) enum Notice {
         /// Why.
         error: String,
     },
-    /// The last page that was to come is there.
-    Completed,
+    /// The last page that was to come is there, or one was there before it came.
+    Awaited,
     /// A data stream of a generation ended in a way that new connections do not mend.
     Broken {
         /// Which generation.

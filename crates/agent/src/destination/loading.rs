@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::destination::{DestinationEvent, DestinationState};
 use link::Connection;
+use proto::limits::PAGE_BYTES;
 use proto::message::Message;
 use tracing::{error, info, warn};
 
@@ -14,6 +15,7 @@ use super::inbox::Notice;
 use super::receiving::Receiving;
 use super::{ArriveError, Driver};
 use crate::journal::Durability;
+use crate::progress::Phase;
 use crate::verification;
 
 /// What comes in pieces.
@@ -135,6 +137,7 @@ impl Driver {
                 self.awaiting = Some(awaiting);
                 let duration_us = began.elapsed().as_micros() as u64;
                 info!(%migration, duration_us, "pages that are to come were taken away");
+                self.context.faults.reach(|| "destination/awaited".to_owned());
                 if let Some(stream) = self.page_stream.take() {
                     self.attach(stream);
                 }
@@ -187,13 +190,29 @@ impl Driver {
         }
     }
 
+    /// How many pages the guest lacks, for people.
+    pub(super) fn show_missing(&self) {
+        let Some(left) = self.awaiting.as_ref().map(Awaiting::left_pages) else { return };
+        let is_new = self.publisher.now().missing_pages != Some(left);
+        if is_new && matches!(self.state, DestinationState::Completing { .. }) {
+            self.publisher.update(|progress| {
+                progress.phase = Phase::PostCopy;
+                progress.missing_pages = Some(left);
+                progress.remaining_bytes = left * PAGE_BYTES;
+            });
+        }
+    }
+
     /// Whether all pages are there; then nobody waits any more.
     pub(super) fn look_whether_complete(&mut self) {
         let is_complete = match &self.awaiting {
             Some(awaiting) => awaiting.left_pages() == 0,
             None => self.found_complete,
         };
-        if !is_complete || !matches!(self.state, DestinationState::Completing { .. }) {
+        if !is_complete
+            || !matches!(self.state, DestinationState::Completing { .. })
+            || self.is_to_be_stopped()
+        {
             return;
         }
         if let Some(receiving) = self.receiving.take() {

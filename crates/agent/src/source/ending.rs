@@ -132,7 +132,7 @@ impl Driver {
             _ => Standing::Failed,
         };
         if let SourceState::Done { run, .. } = self.state {
-            let word = if run { "running" } else { "paused" };
+            let word = if run && !self.came_untrusted { "running" } else { "paused" };
             self.controls.report(|report| report.run_state_after = Some(word.to_owned()));
         }
         if let Some(vm) = &mut self.vm {
@@ -146,12 +146,13 @@ impl Driver {
         });
         let reason = self.telemetry.now().message;
         let (sent, received) = self.telemetry.counted();
+        let untrusted = self.came_untrusted;
         let (total_us, cpu_us) = (self.telemetry.elapsed_us(), self.cpu.map(CpuTime::used_us));
         let report = self.controls.report(|report| {
             report.sent_bytes = sent;
             report.received_bytes = received;
             report.source.agent_cpu_us = cpu_us;
-            report.end(outcome, reason.filter(|_| outcome != Outcome::Moved), total_us);
+            report.end(outcome, reason.filter(|_| outcome != Outcome::Moved || untrusted), total_us);
             report.clone()
         });
         let journal = &self.context.journal;
@@ -169,6 +170,7 @@ impl Driver {
         }
         self.telemetry.update(|progress| {
             progress.phase = Phase::Ended;
+            progress.missing_pages = None;
             progress.standing = standing;
         });
     }

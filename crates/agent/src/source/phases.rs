@@ -298,7 +298,8 @@ impl Driver {
         if !is_wished && !may_be {
             return Ok(());
         }
-        match Slowing::begin(self.vm()?) {
+        let context = Arc::clone(&self.context);
+        match Slowing::begin(self.vm()?, &context.guard) {
             Ok(slowing) => self.slowing = Some(slowing),
             Err(error) if is_wished => {
                 return Err(Failure::local("the guest's processors cannot be slowed down", &error));

@@ -7,9 +7,12 @@ use engine::precopy::RoundObservation;
 use engine::throttle::processors::{CpuDrain, CpuLook, CpuObservation, Wish};
 use engine::trace::Traced;
 use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};
+use tracing::warn;
 
 use super::throttling::Drained;
 use super::vm::{SourceVm, VmError};
+use crate::daemon::HelperProgram;
+use crate::guard::{Dismissed, Guard};
 
 /// The guest's processors, in groups of their own.
 #[derive(Debug)]
@@ -17,6 +20,8 @@ pub(crate) struct Slowing {
     process: Process,
     threads: Vec<u32>,
     limit: CpuLimit,
+    /// Lifts it after this process's end. Behind it: it is dismissed when the limit is lifted.
+    _guard: Dismissed,
     policy: Traced<CpuDrain>,
     /// How long the processors had run at the last look, and when that was.
     last: Option<(Duration, Instant)>,
@@ -38,8 +43,9 @@ pub(crate) enum SlowingError {
 }
 
 impl Slowing {
-    /// Puts the guest's processors into groups of their own. They are as fast as ever.
-    pub(crate) fn begin(vm: &mut SourceVm) -> Result<Self, SlowingError> {
+    /// Puts the guest's processors into groups of their own. They are as fast as ever; `helper` sees that they are again
+    /// should this agent die.
+    pub(crate) fn begin(vm: &mut SourceVm, helper: &HelperProgram) -> Result<Self, SlowingError> {
         // What an agent before this one has left would be the home of this one's.
         CpuLimit::end_left(&vm.process)?;
         let threads = vm.processor_threads()?;
@@ -48,8 +54,19 @@ impl Slowing {
             return Err(SlowingError::NoThreads);
         }
         let limit = CpuLimit::begin(&process, &threads)?;
-        let policy = Traced::new(CpuDrain::default());
-        Ok(Self { process, threads, limit, policy, last: None, drained: Drained::default(), us_per_s: None })
+        let guard = Guard::of_processors(helper, &process).inspect_err(
+            |error| warn!(%error, "if this agent dies, the guest is slow until the next one starts"),
+        );
+        Ok(Self {
+            process,
+            threads,
+            limit,
+            _guard: Dismissed(guard.ok()),
+            policy: Traced::new(CpuDrain::default()),
+            last: None,
+            drained: Drained::default(),
+            us_per_s: None,
+        })
     }
 
     /// Whether the guest is held to a limit.

@@ -10,7 +10,7 @@ use ::memory::SenderHandle;
 use link::Handle;
 use proto::limits::PAGE_BYTES;
 
-use crate::progress::{DiskProgress, Progress, Publisher};
+use crate::progress::{DiskProgress, Phase, Progress, Publisher};
 
 /// How often progress is looked at.
 const SAMPLE: Duration = Duration::from_millis(200);
@@ -123,6 +123,7 @@ impl Telemetry {
                     progress.round = round.round;
                     progress.round_bytes = (round.pages + later.pages) * PAGE_BYTES;
                     progress.remaining_bytes = left * PAGE_BYTES;
+                    progress.missing_pages = (progress.phase == Phase::PostCopy).then_some(left);
                     // They come last.
                     let first = blocks.len().saturating_sub(progress.disks.len());
                     for (number, (disk, block)) in progress.disks.iter_mut().zip(&blocks[first..]).enumerate()

@@ -216,6 +216,7 @@ impl Control for Fake {
                 "options": [{"name": "nodefaults"}],
             }),
             needs_hosts: vec![host("alpha")],
+            missing_pages: None,
             findings: Vec::new(),
         })
     }

@@ -3,11 +3,12 @@
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use proto::limits::PAGE_BYTES;
 use proto::message::WantedPage;
 use tracee::{AddressRange, MissingError, MissingPages};
+use tracing::warn;
 
 use super::ledger::Ledger;
 use crate::dirty::DirtyBitmap;
@@ -43,8 +44,10 @@ pub struct Awaited<P> {
     ledger: Option<Ledger>,
     /// Another agent began it.
     is_taken_over: bool,
-    /// Is called when the last one has come.
-    completed: Box<dyn Fn() + Send + Sync>,
+    /// The first that was found there although it was to come.
+    untrusted: OnceLock<WantedPage>,
+    /// Is called when the last one has come, and when the first was found there.
+    tell: Box<dyn Fn() + Send + Sync>,
 }
 
 struct AwaitedBlock {
@@ -62,13 +65,14 @@ struct Pages {
 }
 
 impl<P: Placer> Awaited<P> {
-    /// These pages of each block are to come; none of them is there. All others are there, or are zeros. `completed` is
-    /// called, on the thread that placed it, when the last one has come; not if there is none.
+    /// These pages of each block are to come; none of them is there. All others are there, or are zeros. `tell` is called,
+    /// on the thread that placed it, when the last one has come, but not if there is none; and when [`Self::untrusted`] is
+    /// known.
     pub fn new(
         placer: P,
         regions: Vec<RamRegion>,
         awaited: Vec<DirtyBitmap>,
-        completed: impl Fn() + Send + Sync + 'static,
+        tell: impl Fn() + Send + Sync + 'static,
     ) -> Self {
         let left = awaited.iter().map(DirtyBitmap::count).sum();
         let blocks = regions.into_iter().zip(awaited).map(|(region, awaited)| {
@@ -76,8 +80,8 @@ impl<P: Placer> Awaited<P> {
             AwaitedBlock { region, keeps_all: false, pages: Mutex::new(Pages { awaited, asked }) }
         });
         let (blocks, left) = (blocks.collect(), AtomicU64::new(left));
-        let completed = Box::new(completed);
-        Self { placer, blocks, left, ledger: None, is_taken_over: false, completed }
+        let (untrusted, tell) = (OnceLock::new(), Box::new(tell));
+        Self { placer, blocks, left, ledger: None, is_taken_over: false, untrusted, tell }
     }
 
     /// The ledger is kept as well. It says what is said here.
@@ -151,6 +155,26 @@ impl<P: Placer> Awaited<P> {
         (0_u16..).zip(&self.blocks).flat_map(of).collect()
     }
 
+    /// A page that was to come and was there already, written by whoever it was: it stays as it is and is waited for no
+    /// longer, but is not what it has to be. The first of those that came with it: it, or one of the next ones.
+    pub fn untrusted(&self) -> Option<WantedPage> {
+        self.untrusted.get().copied()
+    }
+
+    /// So many of these pages, all of which were to come, were not there.
+    fn were_missing(&self, block: usize, pages: &Range<u64>, missing: u64) {
+        // One that the agent before this one placed is right, and is not to be told from one that is not.
+        if missing == pages.end - pages.start || self.is_taken_over {
+            return;
+        }
+        let (name, there) = (&self.blocks[block].region.name, pages.end - pages.start - missing);
+        warn!(block = name, first = pages.start, there, "a page that was to come was there");
+        let first = WantedPage { block: block as u16, page: pages.start };
+        if self.untrusted.set(first).is_ok() {
+            (self.tell)();
+        }
+    }
+
     /// These pages are there, or are known to be zeros.
     fn are_there(&self, block: usize, sets: &mut Pages, pages: Range<u64>) -> Result<(), RamError> {
         let before: u64 = sets.awaited.runs_within(pages.clone()).map(|run| run.end - run.start).sum();
@@ -162,7 +186,7 @@ impl<P: Placer> Awaited<P> {
         // After the page: one that is in the ledger still is asked for again, and one that is not would be missing.
         let kept = self.ledger.as_ref().map_or(Ok(()), |ledger| ledger.keep(block, &sets.awaited, pages));
         if self.left.fetch_sub(before, Ordering::AcqRel) == before {
-            (self.completed)();
+            (self.tell)();
         }
         kept.map_err(RamError::Present)
     }
@@ -224,8 +248,8 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         Err(RamError::Present(io::Error::other("the guest is at work in it")))
     }
 
-    /// Those that are awaited. That one of them is there already is an error: it is not what it has to be. After an agent
-    /// that died it may be: it was placed, and the ledger did not know yet.
+    /// Those that are awaited. One of them that is there already stays: it is told of, and no error, which would end the
+    /// stream, come again on the next one, and have the guest wait without an end for all the others.
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
         let mut sets = lock(&self.block().pages);
         let runs: Vec<_> =
@@ -239,10 +263,7 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
                 self.place_singly(&mut sets, run, address, bytes)?;
                 continue;
             };
-            if new < run.end - run.start && !self.all.is_taken_over {
-                let what = format!("of {} pages from {start:#x} on {new} were missing", run.end - run.start);
-                return Err(RamError::Present(io::Error::new(io::ErrorKind::AlreadyExists, what)));
-            }
+            self.all.were_missing(self.block, &run, new);
             self.all.are_there(self.block, &mut sets, run)?;
         }
         Ok(())
@@ -257,7 +278,8 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         for run in these {
             let address = self.block().region.address;
             let there = AddressRange::new(address + run.start * PAGE_BYTES, address + run.end * PAGE_BYTES);
-            self.all.placer.place_zeros(there)?;
+            let new = self.all.placer.place_zeros(there)?;
+            self.all.were_missing(self.block, &run, new);
         }
         self.all.are_there(self.block, &mut sets, pages)
     }
@@ -351,20 +373,44 @@ mod tests {
         assert_eq!([8, 9].map(|page| memory()[&address(page)][0]), [5, 0]);
         assert_eq!(awaited.touched(address(7)).unwrap(), None);
         assert_eq!(memory()[&address(7)][0], 0);
+        assert_eq!(awaited.untrusted(), None);
         assert!(writers[1].read(0, &mut [0]).is_err());
     }
 
-    /// What was to be taken away before the guest ran on, and is there still, would be taken for what it has to be.
+    /// Somebody wrote to it from outside: it is told of at once, and nobody waits for the others in vain.
     #[test]
-    fn an_awaited_page_that_is_there_is_an_error_but_after_an_agent_that_died() {
-        let awaited = awaited();
+    fn an_awaited_page_that_is_there_is_told_of_and_holds_nothing_up() {
+        for zeros in [false, true] {
+            let told = Arc::new(AtomicU64::new(0));
+            let count = Arc::clone(&told);
+            let tell = move || {
+                count.fetch_add(1, Ordering::Relaxed);
+            };
+            let sets = vec![set(1000, &[7, 8, 900])];
+            let awaited = Awaited::new(Memory::default(), vec![region("ram", BASE, 1000)], sets, tell);
+            let awaited = Arc::new(awaited.keeping([true]));
+            let writer = &awaited.writers()[0];
+            lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
+            if zeros {
+                writer.drop_pages(7 * PAGE_BYTES..9 * PAGE_BYTES).unwrap();
+            } else {
+                writer.write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
+            }
+            assert_eq!(awaited.untrusted(), Some(WantedPage { block: 0, page: 7 }));
+            assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (1, 1));
+            assert_eq!(lock(&awaited.placer().0)[&address(8)][0], 1, "the guest may have written to it");
+            writer.write(900 * PAGE_BYTES, &[5; PAGE]).unwrap();
+            assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (0, 2));
+        }
+    }
+
+    /// It placed the page, and its ledger did not know yet.
+    #[test]
+    fn an_awaited_page_that_is_there_after_an_agent_that_died_is_right() {
+        let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().taken_over());
         lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
-        let error = awaited.writers()[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap_err();
-        assert!(matches!(error, RamError::Present(_)), "{error:?}");
-        assert_eq!(awaited.pages(), 4);
-        let awaited = Arc::new(Arc::into_inner(awaited).unwrap().taken_over());
         awaited.writers()[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
-        assert_eq!(awaited.pages(), 2);
+        assert_eq!((awaited.pages(), awaited.untrusted()), (2, None));
         assert_eq!(lock(&awaited.placer().0)[&address(8)][0], 1, "the guest may have written to it");
     }
 

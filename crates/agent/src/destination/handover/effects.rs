@@ -99,15 +99,19 @@ impl Machine for Driver {
                     );
                 }
             }
-            DestinationEffect::SendIncomplete => {
-                let (since_us, continue_us, resumed_us) = self.since_continued();
-                let generation = self.generation;
-                self.say(&Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us });
-            }
+            DestinationEffect::SendIncomplete => self.say_incomplete(),
             DestinationEffect::SendRunning => {
                 let agent_cpu_us = self.cpu.map(CpuTime::used_us);
                 let (since_us, continue_us, resumed_us) = self.since_continued();
-                self.say(&Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us });
+                let untrusted = self.untrusted().map(|untrusted| untrusted.page);
+                self.say(&Message::Running {
+                    epoch,
+                    continue_us,
+                    since_us,
+                    resumed_us,
+                    agent_cpu_us,
+                    untrusted,
+                });
             }
             DestinationEffect::SendRefused => {
                 let reason = self.reason.clone().unwrap_or_else(|| "this copy is gone".to_owned());
@@ -133,6 +137,13 @@ impl Driver {
             let since = us(continued.returned.elapsed());
             (since, us(continued.took), continued.resumed.map(us))
         })
+    }
+
+    pub(crate) fn say_incomplete(&mut self) {
+        let (epoch, generation) = (self.terms.epoch(), self.generation);
+        let (since_us, continue_us, resumed_us) = self.since_continued();
+        let untrusted = self.untrusted().map(|untrusted| untrusted.page);
+        self.say(&Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us, untrusted });
     }
 
     fn journal(&mut self, state: &DestinationState, durable: bool) -> Result<(), EffectError> {
@@ -174,9 +185,17 @@ impl Driver {
 
     fn cont(&mut self) {
         let began = self.go_heard.unwrap_or_else(Instant::now);
+        self.look_whether_trusted();
+        // Nobody has run it yet: the source has all that is right.
+        let is_first = matches!(self.state, DestinationState::Starting { again: false, .. });
+        let untrusted = self.untrusted_said().filter(|_| is_first);
         let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
         // Gone before it was told anything: no vCPU has run.
-        if !vm.process.is_alive() && matches!(self.state, DestinationState::Starting { again: false, .. }) {
+        if !vm.process.is_alive() && is_first {
+            return self.follow_ups.push_back(DestinationEvent::ContFailed);
+        }
+        if let Some(said) = untrusted {
+            self.reason = Some(said);
             return self.follow_ups.push_back(DestinationEvent::ContFailed);
         }
         if let Err(error) = vm.release() {

@@ -321,3 +321,57 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
     let message = world.context.journal.migration(&id(1)).unwrap().unwrap().message.unwrap();
     assert!(message.contains("nobody knows") && message.contains("if not, those at b"), "{message}");
 }
+
+/// What an agent has of a guest with a page that was there before it came.
+fn untrusted(world: &World) -> crate::destination::AwaitedTrace {
+    let trace = serde_json::json!({
+        "descriptor": 9999, "ledger": world.folder.path().join("awaited"), "regions": [],
+        "untrusted": {"page": {"block": 0, "page": 7}, "is_stopped": false},
+    });
+    serde_json::from_value(trace).unwrap()
+}
+
+#[test]
+fn a_copy_with_a_page_that_cannot_be_trusted_is_never_run() {
+    let world = World::new();
+    let (qemu, mut vm, incarnation) = arrived(&world);
+    vm.traces.awaited = Some(untrusted(&world));
+    let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
+    let (mut driver, mut source) = driver(&world, ready, Some(vm));
+    driver.found_complete = true;
+    let settled = thread::spawn(move || driver.settle());
+    source.say(&go(&incarnation));
+    source.hear_until(
+        |message| matches!(message, Message::Refused { reason, .. } if reason.contains("cannot be trusted")),
+    );
+    assert_eq!(settled.join().unwrap(), DestinationState::Refused);
+    assert!(!qemu.monitor().heard.iter().any(|heard| heard == "cont"));
+}
+
+#[test]
+fn a_guest_with_a_page_that_cannot_be_trusted_is_stopped_once_and_told_of() {
+    let world = World::new();
+    let (qemu, mut vm, incarnation) = arrived(&world);
+    vm.traces.awaited = Some(untrusted(&world));
+    let (mut driver, mut source) = driver(&world, DestinationState::Completing { incarnation }, Some(vm));
+    // All has come; but the source is needed until it is stopped.
+    driver.found_complete = true;
+    qemu.monitor().ignores = Some("stop");
+    let settled = thread::spawn(move || driver.settle());
+    qemu.heard("stop", 2);
+    let State::Destination(state) = world.state() else { panic!("no destination") };
+    assert!(matches!(state, DestinationState::Completing { .. }), "{state:?}");
+    qemu.monitor().ignores = None;
+    let page = Some(proto::message::WantedPage { block: 0, page: 7 });
+    source
+        .hear_until(|message| matches!(message, Message::Incomplete { untrusted, .. } if *untrusted == page));
+    source.hear_until(|message| matches!(message, Message::Running { untrusted, .. } if *untrusted == page));
+    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    let record = world.context.journal.migration(&id(1)).unwrap().unwrap();
+    assert_eq!(record.details["awaited"]["untrusted"]["is_stopped"], true, "{}", record.details);
+    assert!(record.message.as_deref().unwrap().contains("cannot be trusted"));
+    let finding = crate::destination::untrusted::finding(&world.context, &record, None).unwrap();
+    assert_eq!(finding.code, "page-not-trusted");
+    let of_another = crate::destination::untrusted::finding(&world.context, &record, Some(1));
+    assert!(of_another.is_none(), "another QEMU has that name now");
+}

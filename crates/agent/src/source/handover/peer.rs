@@ -32,8 +32,9 @@ impl Driver {
         self.contact.heard = Instant::now();
         let own = self.terms.epoch();
         let event = match message {
-            Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us } => {
+            Message::Running { epoch, continue_us, since_us, resumed_us, agent_cpu_us, untrusted } => {
                 if epoch == own {
+                    self.came_untrusted(untrusted);
                     self.controls.report(|report| {
                         let known = &mut report.destination.agent_cpu_us;
                         *known = known.or(agent_cpu_us);
@@ -43,8 +44,9 @@ impl Driver {
                 }
                 SourceEvent::Running { epoch }
             }
-            Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us } => {
+            Message::Incomplete { epoch, generation, continue_us, since_us, resumed_us, untrusted } => {
                 if epoch == own {
+                    self.came_untrusted(untrusted);
                     // An agent that was started anew does not know how many sets of connections there were.
                     self.generation = self.generation.max(generation);
                     self.running(continue_us, since_us, resumed_us);

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 use ::memory::Sender;
 use engine::handover::Found;
 use engine::handover::source::{SourceEvent, SourceState};
-use proto::message::{Message, Proposal};
+use proto::message::{Message, Proposal, WantedPage};
 use tracing::{info, warn};
 
+use crate::destination::untrusted;
 use crate::ram;
 use crate::report::PostCopy;
 use crate::source::inbox::Notice;
@@ -124,6 +125,17 @@ impl Driver {
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("no thread to send pages in", &error))
+    }
+
+    /// The destination found a page of the guest there that was to come, and has stopped the guest.
+    pub(super) fn came_untrusted(&mut self, page: Option<WantedPage>) {
+        let Some(page) = page.filter(|_| !self.came_untrusted) else { return };
+        self.came_untrusted = true;
+        let ram = self.proposal.as_ref().map_or(&[][..], |proposal| &proposal.ram);
+        let (to, said) = (&self.terms.destination, untrusted::said(page, ram));
+        let said = format!("the VM was stopped at {to}: {said}; see `whimbrel vm show` there");
+        self.note("page-not-trusted", &*said);
+        self.because(&said);
     }
 
     /// All pages are there: what they were.

@@ -232,6 +232,7 @@ fn a_peer_that_breaks_the_protocol_before_committed_ends_the_migration() {
             since_us: 0,
             resumed_us: None,
             agent_cpu_us: None,
+            untrusted: None,
         },
     );
     peer.hung_up();
@@ -281,6 +282,7 @@ fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
         since_us: 0,
         resumed_us: None,
         agent_cpu_us: None,
+        untrusted: None,
     });
     assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
@@ -304,6 +306,7 @@ fn a_peer_that_breaks_the_protocol_after_committed_loses_its_connection_and_noth
         since_us: 0,
         resumed_us: None,
         agent_cpu_us: None,
+        untrusted: None,
     });
     assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
@@ -328,6 +331,7 @@ fn go_waits_until_it_was_looked_whether_qemu_is_held() {
         since_us: 0,
         resumed_us: None,
         agent_cpu_us: None,
+        untrusted: None,
     });
     settled.join().unwrap();
 }
@@ -458,6 +462,7 @@ fn a_source_does_not_forget_that_its_vm_has_left_before_the_journal_has_it() {
             since_us: 0,
             resumed_us: None,
             agent_cpu_us: None,
+            untrusted: None,
         },
     });
     world.reaches("done");

@@ -36,7 +36,7 @@ impl Driver {
         let vm = self.vm.as_ref().ok_or_else(gone)?;
         let throttling = Throttling::new(self.controls.aims().throttle_writes);
         if let (Some((log, _)), true) = (&mut disks, throttling.is_some()) {
-            match Guard::start(&self.context.guard, &vm.process, &vm.qmp_path) {
+            match Guard::of_writes(&self.context.guard, &vm.process, &vm.qmp_path) {
                 Ok(guard) => log.guarded_by(guard),
                 // As before there were guards.
                 Err(error) => {

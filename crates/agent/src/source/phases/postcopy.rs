@@ -110,6 +110,7 @@ impl Driver {
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("no thread to send pages in", &error))?;
         self.later = Some(later);
+        self.context.faults.reach(|| "source/awaited".to_owned());
         Ok(())
     }
 }

@@ -165,8 +165,9 @@ pub fn suites() -> Vec<Suite> {
     let hot_spot = Pattern::HotSpot { writes_percent: 90, pages_percent: 10 };
     let case = idle("converge-hot-1g").sized(512, 160).writing(128, 150, LoadMode::Random);
     let case = Case { link_bytes_per_s: Some(megabits(1_000)), patience_s: 30, ..case.in_pattern(hot_spot) };
-    let who = [Policy::Pattern, Policy::Target].map(Contender::Policy);
-    let convergence = vec![all_alike, (case, [&who[..], &[DEFAULT, MULTIFD_2]].concat())];
+    let who = [Policy::Hybrid, Policy::Pattern, Policy::Target].map(Contender::Policy);
+    let rivals = [DEFAULT, MULTIFD_2, POST_COPY];
+    let convergence = vec![all_alike, (case, [&[Contender::Nobody], &who[..], &rivals].concat())];
 
     // Ibrahim et al., table I.
     let policies_of_kernels = [Policy::Pattern, Policy::Endless, Policy::Frozen].map(Contender::Policy);

@@ -11,6 +11,7 @@ mod handover;
 mod inbox;
 mod loading;
 mod receiving;
+mod taking;
 pub(crate) mod untrusted;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -57,6 +58,8 @@ pub(crate) struct Driver {
     follow_ups: VecDeque<DestinationEvent>,
     /// The source's connection for pages that somebody waits for, until it is of use.
     page_stream: Option<Connection>,
+    /// Pages that were taken away before the guest was stopped.
+    taken: taking::TakenAway,
     /// Pages that come while the guest runs.
     awaiting: Option<awaiting::Awaiting>,
     /// All that an agent before this one had waited for was there.
@@ -130,6 +133,7 @@ impl Driver {
             control: None,
             follow_ups: VecDeque::new(),
             page_stream: None,
+            taken: taking::TakenAway::default(),
             awaiting: None,
             found_complete: false,
             state_coming: None,

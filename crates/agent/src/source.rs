@@ -265,6 +265,8 @@ pub(crate) struct Driver {
     page_stream: Option<link::Connection>,
     /// The destination has said that they may.
     may_post_copy: bool,
+    /// And that it takes pages away before the guest is stopped.
+    takes_away: bool,
     /// What the guest wrote last, where that may come after it.
     written: ::memory::Recency,
     /// One of the pages that come after it was there before it came, and the guest was stopped for it.
@@ -334,6 +336,7 @@ impl Driver {
             later: None,
             page_stream: None,
             may_post_copy: false,
+            takes_away: false,
             written: ::memory::Recency::default(),
             came_untrusted: false,
             seeking: false,

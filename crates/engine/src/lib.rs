@@ -6,6 +6,7 @@
 //! - [`handover`]: who owns the VM; the two roles' transition functions and the register's compare-and-set.
 //! - [`bulk`]: when disks have gone ahead far enough for memory to begin.
 //! - [`compression`]: which way to compress what is sent.
+//! - [`naming`]: post-copy: how often pages are named before the guest is stopped.
 //! - [`precopy`]: when to stop the guest.
 //! - [`pressure`]: how far copying gives way to its guest on a busy host.
 //! - [`push`]: post-copy: how much of what is left is sent at once.
@@ -17,6 +18,7 @@
 pub mod bulk;
 pub mod compression;
 pub mod handover;
+pub mod naming;
 pub mod phase;
 pub mod precopy;
 pub mod pressure;

@@ -170,6 +170,7 @@ impl DirtyBitmap {
     }
 
     /// No page of the same block.
+    #[must_use]
     pub fn emptied(&self) -> Self {
         Self { chunks: vec![ChunkPages::EMPTY; self.chunks.len()], pages: self.pages }
     }

@@ -57,6 +57,9 @@ pub const DEVICE_STATE_BYTES: u64 = 256 << 20;
 /// Longest list of pages that are to come after the guest, in bytes: 7 TiB of them.
 pub const AWAITED_BYTES: u64 = 256 << 20;
 
+/// Longest list of pages that are taken away at once, in bytes: 128 MiB of them, a second of work at the most.
+pub const TAKEN_AWAY_BYTES: u64 = 64 * 72;
+
 /// Most pages that are wanted at once.
 pub const WANTED_PAGES: usize = 4096;
 

@@ -123,6 +123,21 @@ pub enum Message {
         /// Chunks whose bytes differ.
         different_chunks: Vec<u64>,
     },
+    /// Source: these pages will come while the guest runs (post-copy), for they were written since they were sent, as far as
+    /// is known while it runs here. What is there of them is taken away now, so that it need not be when the guest stands
+    /// still. Entries as of [`Message::Awaited`] follow in one `Blob` frame; answered with TAKEN-AWAY. They are among those
+    /// that are named in the end, unless RESUME comes before.
+    TakeAway {
+        /// How many bytes follow.
+        bytes: u64,
+        /// BLAKE3 of the bytes, in 64 lower-case hexadecimal digits.
+        digest: String,
+    },
+    /// Destination: the answer to [`Message::TakeAway`].
+    TakenAway {
+        /// How long that took, in microseconds.
+        duration_us: u64,
+    },
     /// These pages are to come while the guest runs (post-copy). Source: before the device state. Destination: first on
     /// the page stream, in every generation. The entries follow in `Blob` frames; see [`crate::awaited`].
     Awaited {
@@ -419,6 +434,9 @@ pub struct Acceptance {
     /// Whether pages may come after the guest, where that was proposed; if not, a finding says why.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub post_copy: bool,
+    /// Whether it knows [`Message::TakeAway`].
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub takes_away: bool,
 }
 
 /// One thing that pre-flight found.

@@ -92,6 +92,9 @@ pub enum Invalid {
     /// Too long a list of pages that are to come, or one that is not whole.
     #[error("a list of pages to come of {0} bytes; there may be {max}", max = limits::AWAITED_BYTES)]
     AwaitedBytes(u64),
+    /// No list of pages to take away, too long a one, or one that is not whole.
+    #[error("a list of pages to take away of {0} bytes; there may be {max}", max = limits::TAKEN_AWAY_BYTES)]
+    TakenAwayBytes(u64),
     /// No process has this id.
     #[error("process id 0")]
     Pid,
@@ -120,6 +123,14 @@ impl Message {
             Self::Verified { different_chunks } => {
                 at_most("different chunks", different_chunks.len(), limits::HASHES)?;
                 different_chunks.iter().try_for_each(|&index| chunk(index))
+            }
+            Self::TakeAway { bytes, digest } => {
+                if !(1..=limits::TAKEN_AWAY_BYTES).contains(bytes)
+                    || !bytes.is_multiple_of(ENTRY_BYTES as u64)
+                {
+                    return Err(Invalid::TakenAwayBytes(*bytes));
+                }
+                hex("the digest of pages to take away", digest, DIGEST_DIGITS)
             }
             Self::Awaited { bytes, digest, .. } => {
                 if *bytes > limits::AWAITED_BYTES || !bytes.is_multiple_of(ENTRY_BYTES as u64) {
@@ -158,6 +169,7 @@ impl Message {
             Self::Reject { .. }
             | Self::Resume
             | Self::Resumed
+            | Self::TakenAway { .. }
             | Self::Held { .. }
             | Self::Running { .. }
             | Self::Incomplete { .. }

@@ -139,6 +139,7 @@ fn messages() -> Vec<Message> {
             codecs: Vec::new(),
             deltas: false,
             post_copy: false,
+            takes_away: false,
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
@@ -156,6 +157,7 @@ fn messages() -> Vec<Message> {
             codecs: Vec::new(),
             deltas: false,
             post_copy: false,
+            takes_away: false,
         }),
         Message::Accept(Acceptance {
             findings: Vec::new(),
@@ -173,6 +175,20 @@ fn messages() -> Vec<Message> {
             codecs: vec!["lz4".into(), "zstd".into()],
             deltas: true,
             post_copy: true,
+            takes_away: false,
+        }),
+        Message::Accept(Acceptance {
+            findings: Vec::new(),
+            qemu_start_us: 250_000,
+            ram_kind: "memfd".into(),
+            qemu_version: None,
+            copied: Vec::new(),
+            references: false,
+            templates: 0,
+            codecs: Vec::new(),
+            deltas: false,
+            post_copy: true,
+            takes_away: true,
         }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
@@ -190,6 +206,8 @@ fn messages() -> Vec<Message> {
         Message::Known { template: 0, runs: Vec::new(), last: true },
         Message::Verify { block: 1, first_chunk: 4096, hashes: vec![HASH.into(), HASH.into()] },
         Message::Verified { different_chunks: vec![4097] },
+        Message::TakeAway { bytes: 72, digest: DIGEST.into() },
+        Message::TakenAway { duration_us: 4_000 },
         Message::Awaited { bytes: 144, digest: DIGEST.into(), round: 9 },
         Message::Want { pages: vec![WantedPage { block: 1, page: 4711 }] },
         Message::DeviceState { bytes: 275_000, digest: DIGEST.into() },
@@ -277,24 +295,26 @@ fn number(message: &Message) -> usize {
         Message::Known { .. } => 6,
         Message::Verify { .. } => 7,
         Message::Verified { .. } => 8,
-        Message::Awaited { .. } => 9,
-        Message::Want { .. } => 10,
-        Message::DeviceState { .. } => 11,
-        Message::Held { .. } => 12,
-        Message::Ready { .. } => 13,
-        Message::Go { .. } => 14,
-        Message::Running { .. } => 15,
-        Message::Incomplete { .. } => 16,
-        Message::Refused { .. } => 17,
-        Message::Crashed { .. } => 18,
-        Message::Inquire { .. } => 19,
-        Message::Abort { .. } => 20,
-        Message::Ask { .. } => 21,
-        Message::Verdict { .. } => 22,
-        Message::Ping => 23,
-        Message::Pong => 24,
-        Message::Register(_) => 25,
-        Message::Registered(_) => 26,
+        Message::TakeAway { .. } => 9,
+        Message::TakenAway { .. } => 10,
+        Message::Awaited { .. } => 11,
+        Message::Want { .. } => 12,
+        Message::DeviceState { .. } => 13,
+        Message::Held { .. } => 14,
+        Message::Ready { .. } => 15,
+        Message::Go { .. } => 16,
+        Message::Running { .. } => 17,
+        Message::Incomplete { .. } => 18,
+        Message::Refused { .. } => 19,
+        Message::Crashed { .. } => 20,
+        Message::Inquire { .. } => 21,
+        Message::Abort { .. } => 22,
+        Message::Ask { .. } => 23,
+        Message::Verdict { .. } => 24,
+        Message::Ping => 25,
+        Message::Pong => 26,
+        Message::Register(_) => 27,
+        Message::Registered(_) => 28,
     }
 }
 
@@ -387,7 +407,7 @@ fn from_hex(text: &str) -> Vec<u8> {
 fn every_message_is_on_file() {
     let mut seen: Vec<_> = messages().iter().map(number).collect();
     seen.dedup();
-    assert_eq!(seen, (0..=26).collect::<Vec<_>>());
+    assert_eq!(seen, (0..=28).collect::<Vec<_>>());
 }
 
 #[test]

@@ -46,6 +46,7 @@ impl Daemon {
                 deltas: true,
                 // Whether it is possible its QEMU will tell.
                 post_copy: considered.proposal.post_copy,
+                takes_away: true,
             }),
             Ok(considered) => {
                 self.receive(connection, id, considered);
@@ -191,6 +192,7 @@ impl Daemon {
                         codecs: codecs(),
                         deltas: true,
                         post_copy,
+                        takes_away: true,
                     });
                     driver.run();
                 }

@@ -29,6 +29,7 @@ use tracing::{info, warn};
 
 use super::arriving::Arriving;
 use super::inbox::{Mailbox, Notice};
+use super::taking::{TakenAway, take_away};
 use super::untrusted::Untrusted;
 use crate::context::Context;
 use crate::ram::{self, KeptRegion};
@@ -62,6 +63,16 @@ pub(crate) enum AwaitError {
     /// A page that was to be taken away is there.
     #[error("RAM block {block} still has the page at {offset:#x}, which is to come")]
     StillThere {
+        /// Its name.
+        block: String,
+        /// Where in it.
+        offset: u64,
+    },
+    /// A page that was taken away is not among those that are to come: it would be one of zeros.
+    #[error(
+        "the page at {offset:#x} of RAM block {block} was taken away for the source, which does not send it; please report this"
+    )]
+    NotNamed {
         /// Its name.
         block: String,
         /// Where in it.
@@ -183,11 +194,13 @@ impl Awaiting {
         vm: &Arriving,
         (writers, switch): (&[Box<dyn BlockWriter>], &Switch),
         set: &[u8],
+        taken: &TakenAway,
         mailbox: &Mailbox,
         keep: impl FnOnce(&AwaitedTrace) -> Result<(), std::io::Error>,
     ) -> Result<Self, AwaitError> {
         let regions = ram::regions(&vm.blocks);
         let awaited = decode_set(set, regions.iter().map(|region| region.bytes))?;
+        taken.check(&regions, &awaited)?;
         let LeftUserfaultfd { here, there } = context.injector.leave_userfaultfd(&vm.process)?;
         let keeps_all = writers.iter().map(|writer| writer.keeps_all());
         let kept = regions.iter().zip(keeps_all).map(|(region, keeps)| KeptRegion::of(region, keeps));
@@ -310,43 +323,6 @@ impl Awaiting {
 /// All blocks: an agent that takes over need not know in which of them pages were to come.
 fn ranges(regions: &[RamRegion]) -> Vec<AddressRange> {
     regions.iter().map(RamRegion::range).collect()
-}
-
-/// Sees that none of these pages is there.
-fn take_away(
-    injector: &Injector,
-    process: &Process,
-    (regions, writers): (&[RamRegion], &[Box<dyn BlockWriter>]),
-    awaited: &[DirtyBitmap],
-) -> Result<(), AwaitError> {
-    let there = |writer: &dyn BlockWriter, pages: &DirtyBitmap| {
-        let mut found = Vec::new();
-        for run in pages.runs() {
-            found.extend(writer.there(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?);
-        }
-        Ok::<_, RamError>(found)
-    };
-    let blocks = || regions.iter().zip(writers).zip(awaited);
-    let mut discarded = Vec::new();
-    for ((region, writer), pages) in blocks() {
-        for bytes in there(&**writer, pages)? {
-            if writer.takes_away() == TakesAway::ByProcess {
-                let at = |offset| region.address + offset;
-                discarded.push(AddressRange::new(at(bytes.start), at(bytes.end)));
-            } else {
-                writer.take_away(bytes)?;
-            }
-        }
-    }
-    if !discarded.is_empty() {
-        injector.discard(process, &discarded)?;
-    }
-    for ((region, writer), pages) in blocks() {
-        if let Some(bytes) = there(&**writer, pages)?.first() {
-            return Err(AwaitError::StillThere { block: region.name.clone(), offset: bytes.start });
-        }
-    }
-    Ok(())
 }
 
 /// Asks for what somebody waits for, until the other end is closed.

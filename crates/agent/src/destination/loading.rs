@@ -21,6 +21,8 @@ use crate::verification;
 /// What comes in pieces.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Coming {
+    /// Pages that are to be taken away, for they will be awaited.
+    TakenAway,
     /// Pages that are to come while the guest runs.
     Awaited,
     /// The state of its devices.
@@ -42,6 +44,7 @@ impl Driver {
             Ok(()) => {
                 info!(migration = %self.terms.migration, generation = %self.generation, "resumed");
                 self.state_coming = None;
+                self.taken.forget();
                 self.say(&Message::Resumed);
             }
             Err(error) => self.fail(&format!("no thread for the data streams: {error}")),
@@ -95,7 +98,8 @@ impl Driver {
         if bytes > proto::limits::DEVICE_STATE_BYTES {
             return self.fail(&format!("a device state of {bytes} bytes is too large"));
         }
-        if what == Coming::Awaited && (bytes == 0 || self.awaiting.is_some() || !self.proposal.post_copy) {
+        let is_of_pages = matches!(what, Coming::TakenAway | Coming::Awaited);
+        if is_of_pages && (bytes == 0 || self.awaiting.is_some() || !self.proposal.post_copy) {
             return self.fail("the source names pages to come where there can be none");
         }
         self.state_coming = Some(StateComing { what, bytes, digest, received: Vec::new() });
@@ -113,8 +117,25 @@ impl Driver {
             return self.fail("what came in pieces was damaged on its way");
         }
         match coming.what {
+            Coming::TakenAway => self.take_away(&coming.received),
             Coming::Awaited => self.await_pages(&coming.received),
             Coming::Devices => self.load(&coming.received, digest),
+        }
+    }
+
+    /// These pages are to come after the guest, which still runs at the source.
+    fn take_away(&mut self, set: &[u8]) {
+        let began = Instant::now();
+        let (Some(receiving), Some(vm)) = (&self.receiving, &self.vm) else {
+            return self.fail("nothing is being received");
+        };
+        let (writers, _) = receiving.blocks();
+        match self.taken.take(&self.context.injector, vm, writers, set) {
+            Ok(()) => {
+                self.context.faults.reach(|| "destination/taken-away".to_owned());
+                self.say(&Message::TakenAway { duration_us: began.elapsed().as_micros() as u64 });
+            }
+            Err(error) => self.fail(&crate::chain(&error)),
         }
     }
 
@@ -131,7 +152,7 @@ impl Driver {
             traces.keep(&context, &migration, Durability::Process).map_err(std::io::Error::other)
         };
         let mailbox = self.inbox.mailbox();
-        match Awaiting::begin(&self.context, vm, receiving.blocks(), set, &mailbox, keep) {
+        match Awaiting::begin(&self.context, vm, receiving.blocks(), set, &self.taken, &mailbox, keep) {
             Ok(awaiting) => {
                 vm.traces = traces;
                 self.awaiting = Some(awaiting);

@@ -85,7 +85,11 @@ impl Mailbox {
     fn interrupts(&self, notice: &Notice) -> bool {
         match notice {
             // What is told of templates comes before the first round, or late, and then it is of no use.
-            Notice::Message { message: Message::Ping | Message::Pong | Message::Known { .. }, .. }
+            // For what is taken away the driver waits between two rounds.
+            Notice::Message {
+                message: Message::Ping | Message::Pong | Message::Known { .. } | Message::TakenAway { .. },
+                ..
+            }
             | Notice::Event(SourceEvent::Repeat) => false,
             // A connection that has been replaced has no say any more.
             Notice::Message { link: Some(link), .. } | Notice::Lost { link, .. } => {

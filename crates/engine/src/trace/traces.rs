@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::{Decider, Trace};
 use crate::bulk::Ahead;
 use crate::compression::Chooser;
+use crate::naming::Naming;
 use crate::precopy;
 use crate::pressure::Pressure;
 use crate::push::Push;
@@ -49,6 +50,9 @@ pub struct Others {
     /// Whether memory is referred to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub referring: Option<Trace<Referring>>,
+    /// Post-copy: whether pages are named once more before the stop.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub naming: Option<Trace<Naming>>,
     /// Post-copy: how much is pushed at once, and how fast.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub push: Option<Trace<Push>>,
@@ -64,7 +68,7 @@ impl Traces {
     /// Decides everything again.
     #[must_use]
     pub fn replay(&self) -> Self {
-        let Others { disks, writes, slowing, pressure, compression, referring, push } = &self.others;
+        let Others { disks, writes, slowing, pressure, compression, referring, naming, push } = &self.others;
         Self {
             stop: self.stop.iter().map(Trace::replay).collect(),
             others: Others {
@@ -74,6 +78,7 @@ impl Traces {
                 pressure: pressure.as_ref().map(Trace::replay),
                 compression: compression.as_ref().map(Trace::replay),
                 referring: referring.as_ref().map(Trace::replay),
+                naming: naming.as_ref().map(Trace::replay),
                 push: push.as_ref().map(Trace::replay),
             },
         }
@@ -81,7 +86,7 @@ impl Traces {
 
     /// Decides everything again, and tells what came of that; of whoever decided nothing, nothing.
     pub fn compare(&self) -> Vec<Replayed> {
-        let Others { disks, writes, slowing, pressure, compression, referring, push } = &self.others;
+        let Others { disks, writes, slowing, pressure, compression, referring, naming, push } = &self.others;
         let others = [
             disks.as_ref().map(|trace| compare("disks", trace)),
             writes.as_ref().map(|trace| compare("writes", trace)),
@@ -89,6 +94,7 @@ impl Traces {
             pressure.as_ref().map(|trace| compare("pressure", trace)),
             compression.as_ref().map(|trace| compare("compression", trace)),
             referring.as_ref().map(|trace| compare("referring", trace)),
+            naming.as_ref().map(|trace| compare("naming", trace)),
             push.as_ref().map(|trace| compare("push", trace)),
         ];
         self.stop.iter().map(compare_stop).chain(others.into_iter().flatten()).collect()

@@ -191,7 +191,9 @@ impl Part {
         for run in runs {
             let taken = run.start..run.end.min(run.start + self.wanted);
             self.wanted -= taken.end - taken.start;
-            tiers.iter_mut().for_each(|tier| tier[block].clear(taken.clone()));
+            for tier in tiers.iter_mut() {
+                tier[block].clear(taken.clone());
+            }
             *place = (block, taken.end);
             self.pages[block].set(taken);
             if self.wanted == 0 {

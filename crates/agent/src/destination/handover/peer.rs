@@ -60,6 +60,9 @@ impl Driver {
             Message::Verify { block, first_chunk, hashes } if arriving => {
                 return self.verify(block, first_chunk, &hashes);
             }
+            Message::TakeAway { bytes, digest } if arriving => {
+                return self.announced(Coming::TakenAway, bytes, digest);
+            }
             Message::Awaited { bytes, digest, .. } if arriving => {
                 return self.announced(Coming::Awaited, bytes, digest);
             }

@@ -1,14 +1,19 @@
 //! The stop where what is left goes when the guest runs at the destination (post-copy).
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ::memory::{DirtyBitmap, Owed, Readable, Sender, Sent, encode_set};
 use engine::handover::source::SourceEvent;
+use engine::naming::{Naming, Next, Unnamed};
+use engine::trace::Traced;
+use proto::Generation;
+use proto::limits::TAKEN_AWAY_BYTES;
 use proto::message::Message;
 
+use super::rounds::Looked;
 use super::standstill::{cannot_save, look_at_disks};
-use super::{Failure, gone};
+use super::{Failure, gone, unexpected};
 use crate::journal::Durability;
 use crate::ram::{self, KeptRegion};
 use crate::report::PostCopy;
@@ -16,7 +21,99 @@ use crate::source::memory::Cargo;
 use crate::source::serving::Later;
 use crate::source::{Details, Driver};
 
+/// Pages that the destination was told of while the guest ran here: what was there of them it has taken away.
+pub(super) struct Named {
+    policy: Traced<Naming>,
+    pages: Vec<DirtyBitmap>,
+    /// The connections on which that was said. With others it forgets what it was told.
+    generation: Generation,
+    /// How long it took to take away those that were named last.
+    took: Duration,
+}
+
+impl Named {
+    pub(super) fn none() -> Self {
+        let policy = Traced::new(Naming::default());
+        Self { policy, pages: Vec::new(), generation: Generation(0), took: Duration::ZERO }
+    }
+
+    /// What is found from here on has nothing to do with what was found before.
+    fn begin(&mut self) {
+        self.policy.begin_anew();
+        self.took = Duration::ZERO;
+    }
+
+    /// Those of these pages that it was not told of, if they are to be named now.
+    fn next(&mut self, owed: &[DirtyBitmap], generation: Generation) -> Option<Vec<DirtyBitmap>> {
+        if self.generation != generation {
+            (self.pages, self.generation) = (owed.iter().map(DirtyBitmap::emptied).collect(), generation);
+        }
+        let mut unnamed = owed.to_vec();
+        unnamed.iter_mut().zip(&self.pages).for_each(|(unnamed, named)| unnamed.remove(named));
+        let pages = unnamed.iter().map(DirtyBitmap::count).sum();
+        let took_ns = u64::try_from(self.took.as_nanos()).unwrap_or(u64::MAX);
+        (self.policy.decide_on(Unnamed { pages, took_ns }) == Next::Name).then_some(unnamed)
+    }
+
+    fn add(&mut self, pages: &[DirtyBitmap], took: Duration) {
+        self.pages.iter_mut().zip(pages).for_each(|(named, pages)| named.insert(pages));
+        self.took = took;
+    }
+}
+
 impl Driver {
+    /// Names pages that are to come after the guest while it runs here, for as long as that makes its stop shorter. Where the
+    /// link is cut meanwhile, that is mended as any other cut, before the next round.
+    pub(super) fn name_ahead(
+        &mut self,
+        named: &mut Named,
+        looked: Looked,
+        cargo: &mut Cargo,
+    ) -> Result<Looked, Failure> {
+        let mut looked = looked;
+        named.begin();
+        while self.control.is_some() && self.takes_away {
+            let owed = &looked.readable.owed().blocks()[..cargo.ram_blocks()];
+            let unnamed = named.next(owed, self.generation);
+            self.controls.report(|report| named.policy.tell(&mut report.traces.others.naming));
+            let Some(unnamed) = unnamed else { break };
+            match self.have_taken_away(&unnamed) {
+                Ok(took) => named.add(&unnamed, took),
+                Err(Failure { event: SourceEvent::PeerLost | SourceEvent::PeerSilent, reason }) => {
+                    self.control = None;
+                    self.control_lost = Some(reason);
+                    break;
+                }
+                Err(failure) => return Err(failure),
+            }
+            self.context.faults.reach(|| "source/named".to_owned());
+            looked = self.look_at(looked.readable.give_up(), true, cargo)?;
+            self.written.note(std::mem::take(&mut looked.found));
+        }
+        Ok(looked)
+    }
+
+    /// Has the destination take away what it has of these pages; returns how long that took there.
+    fn have_taken_away(&mut self, pages: &[DirtyBitmap]) -> Result<Duration, Failure> {
+        let set = encode_set(pages);
+        let lists = set.chunks(TAKEN_AWAY_BYTES as usize);
+        let count = lists.len();
+        for list in lists {
+            let digest = blake3::hash(list).to_hex().to_string();
+            self.say(&Message::TakeAway { bytes: list.len() as u64, digest })?;
+            self.send("cannot name pages", |writer| writer.send_blob(list))?;
+        }
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        let mut took = Duration::ZERO;
+        for _ in 0..count {
+            match self.hear(Instant::now() + patience)? {
+                Message::TakenAway { duration_us } => took += Duration::from_micros(duration_us),
+                other => return Err(unexpected(&other)),
+            }
+        }
+        Ok(took)
+    }
+
     /// Saves the device state, sends what is left of the disks, and names the pages of memory that are left: they go from
     /// here on, those first for which somebody waits. Saving may write guest memory, so the pages are looked for after it.
     pub(super) fn name_pages(

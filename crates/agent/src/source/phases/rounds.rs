@@ -119,6 +119,10 @@ impl Driver {
                 let next = self.decide(&mut course.policy, &sent, &looked, cargo)?;
                 match (next, &mut softening) {
                     (Next::Round { most_pages, disks_alone }, _) => {
+                        // What is left of the disks goes last, so that nothing takes time between that and the stop.
+                        if disks_alone && !course.disks_alone {
+                            looked = self.name_ahead(&mut course.named, looked, cargo)?;
+                        }
                         (course.most_pages, course.disks_alone) = (most_pages, disks_alone);
                     }
                     (Next::Stop { .. }, Some(softening)) if softening.has_put_off() => {
@@ -138,6 +142,9 @@ impl Driver {
                     }
                     (Next::Stop { expected_downtime, ending }, _) => {
                         self.take_notices()?;
+                        if ending == Ending::PostCopy {
+                            looked = self.name_ahead(&mut course.named, looked, cargo)?;
+                        }
                         if self.control.is_some() {
                             self.clock.expected_downtime = expected_downtime;
                             return Ok((sender, looked.readable.give_up(), ending));
@@ -280,7 +287,7 @@ impl Driver {
     }
 
     /// The same, and tells what that is of memory, where it `tells`.
-    fn look_at(&mut self, owed: Owed, tells: bool, cargo: &mut Cargo) -> Result<Looked, Failure> {
+    pub(super) fn look_at(&mut self, owed: Owed, tells: bool, cargo: &mut Cargo) -> Result<Looked, Failure> {
         let told_blocks = if tells { cargo.ram_blocks() } else { 0 };
         let scanned_at = Instant::now();
         let cannot_ask = |error: VmError| Failure::local("QEMU cannot be asked", &error);

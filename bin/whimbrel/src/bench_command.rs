@@ -92,6 +92,17 @@ fn chosen(command: &BenchCommand) -> Result<Vec<(Case, Vec<Contender>)>, Failure
         if command.contender.is_empty() { contenders } else { command.contender.clone() }
     };
     if command.suite.is_empty() {
+        let CaseOptions { debian, pattern, wss, rate, .. } = command.case;
+        if pattern != lab::Pattern::Sequential && (debian || wss == 0 || rate == 0) {
+            let what = if debian {
+                "the Debian guest rewrites nothing by a pattern: leave out --debian or --pattern".to_owned()
+            } else {
+                format!(
+                    "nothing is rewritten, {pattern} or not: say how much with --wss, and how fast with --rate"
+                )
+            };
+            return Err(lab::Error::Config(what).into());
+        }
         return Ok(vec![(case(&command.case), others(Contender::all()))]);
     }
     let mut chosen = Vec::new();

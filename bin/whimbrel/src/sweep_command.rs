@@ -64,6 +64,10 @@ fn chosen(command: &SweepCommand) -> Result<Vec<Point>, Failure> {
             contenders.clone_from(&command.contender);
         }
     }
+    // Not after the first ones were measured.
+    for (case, _) in &points {
+        case.check()?;
+    }
     Ok(points)
 }
 

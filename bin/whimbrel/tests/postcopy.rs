@@ -12,6 +12,7 @@ use common::draw::{Draw, seed};
 use common::replay::{decisions, is_replayed};
 use common::{Agent, Cluster, DEADLINE, GuestSpec, Load, Setup, has_event, until};
 use engine::handover::table::fault_points;
+use engine::naming::Next;
 use engine::precopy::Decision;
 use lab::Direction;
 use serde_json::Value;
@@ -47,6 +48,8 @@ fn came_after_the_guest(report: &Value) {
     let traces = is_replayed(report);
     assert!(matches!(decisions(&traces).last(), Some(Decision::PostCopy { .. })), "{report:#}");
     assert!(traces.others.push.is_some(), "{report:#}");
+    let naming = traces.others.naming.unwrap();
+    assert_eq!(naming.decisions().next(), Some(&Next::Name), "{report:#}");
 }
 
 /// The guest is whole, and nothing of what was done to its QEMU is left: it can be moved as any other, and compared.
@@ -131,6 +134,10 @@ fn what_rounds_do_not_bring_comes_after_the_guest() {
     came_after_the_guest(&report);
     let passes = report["rounds"].as_array().unwrap().iter().map(|round| round["pass"].as_u64().unwrap());
     assert!(passes.max() >= Some(2), "{report:#}");
+    let naming = is_replayed(&report).others.naming.unwrap();
+    let [.., before, last] = &naming.entries[..] else { panic!("{report:#}") };
+    assert_eq!((before.decision, last.decision), (Next::Name, Next::Stop), "{report:#}");
+    assert!(last.observed.pages < before.observed.pages, "most is taken away before the stop: {report:#}");
     is_whole_and_goes_on(&cluster);
 }
 
@@ -153,6 +160,7 @@ fn what_cannot_be_done_is_said_before_anything_is() {
     assert!(said.stdout.contains("cannot be compared"), "{said:?}");
     for (words, why) in [
         (&["--policy", "hybrid", "--hybrid-passes", "0"][..], "0 passes are not possible"),
+        (&["--policy", "hybrid", "--hybrid-passes", "31"], "more than the 30 rounds"),
         (&["--hybrid-passes", "2", "--policy", "pattern"], "only with --policy hybrid"),
     ] {
         let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"][..], words].concat());
@@ -214,12 +222,13 @@ fn moves_through(cluster: &mut Cluster, injury: Injury, rest_bytes: u64, length:
     cluster
         .wait_for_progress(|progress| progress["phase"] == "post-copy" && progress["downtime_us"].is_u64());
     let before = cluster.lab.sent_bytes(Direction::AToB).unwrap();
+    let is_underway = || cluster.a.cli(&["migrations"]).ok().json()[0]["standing"] == "underway";
     let is_time = || {
-        let list = cluster.a.cli(&["migrations"]).ok().json();
         let sent = cluster.lab.sent_bytes(Direction::AToB).unwrap() - before;
-        sent >= rest_bytes || list[0]["standing"] != "underway"
+        sent >= rest_bytes || !is_underway()
     };
     until("some of the rest has come", is_time);
+    assert!(is_underway(), "it was over before it was hurt: {}", cluster.a.log());
     injury.inflict(cluster, length);
     drop(migration.wait_with_output().unwrap());
     cluster.a.wait_settled();
@@ -284,7 +293,8 @@ fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
     }
 }
 
-/// Between the moment at which pages are named that are to come and the one at which the guest is to run there.
+/// Between the moment at which pages are named for the first time, of a guest that still runs here, and the one at which it
+/// is to run there.
 const BEFORE_IT_RUNS: [&str; 3] = [
     "destination/prepared/loaded",
     "source/stopped/ready[no-register]",
@@ -297,7 +307,8 @@ fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
     let is_one = |point: &String| BEFORE_IT_RUNS.iter().any(|name| point.starts_with(&format!("{name}:")));
     let of_table: Vec<_> = fault_points().iter().map(ToString::to_string).filter(is_one).collect();
     assert!(of_table.len() >= BEFORE_IT_RUNS.len(), "{of_table:?}");
-    let named = ["source/awaited", "destination/awaited"].map(str::to_owned);
+    let named = ["source/named", "destination/taken-away", "source/awaited", "destination/awaited"];
+    let named = named.map(str::to_owned);
     let ways = |point: String| {
         [Injury::Cut, Injury::KillSource, Injury::KillDestination].map(|injury| (point.clone(), injury))
     };
@@ -307,7 +318,7 @@ fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
         let seed = seed(61);
         println!("drawn with WHIMBREL_SEED={seed}");
         let mut draw = Draw(seed);
-        named = vec![named.swap_remove(draw.below(named.len()))];
+        named = (0..2).map(|_| named.swap_remove(draw.below(named.len()))).collect();
         of_table = (0..2).map(|_| of_table.swap_remove(draw.below(of_table.len()))).collect();
     }
     for (point, injury) in named.into_iter().chain(of_table) {
@@ -456,17 +467,18 @@ fn a_guest_with_a_page_that_somebody_else_wrote_is_not_run_there() {
     cluster.guest_is_whole("a", "vm1");
 }
 
-/// Any of that at any time: three moves, and many more in the long run.
+/// Any of that at any time: three moves, one of them with a cut, and many more in the long run.
 #[test]
 fn whatever_happens_while_pages_come_the_guest_is_whole() {
     let seed = seed(41);
     println!("drawn with WHIMBREL_SEED={seed}");
     let mut draw = Draw(seed);
     let moves = if std::env::var_os("WHIMBREL_SOAK").is_some() { 50 } else { 3 };
-    for _ in 0..moves {
+    for number in 0..moves {
         let (mut cluster, _guest) = stage();
-        let injury = INJURIES[draw.below(INJURIES.len())];
-        let rest_bytes = draw.below((HOT_MIB << 20) as usize) as u64;
+        let injury = if number == 0 { Injury::Cut } else { INJURIES[draw.below(INJURIES.len())] };
+        // What comes after that is over too soon to be hurt.
+        let rest_bytes = draw.below((HOT_MIB << 20) as usize * 3 / 4) as u64;
         let length = Duration::from_millis(draw.below(3000) as u64);
         moves_through(&mut cluster, injury, rest_bytes, length);
         is_whole_and_goes_on(&cluster);

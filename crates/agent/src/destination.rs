@@ -80,8 +80,8 @@ pub(crate) struct Driver {
     not_taken: Option<DestinationEvent>,
     /// What QEMU does is not known.
     look_again: bool,
-    /// A guest that is not to run on was not stopped.
-    stop_failed: bool,
+    /// When it is tried again to stop a guest that is not to run on.
+    stop_again_at: Option<Instant>,
     /// Its questions to the register.
     register: owners::Desk,
     /// Images that were not removed, and whose they are.
@@ -145,7 +145,7 @@ impl Driver {
             asking: Arc::default(),
             not_taken: None,
             look_again: false,
-            stop_failed: false,
+            stop_again_at: None,
             register: owners::Desk::default(),
             left_behind: None,
             reason: None,

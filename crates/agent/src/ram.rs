@@ -30,19 +30,16 @@ pub(crate) struct KeptRegion {
     bytes: u64,
     page_bytes: u64,
     address: u64,
-    /// Whether all of it is to have memory behind it.
-    #[serde(default)]
-    pub(crate) keeps_all: bool,
 }
 
 impl KeptRegion {
-    pub(crate) fn of(region: &RamRegion, keeps_all: bool) -> Self {
+    pub(crate) fn of(region: &RamRegion) -> Self {
         let RamRegion { name, bytes, page_bytes, address } = region.clone();
-        Self { name, bytes, page_bytes, address, keeps_all }
+        Self { name, bytes, page_bytes, address }
     }
 
     pub(crate) fn region(&self) -> RamRegion {
-        let Self { name, bytes, page_bytes, address, .. } = self.clone();
+        let Self { name, bytes, page_bytes, address } = self.clone();
         RamRegion { name, bytes, page_bytes, address }
     }
 }

@@ -267,6 +267,8 @@ pub(crate) struct Driver {
     may_post_copy: bool,
     /// And that it takes pages away before the guest is stopped.
     takes_away: bool,
+    /// Which of them it was told to.
+    named: phases::Named,
     /// What the guest wrote last, where that may come after it.
     written: ::memory::Recency,
     /// One of the pages that come after it was there before it came, and the guest was stopped for it.
@@ -337,6 +339,7 @@ impl Driver {
             page_stream: None,
             may_post_copy: false,
             takes_away: false,
+            named: phases::Named::none(),
             written: ::memory::Recency::default(),
             came_untrusted: false,
             seeking: false,

@@ -72,7 +72,7 @@ mod tests {
     use super::*;
 
     /// How many pages are left for the stop, and how often some were named, where a page takes 30 µs, and the guest writes
-    /// to so many that are not known of in a microsecond, of no more than that altogether.
+    /// to so many in a millisecond that are not known of, of no more than that altogether.
     fn left(first_pages: u64, new_per_ms: u64, most_pages: u64) -> (u64, u32) {
         let (mut naming, mut named, mut times) = (Naming::default(), 0, 0);
         let mut unnamed = Unnamed { pages: first_pages, took_ns: 0 };

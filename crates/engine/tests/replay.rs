@@ -14,6 +14,7 @@ extern crate whimbrel_engine as engine;
 
 use std::path::{Path, PathBuf};
 
+use engine::naming::Next;
 use engine::precopy::{Decision, Pattern};
 use engine::trace::{Others, Traces};
 
@@ -68,22 +69,39 @@ fn everybody_who_decides_is_recorded() {
     let any = |decides: &dyn Fn(&Others) -> Option<bool>| {
         all.iter().any(|traces| decides(&traces.others).unwrap_or(false))
     };
+    // None of them is left out.
+    let Others {
+        disks: _,
+        writes: _,
+        slowing: _,
+        pressure: _,
+        compression: _,
+        referring: _,
+        naming: _,
+        push: _,
+    } = Others::default();
     let of_writes =
         |all: &Others| Some(all.writes.as_ref()?.decisions().any(|cap| cap.bytes_per_s.is_some()));
     let of_slowing = |all: &Others| Some(all.slowing.as_ref()?.decisions().any(Option::is_some));
-    let of_pressure =
-        |all: &Others| Some(all.pressure.as_ref()?.decisions().any(|restraint| restraint.nice > 5));
+    let of_pressure = |all: &Others| {
+        Some(all.pressure.as_ref()?.decisions().any(|restraint| restraint.interval_factor > 1))
+    };
     let of_compression =
         |all: &Others| Some(all.compression.as_ref()?.decisions().any(|decision| decision.is_informed));
     let of_push =
         |all: &Others| Some(all.push.as_ref()?.decisions().any(|part| part.pace_bytes_per_s.is_some()));
     let of_disks = |all: &Others| Some(!all.disks.as_ref()?.entries.is_empty());
     let of_references = |all: &Others| Some(!all.referring.as_ref()?.entries.is_empty());
+    let of_naming = |all: &Others| {
+        let naming: Vec<_> = all.naming.as_ref()?.decisions().collect();
+        Some(naming.contains(&&Next::Name) && naming.contains(&&Next::Stop))
+    };
     assert!(any(&of_writes), "writes");
     assert!(any(&of_slowing), "slowing");
     assert!(any(&of_pressure), "pressure");
     assert!(any(&of_compression), "compression");
     assert!(any(&of_push), "push");
     assert!(any(&of_disks), "disks");
+    assert!(any(&of_naming), "naming");
     assert!(any(&of_references), "referring");
 }

@@ -258,6 +258,16 @@ impl Deltas {
         }
     }
 
+    /// The destination takes these pages away: of them nothing is known any more.
+    pub fn withdraw(&self, pages: &[DirtyBitmap]) {
+        let mut table = lock(&self.table);
+        for (block, pages) in (0..).zip(pages) {
+            for chunk in pages.dirty_chunks() {
+                table.forget((block, chunk as u32), &pages.chunk(chunk));
+            }
+        }
+    }
+
     /// The hash by which the other side knows that a page is what it has to be.
     pub(crate) fn page_hash(&self, page: &[u8]) -> u64 {
         xxh3_64_with_seed(page, self.page_seed)

@@ -203,7 +203,7 @@ mod tests {
         }
 
         /// The pages of each part of the first pass, and how many are dirty after it.
-        fn is_moved(mut self) -> (Vec<DirtyBitmap>, u64) {
+        fn move_it(mut self) -> (Vec<DirtyBitmap>, u64) {
             let mut pass = FirstPass::new(USUAL);
             let mut owed = DirtyBitmap::full(self.pages * PAGE_BYTES);
             let mut parts = Vec::new();
@@ -243,7 +243,7 @@ mod tests {
         for first in [0, 100, 200, 300, 400].map(|mib| mib * MIB) {
             let guest = Guest::new(528 * MIB, first..first + 128 * MIB, 150 * MIB, 118 * MIB);
             let (hot, pages) = (guest.hot.clone(), guest.pages);
-            let (parts, left) = guest.is_moved();
+            let (parts, left) = guest.move_it();
             let of = |part: &DirtyBitmap| {
                 part.runs_within(hot.clone()).map(|run| run.end - run.start).sum::<u64>()
             };
@@ -260,7 +260,7 @@ mod tests {
     fn a_guest_that_writes_everywhere_or_nowhere_has_a_pass_of_few_parts() {
         let pages = 2048 * MIB;
         for (hot, written_per_s) in [(0..pages, 1000 * MIB), (0..pages, 100 * MIB), (0..1, 0), (7..8, 1)] {
-            let (parts, left) = Guest::new(pages, hot, written_per_s, 118 * MIB).is_moved();
+            let (parts, left) = Guest::new(pages, hot, written_per_s, 118 * MIB).move_it();
             let mut all = DirtyBitmap::new(pages * PAGE_BYTES);
             for part in &parts {
                 assert_eq!(all.count_both(part), 0, "a page went twice");

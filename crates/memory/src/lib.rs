@@ -55,7 +55,9 @@ pub use dirty::{ChunkPages, DirtyBitmap};
 pub use first_pass::FirstPass;
 pub use pack::codec::BadPacked;
 pub use pack::{Counted, Packing, Worth};
-pub use postcopy::{Awaited, BadSet, Ledger, Placer, Recency, Remaining, Switch, decode_set, encode_set};
+pub use postcopy::{
+    Awaited, BadSet, Ledger, Placer, Recency, Remaining, Switch, decode_chunks, decode_set, encode_set,
+};
 pub use ram::{BlockReader, BlockWriter, RamError, RamRegion, TakesAway, open_destination, open_source};
 pub use receive::{
     AttachError, DestinationRam, Discardable, Presumed, ReceiveError, Receiver, ReceiverEvent, ReceiverHandle,

@@ -30,5 +30,5 @@ mod switched;
 pub use awaited::{Awaited, Placer};
 pub use ledger::Ledger;
 pub use remaining::{Recency, Remaining};
-pub use set::{BadSet, decode_set, encode_set};
+pub use set::{BadSet, decode_chunks, decode_set, encode_set};
 pub use switched::Switch;

@@ -7,6 +7,9 @@
 //! block u16 | chunk u48 | a bit for each page of the chunk, the first page's lowest: 8 × u64
 //! ```
 //!
+//! Before it, while the guest still runs, it may name pages that the destination has as they were before (`TakeAway`, with
+//! entries of the same kind): those are taken away then, which takes time for many of them, and named again with the rest.
+//!
 //! All numbers are little-endian. The pages go over the data streams as in any round. Whoever touches one that is not
 //! there waits for it, and so it is asked for on the *page stream*, a data stream of its own whose number is one more than
 //! that of the last: `Want` from the destination, and from the source a `Blob` frame for each page:

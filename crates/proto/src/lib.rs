@@ -26,7 +26,8 @@
 //! in the proposal's description. Of pages that were sent before, only [what changed](delta) is sent again. Where the link
 //! is slower than compressing, and at first, `Packed` frames stand in the place of some `Pages` ([`packed`]).
 //!
-//! Where pages come after the guest (*post-copy*), `Awaited` takes the place of the last round, and the data streams go on
+//! Where pages come after the guest (*post-copy*), `TakeAway` says before its stop which pages of the destination's are old,
+//! `Awaited` takes the place of the last round, and the data streams go on
 //! until all of them are there ([`awaited`]): `Incomplete` is said when the guest runs, and `Running` at the end.
 //!
 //! After a cut the source opens a new set of connections with the next generation: `Hello{control, generation + 1}`,

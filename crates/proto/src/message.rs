@@ -1,8 +1,12 @@
 //! What the agents say to one another, as JSON.
 
+mod register;
+
 use serde::{Deserialize, Serialize};
 
-use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId, VmName};
+pub use register::{Offer, Ownership, RegisterReply, RegisterRequest};
+
+use crate::ids::{Epoch, Generation, HostId, Incarnation, MigrationId};
 
 /// The first message on every connection, from the side that connects.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -462,64 +466,4 @@ pub enum Severity {
     Warning,
     /// The migration cannot be done.
     Blocker,
-}
-
-/// Who owns a VM.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Ownership {
-    /// The epoch in which the owner took it.
-    pub epoch: Epoch,
-    /// The host that may run it.
-    pub owner: HostId,
-    /// The next epoch's COMMITTED, recorded by the owner for a destination that cannot ask it any more.
-    pub offer: Option<Offer>,
-}
-
-/// A COMMITTED, recorded in the register.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Offer {
-    /// Which migration.
-    pub epoch: Epoch,
-    /// Which process is to run.
-    pub incarnation: Incarnation,
-    /// Whether the guest is to run on.
-    pub run: bool,
-}
-
-/// To the register of owners. Every change compares first and says what it found.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "op", rename_all = "kebab-case")]
-pub enum RegisterRequest {
-    /// What stands there?
-    Read {
-        /// Of which VM.
-        vm: VmName,
-    },
-    /// Put `new` in place of `expected`.
-    CompareAndSet {
-        /// Of which VM.
-        vm: VmName,
-        /// What must stand there; the offer is not compared.
-        expected: Option<(Epoch, HostId)>,
-        /// What is to stand there.
-        new: Ownership,
-    },
-}
-
-/// From the register of owners.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "outcome", rename_all = "kebab-case")]
-pub enum RegisterReply {
-    /// What stands there, for a read and for a comparison that failed.
-    Stands {
-        /// The record.
-        record: Option<Ownership>,
-    },
-    /// The new record stands.
-    Set,
-    /// The register could not do it; nothing changed.
-    Failed {
-        /// Why.
-        reason: String,
-    },
 }

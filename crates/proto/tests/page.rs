@@ -57,7 +57,7 @@ fn limits_table(source: &str) -> String {
 fn page() -> String {
     let mut page = String::from("# The protocol between agents\n\n");
     page += "Made from the documentation of `crates/proto/src`; a test holds the two equal. \
-             The messages and their fields are described in `crates/proto/src/message.rs`, \
+             The messages and their fields are described in `crates/proto/src/message.rs` and below it, \
              their bytes stand in `crates/proto/tests/golden`.\n\n";
     page += &deeper(&module_page(include_str!("../src/lib.rs")));
     for (title, source) in [

@@ -205,6 +205,21 @@ impl RamFile {
         self.kind != RamFileKind::Hugetlbfs
     }
 
+    /// Where the first data of `range` is; none where all of it is a hole.
+    pub fn first_data(&self, range: FileRange) -> Result<Option<u64>, RamFileError> {
+        match seek(&self.file, SeekFrom::Data(range.start)) {
+            Ok(data) => Ok((data < range.end).then_some(data)),
+            // No data behind this point.
+            Err(rustix::io::Errno::NXIO) => Ok(None),
+            Err(source) => Err(RamFileError::Io {
+                action: "find data within",
+                offset: range.start,
+                len: range.end - range.start,
+                source: source.into(),
+            }),
+        }
+    }
+
     /// Appends the parts of `range` that hold data; the rest are holes and read as zeros.
     pub fn data_runs(&self, range: FileRange, found: &mut Vec<FileRange>) -> Result<(), RamFileError> {
         // Threads may do this at one time: `lseek` answers with what it found, and nobody uses the

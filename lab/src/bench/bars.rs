@@ -2,8 +2,8 @@
 
 use super::case::{Case, Program};
 use super::contender::{Contender, Mode, Policy, Soft, Way};
-use super::nas;
 use super::result::{CaseResult, Measured, Quantity, Results, Run, Spread};
+use super::{converging, nas};
 
 /// A bar.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,9 +75,9 @@ pub fn bars(results: &Results) -> Vec<Bar> {
     ] {
         bars.push(case(name).and_then(both(bar)));
     }
-    bars.extend(case("converge-1g").into_iter().flat_map(pattern));
-    bars.extend(case("converge-1g").into_iter().flat_map(hybrid));
-    bars.extend(case("converge-1g").into_iter().flat_map(stalls));
+    bars.extend(case("converge-1g").into_iter().flat_map(converging::bars).map(Some));
+    let here_and_there = case("converge-hot-1g").into_iter().flat_map(converging::bars_here_and_there);
+    bars.extend(here_and_there.map(Some));
     bars.extend(nas::bars(results).into_iter().map(Some));
     bars.push(agents_memory(&results.cases));
     bars.into_iter().flatten().collect()
@@ -160,72 +160,6 @@ fn link(result: &CaseResult) -> [Option<Bar>; 2] {
         held: time.median <= 1.03,
     });
     [used, time]
-}
-
-/// A guest that writes faster than the link carries is stopped soon, for no longer than what was left then takes.
-fn pattern(result: &CaseResult) -> [Option<Bar>; 2] {
-    let (Some(rate), name) = (result.case.link_bytes_per_s, &result.case.name) else { return [None, None] };
-    let ours = || {
-        let runs = result.runs_of(Contender::Policy(Policy::Pattern));
-        let told = runs.filter_map(|run| run.measured.as_ref()).filter_map(|m| Some((m, m.stop.as_ref()?)));
-        told.filter(|(_, stop)| stop.left_pages > 0)
-    };
-    let intervals = Spread::of(ours().map(|(_, stop)| stop.intervals as f64));
-    let needed_ms = |pages: u64| pages as f64 * 4096.0 / rate as f64 * 1e3;
-    let ratio = Spread::of(ours().map(|(m, stop)| m.downtime_ms / needed_ms(stop.left_pages)));
-    let intervals = intervals.map(|found| Bar {
-        what: format!("{name}: sampling intervals after all of memory went, policy `pattern`"),
-        wanted: "≤ 3".to_owned(),
-        found: format!("{}, at most {}", found.median, found.most),
-        held: found.median <= 3.0,
-    });
-    let ratio = ratio.map(|found| Bar {
-        what: format!("{name}: downtime, to what was left at the link's rate, policy `pattern`"),
-        wanted: "≤ 1.2".to_owned(),
-        found: format!("{:.2}", found.median),
-        held: found.median <= 1.2,
-    });
-    [intervals, ratio]
-}
-
-/// A guest whose rest comes after it: what it stands still for does not depend on how fast it writes, and nothing goes twice
-/// that need not.
-fn hybrid(result: &CaseResult) -> [Option<Bar>; 2] {
-    let (Some(rate), name) = (result.case.link_bytes_per_s, &result.case.name) else { return [None, None] };
-    let ours = || {
-        let runs = result.runs_of(Contender::Policy(Policy::Hybrid));
-        runs.filter_map(|run| run.measured.as_ref()).filter(|m| m.has_switched == Some(true))
-    };
-    let downtime = Spread::of(ours().map(|m| m.downtime_ms)).map(|found| Bar {
-        what: format!("{name}: downtime, policy `hybrid`"),
-        wanted: "≤ 15 ms".to_owned(),
-        found: format!("{:.1} ms", found.median),
-        held: found.median <= 15.0,
-    });
-    let total = Spread::of(ours().map(|m| m.total_ms / (m.sent_bytes as f64 / rate as f64 * 1e3)));
-    let total = total.map(|found| Bar {
-        what: format!("{name}: total, to what was sent at the link's rate, policy `hybrid`"),
-        wanted: "≤ 1.1".to_owned(),
-        found: format!("{:.2}", found.median),
-        held: found.median <= 1.1,
-    });
-    [downtime, total]
-}
-
-/// The guest's program is not held up for much longer than in the same turn without migration.
-fn stalls(result: &CaseResult) -> [Option<Bar>; 2] {
-    [Policy::Hybrid, Policy::Drain].map(|policy| {
-        let beyond = result.beyond(Contender::Policy(policy), Contender::Nobody, Quantity::Stall)?;
-        Some(Bar {
-            what: format!(
-                "{}: longest stall, beyond what it has unmoved, policy `{policy}`",
-                result.case.name
-            ),
-            wanted: "≤ 50 ms".to_owned(),
-            found: format!("{:.1} ms", beyond.median),
-            held: beyond.median <= 50.0,
-        })
-    })
 }
 
 /// What it was measured of in all cases, with the name of the case in which it was most.

@@ -214,7 +214,7 @@ impl Case {
     }
 
     /// Whether it can be.
-    pub(crate) fn check(&self) -> Result<(), Error> {
+    pub fn check(&self) -> Result<(), Error> {
         let Program::Load { fill_mib, wss_mib, .. } = self.program else { return Ok(()) };
         // A part of it grows with the memory: what describes its pages, and what is kept free.
         let system_mib = SYSTEM_MIB + self.memory_mib / 20;

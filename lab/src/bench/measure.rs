@@ -112,8 +112,8 @@ impl Bench {
         let finish = |at: Option<&Serial>| course.map(|course| course.finish(at)).transpose();
         let mut run = Run::new(contender, turn);
         if contender == Contender::Nobody {
-            run.disturbance =
-                Self::disturbance(&clock, Moments::new(settled, requested, requested + window))?;
+            let moments = Moments::new(settled, requested, requested + window, requested + window);
+            run.disturbance = Self::disturbance(&clock, moments)?;
             run.noises = beside.map(|beside| beside.noises_for(window)).transpose()?;
             run.program = finish(None)?;
         } else {
@@ -123,7 +123,11 @@ impl Bench {
                     let ended = beside.as_ref().map(|beside| beside.at(moved.resumed)).transpose()?;
                     let clock = Clock { serial: &moved.serial, tells: self.case.has_load() };
                     let resumed = clock.at(moved.resumed)?.max(requested);
-                    run.disturbance = Self::disturbance(&clock, Moments::new(settled, requested, resumed))?;
+                    // Its last page came a moment ago.
+                    let complete =
+                        if moved.has_switched == Some(true) { clock.now()? } else { Duration::ZERO };
+                    let moments = Moments::new(settled, requested, resumed, complete);
+                    run.disturbance = Self::disturbance(&clock, moments)?;
                     run.noises = beside.zip(ended).map(|(beside, at)| beside.noises(at)).transpose()?;
                     if turn == 0 && self.case.has_load() && !moved.serial.check()?.ok {
                         return Err(Error::Config(format!("{contender}: memory is wrong after the move")));

@@ -18,6 +18,7 @@
 mod bars;
 mod case;
 mod contender;
+mod converging;
 mod course;
 mod measure;
 mod mover;

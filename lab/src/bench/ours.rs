@@ -160,8 +160,16 @@ fn stop(report: &Value) -> Option<Stop> {
         // The first look is the one right after all of memory went.
         intervals: looks.len() as u64 - 1,
         left_pages: last["observed"]["dirty_pages"].as_u64()?,
+        needed_pages: needed_pages(report),
         pattern: last["decision"]["pattern"].as_str().map(str::to_owned),
     })
+}
+
+/// Of post-copy, pages that had to go: in the first pass each goes once, and what is left is named page by page.
+fn needed_pages(report: &Value) -> Option<u64> {
+    let left_pages = report["post_copy"]["left_pages"].as_u64()?;
+    let rounds = report["rounds"].as_array()?.iter().filter(|round| round["stopped"] != true);
+    Some(rounds.map(|round| round["data_pages"].as_u64().unwrap_or(0)).sum::<u64>() + left_pages)
 }
 
 /// The socket of a guest's serial line, from its QEMU's command line.

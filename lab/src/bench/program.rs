@@ -40,9 +40,9 @@ pub(super) struct Moments {
 }
 
 impl Moments {
-    /// The program is looked at for a while after its arrival.
-    pub(super) fn new(settled: Duration, requested: Duration, resumed: Duration) -> Self {
-        Self { settled, requested, resumed, seen_until: resumed + UNDISTURBED }
+    /// The program is looked at for a while after its arrival, and after all of its memory was there.
+    pub(super) fn new(settled: Duration, requested: Duration, resumed: Duration, complete: Duration) -> Self {
+        Self { settled, requested, resumed, seen_until: resumed.max(complete) + UNDISTURBED }
     }
 }
 

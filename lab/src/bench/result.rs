@@ -185,6 +185,10 @@ pub struct Stop {
     pub intervals: u64,
     /// Dirty pages at the last look before the stop.
     pub left_pages: u64,
+    /// Of post-copy, pages that had to go: each once, and those that were written after they had gone once more. Absent
+    /// elsewhere, and where it was not noted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub needed_pages: Option<u64>,
     /// The pattern that was seen, if there was one.
     pub pattern: Option<String>,
 }

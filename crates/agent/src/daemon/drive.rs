@@ -210,6 +210,12 @@ impl Daemon {
                 "0 passes are not possible: all of memory goes once before the rest comes after the VM";
             return Err(Problem::new(Kind::BadRequest, error, "choose --hybrid-passes 1 or more"));
         }
+        if aims.policy == StopPolicy::Hybrid && aims.hybrid_passes > aims.max_rounds {
+            let (passes, most) = (aims.hybrid_passes, aims.max_rounds);
+            let error = format!("{passes} passes are more than the {most} rounds that there may be");
+            let advice = "choose fewer --hybrid-passes, or more --max-rounds";
+            return Err(Problem::new(Kind::BadRequest, error, advice));
+        }
         if aims.policy == StopPolicy::Sla
             && matches!(request.soft_pages, Some(SoftPages::Cold | SoftPages::All))
         {

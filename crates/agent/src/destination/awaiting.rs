@@ -29,7 +29,7 @@ use tracing::{info, warn};
 
 use super::arriving::Arriving;
 use super::inbox::{Mailbox, Notice};
-use super::taking::{TakenAway, take_away};
+use super::taking::{TakenAway, are_away, runs_of, take_away};
 use super::untrusted::Untrusted;
 use crate::context::Context;
 use crate::ram::{self, KeptRegion};
@@ -202,18 +202,17 @@ impl Awaiting {
         let awaited = decode_set(set, regions.iter().map(|region| region.bytes))?;
         taken.check(&regions, &awaited)?;
         let LeftUserfaultfd { here, there } = context.injector.leave_userfaultfd(&vm.process)?;
-        let keeps_all = writers.iter().map(|writer| writer.keeps_all());
-        let kept = regions.iter().zip(keeps_all).map(|(region, keeps)| KeptRegion::of(region, keeps));
         let trace = AwaitedTrace {
             descriptor: there,
             ledger: vm.traces.directory.join("awaited"),
-            regions: kept.collect(),
+            regions: regions.iter().map(KeptRegion::of).collect(),
             untrusted: None,
         };
         let ledger = Ledger::create(&trace.ledger, &awaited)?;
         keep(&trace)?;
         let placer = MissingPages::begin(here, &ranges(&regions))?;
-        take_away(&context.injector, &vm.process, (&regions, writers), &awaited)?;
+        take_away(&context.injector, &vm.process, (&regions, writers), runs_of(&awaited))?;
+        are_away((&regions, writers), runs_of(&awaited))?;
         let this = Self::over(placer, trace, regions, awaited, ledger, mailbox, false)?;
         switch.switch(this.pages.writers());
         Ok(this)
@@ -247,8 +246,7 @@ impl Awaiting {
         let notices = mailbox.clone();
         // Whoever is told may be waiting for the thread that tells; he looks by himself, too.
         let tell = move || notices.try_put(Notice::Awaited);
-        let keeps_all: Vec<_> = trace.regions.iter().map(|region| region.keeps_all).collect();
-        let pages = Awaited::new(placer, regions, awaited, tell).kept_in(ledger).keeping(keeps_all);
+        let pages = Awaited::new(placer, regions, awaited, tell).kept_in(ledger);
         let pages = Arc::new(if is_taken_over { pages.taken_over() } else { pages });
         let stream = Arc::new(PageStream::default());
         let (end, ended) = UnixStream::pair()?;

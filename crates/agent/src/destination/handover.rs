@@ -181,7 +181,6 @@ impl Driver {
 
     /// Some time has passed.
     fn quiet(&mut self) {
-        self.stop_failed = false;
         self.await_on();
         if let Some(event) = self.not_taken.take() {
             return self.take(&event);

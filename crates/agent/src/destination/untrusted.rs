@@ -12,15 +12,21 @@
 //!
 //! An agent that takes over cannot tell such a page from one that its predecessor had placed and not yet noted.
 
+use std::time::{Duration, Instant};
+
 use engine::handover::destination::{DestinationReport, DestinationState};
 use proto::limits::PAGE_BYTES;
 use proto::message::{Finding, RamBlock as ProposedBlock, Severity, WantedPage};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use tracing::{error, warn};
 
 use super::{DestinationDetails, Driver, Traces};
 use crate::context::Context;
 use crate::journal::{Durability, MigrationRecord};
+
+/// How long a `stop` is waited for at a time.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// What the journal keeps of it.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -64,13 +70,17 @@ impl Driver {
 
     fn stop_untrusted(&mut self) {
         let Some(untrusted) = self.untrusted().filter(|untrusted| !untrusted.is_stopped) else { return };
-        if self.stop_failed {
+        // In between whatever else comes is taken.
+        if self.stop_again_at.is_some_and(|again| Instant::now() < again) {
             return;
         }
         let Some(vm) = &mut self.vm else { return };
-        // It answers when the virtual CPUs have the pages that they wait for.
-        if let Err(error) = vm.qmp().and_then(qemu::control::stop) {
-            self.stop_failed = true;
+        // It answers when the virtual CPUs have the pages that they wait for. These may be on the other side of a link that
+        // is to be mended here: so it is not waited for for long, and asked again.
+        let stopped = vm.qmp().and_then(|qmp| qmp.execute_by("stop", Value::Null, Instant::now() + PATIENCE));
+        if let Err(error) = stopped.map(|_: Value| ()) {
+            let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
+            self.stop_again_at = Some(Instant::now() + retry);
             return error!(error = crate::chain(&error), "the guest is not stopped; it is tried again");
         }
         self.note_untrusted(Untrusted { is_stopped: true, ..untrusted });

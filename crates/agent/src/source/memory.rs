@@ -143,6 +143,13 @@ impl Cargo {
         }
     }
 
+    /// Nothing is known any more of what the destination has of these pages of memory.
+    pub(crate) fn withdraw_marks(&self, pages: &[::memory::DirtyBitmap]) {
+        if let Some(deltas) = &self.saving.deltas {
+            deltas.withdraw(pages);
+        }
+    }
+
     /// What is marked of these pages stays so: they wait for a later round.
     pub(crate) fn keep_marks(&self, later: &Owed) {
         if let Some(deltas) = &self.saving.deltas {

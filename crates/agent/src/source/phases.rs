@@ -19,6 +19,8 @@ mod postcopy;
 mod rounds;
 mod standstill;
 
+pub(super) use postcopy::Named;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

@@ -52,8 +52,6 @@ pub struct Awaited<P> {
 
 struct AwaitedBlock {
     region: RamRegion,
-    /// Whether all of it is to have memory behind it.
-    keeps_all: bool,
     pages: Mutex<Pages>,
 }
 
@@ -77,7 +75,7 @@ impl<P: Placer> Awaited<P> {
         let left = awaited.iter().map(DirtyBitmap::count).sum();
         let blocks = regions.into_iter().zip(awaited).map(|(region, awaited)| {
             let asked = DirtyBitmap::new(region.bytes);
-            AwaitedBlock { region, keeps_all: false, pages: Mutex::new(Pages { awaited, asked }) }
+            AwaitedBlock { region, pages: Mutex::new(Pages { awaited, asked }) }
         });
         let (blocks, left) = (blocks.collect(), AtomicU64::new(left));
         let (untrusted, tell) = (OnceLock::new(), Box::new(tell));
@@ -88,15 +86,6 @@ impl<P: Placer> Awaited<P> {
     #[must_use]
     pub fn kept_in(self, ledger: Ledger) -> Self {
         Self { ledger: Some(ledger), ..self }
-    }
-
-    /// All of some blocks is to have memory behind it in the end, empty or not.
-    #[must_use]
-    pub fn keeping(mut self, keeps_all: impl IntoIterator<Item = bool>) -> Self {
-        for (block, keeps_all) in self.blocks.iter_mut().zip(keeps_all) {
-            block.keeps_all = keeps_all;
-        }
-        self
     }
 
     /// Goes on where another agent died, which may have placed a page that its ledger still awaits.
@@ -227,6 +216,11 @@ impl<P: Placer> PlacingWriter<P> {
     fn block(&self) -> &AwaitedBlock {
         &self.all.blocks[self.block]
     }
+
+    fn addresses(&self, pages: &Range<u64>) -> AddressRange {
+        let base = self.block().region.address;
+        AddressRange::new(base + pages.start * PAGE_BYTES, base + pages.end * PAGE_BYTES)
+    }
 }
 
 /// The pages of a range of bytes.
@@ -269,19 +263,23 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         Ok(())
     }
 
-    /// Whoever waits gets zeros; for all others there is no need of memory, unless all of the block is to have some.
+    /// All that are awaited, whether somebody waits for them or not: that one of them is there already tells nobody else.
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
-        let pages = pages_of(&range);
         let mut sets = lock(&self.block().pages);
-        let these = if self.block().keeps_all { &sets.awaited } else { &sets.asked };
-        let these: Vec<_> = these.runs_within(pages.clone()).collect();
-        for run in these {
-            let address = self.block().region.address;
-            let there = AddressRange::new(address + run.start * PAGE_BYTES, address + run.end * PAGE_BYTES);
-            let new = self.all.placer.place_zeros(there)?;
+        let runs: Vec<_> = sets.awaited.runs_within(pages_of(&range)).collect();
+        for run in runs {
+            let Ok(new) = self.all.placer.place_zeros(self.addresses(&run)) else {
+                for page in run {
+                    let page = page..page + 1;
+                    self.all.placer.place_zeros(self.addresses(&page))?;
+                    self.all.are_there(self.block, &mut sets, page)?;
+                }
+                continue;
+            };
             self.all.were_missing(self.block, &run, new);
+            self.all.are_there(self.block, &mut sets, run)?;
         }
-        self.all.are_there(self.block, &mut sets, pages)
+        Ok(())
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {
@@ -360,12 +358,13 @@ mod tests {
         let writers = awaited.writers();
         writers[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
         assert_eq!((awaited.asked(), awaited.pages()), (vec![page(900)], 2));
-        // Zeros, for the one that somebody waits for.
-        writers[1].drop_pages(900 * PAGE_BYTES..902 * PAGE_BYTES).unwrap();
+        // Zeros, whether somebody waits for them or not.
+        writers[1].drop_pages(900 * PAGE_BYTES..903 * PAGE_BYTES).unwrap();
         assert_eq!((awaited.asked(), awaited.pages()), (Vec::new(), 0));
         let memory = || lock(&awaited.placer().0);
         assert_eq!([7, 8, 9, 900].map(|page| memory()[&address(page)][0]), [5, 5, 0, 0]);
-        assert!(!memory().contains_key(&address(901)));
+        assert_eq!(memory()[&address(901)][0], 0);
+        assert!(!memory().contains_key(&address(902)), "nobody awaits it");
         // Given back by the guest since: a second copy does not bring it back.
         memory().remove(&address(7));
         writers[1].write(7 * PAGE_BYTES, &[6; 3 * PAGE]).unwrap();
@@ -388,7 +387,7 @@ mod tests {
             };
             let sets = vec![set(1000, &[7, 8, 900])];
             let awaited = Awaited::new(Memory::default(), vec![region("ram", BASE, 1000)], sets, tell);
-            let awaited = Arc::new(awaited.keeping([true]));
+            let awaited = Arc::new(awaited);
             let writer = &awaited.writers()[0];
             lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
             if zeros {
@@ -435,14 +434,6 @@ mod tests {
         assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (0, 1));
     }
 
-    #[test]
-    fn a_block_all_of_which_is_to_be_there_gets_its_zeros() {
-        let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().keeping([false, true]));
-        awaited.writers()[1].drop_pages(0..901 * PAGE_BYTES).unwrap();
-        let zeros: Vec<_> = lock(&awaited.placer().0).keys().copied().collect();
-        assert_eq!((zeros, awaited.pages()), ([7, 8, 900].map(address).to_vec(), 1));
-    }
-
     /// Memory that has room for some new pages.
     struct Narrow(Memory, Mutex<u64>);
 
@@ -479,5 +470,18 @@ mod tests {
         writer.write(7 * PAGE_BYTES, &vec![6; 4 * PAGE]).unwrap();
         assert_eq!(awaited.pages(), 0);
         assert_eq!([7, 9, 10].map(|page| lock(&awaited.placer().0.0)[&address(page)][0]), [5, 5, 6]);
+    }
+
+    #[test]
+    fn zeros_that_were_placed_before_an_error_are_nobody_elses() {
+        let narrow = Narrow(Memory::default(), Mutex::new(3));
+        let sets = vec![set(1000, &[7, 8, 20, 21])];
+        let awaited = Arc::new(Awaited::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
+        let writer = &awaited.writers()[0];
+        assert!(writer.drop_pages(7 * PAGE_BYTES..30 * PAGE_BYTES).is_err());
+        assert_eq!(awaited.pages(), 1);
+        *lock(&awaited.placer().1) = 9;
+        writer.drop_pages(7 * PAGE_BYTES..30 * PAGE_BYTES).unwrap();
+        assert_eq!((awaited.pages(), awaited.untrusted()), (0, None));
     }
 }

@@ -278,7 +278,9 @@ mod tests {
         recency.note(vec![DirtyBitmap::full(PAGE_BYTES << 16)]);
         let ahead = |asked: &[u64]| {
             let remaining = Remaining::of(vec![DirtyBitmap::full(PAGE_BYTES << 16)], 1, &recency);
-            asked.iter().for_each(|page| remaining.take_out(&[wanted(0, *page)]));
+            for page in asked {
+                remaining.take_out(&[wanted(0, *page)]);
+            }
             lock(&remaining.0).ahead.iter().map(Ahead::length).collect::<Vec<_>>()
         };
         assert_eq!(ahead(&[0, 65, 194, 451]), [512]);
@@ -297,7 +299,9 @@ mod tests {
             steps in proptest::collection::vec((1_u64..200, proptest::option::of(0_u64..3000)), 0..40),
         ) {
             let mut recency = Recency::default();
-            looks.iter().for_each(|look| recency.note(vec![set(10, &[]), set(3000, look)]));
+            for look in looks {
+                recency.note(vec![set(10, &[]), set(3000, &look)]);
+            }
             let all = set(3000, &left);
             let remaining = Remaining::of(vec![set(10, &[]), all.clone()], 1, &recency);
             let mut gone = all.emptied();

@@ -44,21 +44,29 @@ pub fn encode_set(blocks: &[DirtyBitmap]) -> Vec<u8> {
 /// If the bytes speak of others.
 pub fn decode_set(bytes: &[u8], lengths: impl IntoIterator<Item = u64>) -> Result<Vec<DirtyBitmap>, BadSet> {
     let mut blocks: Vec<_> = lengths.into_iter().map(DirtyBitmap::new).collect();
+    for (block, chunk, pages) in decode_chunks(bytes, &blocks)? {
+        blocks[block].insert_into_chunk(chunk, &pages);
+    }
+    Ok(blocks)
+}
+
+/// The same chunk by chunk, in order: block, chunk, and its pages. For a few of many.
+///
+/// # Errors
+/// If the bytes speak of others than these blocks have.
+pub fn decode_chunks(bytes: &[u8], blocks: &[DirtyBitmap]) -> Result<Vec<(usize, u64, ChunkPages)>, BadSet> {
     let mut last = None;
-    for AwaitedChunk { block, chunk, pages } in AwaitedChunk::decode_all(bytes)? {
+    let checked = |AwaitedChunk { block, chunk, pages }| {
         if last.replace((block, chunk)).is_some_and(|last| last >= (block, chunk)) {
             return Err(BadSet::Order { block, chunk });
         }
         let outside = BadSet::Outside { block, chunk };
-        let set = blocks.get_mut(usize::from(block)).filter(|set| chunk < set.chunks()).ok_or(outside)?;
+        let set = blocks.get(usize::from(block)).filter(|set| chunk < set.chunks()).ok_or(outside)?;
         let pages = ChunkPages::from_words(pages);
         let all = ChunkPages::from_range(0..set.pages() - chunk * CHUNK_PAGES);
-        if !pages.is_within(&all) {
-            return Err(outside);
-        }
-        set.insert_into_chunk(chunk, &pages);
-    }
-    Ok(blocks)
+        if pages.is_within(&all) { Ok((usize::from(block), chunk, pages)) } else { Err(outside) }
+    };
+    AwaitedChunk::decode_all(bytes)?.into_iter().map(checked).collect()
 }
 
 #[cfg(test)]

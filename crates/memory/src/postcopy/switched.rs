@@ -75,12 +75,12 @@ impl BlockWriter for Switched {
         self.first.take_away(range)
     }
 
-    fn keeps_all(&self) -> bool {
-        self.first.keeps_all()
-    }
-
     fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
         self.first.there(range)
+    }
+
+    fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
+        self.first.first_there(range)
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {

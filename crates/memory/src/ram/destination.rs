@@ -100,10 +100,10 @@ impl BlockWriter for FileWriter {
         if self.region.page_bytes > PAGE_BYTES { TakesAway::Never } else { TakesAway::FromOutside }
     }
 
-    fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
-        let mut found = Vec::new();
-        self.file.data_runs(self.offset + range.start..self.offset + range.end, &mut found)?;
-        Ok(found.into_iter().map(|run| run.start - self.offset..run.end - self.offset).collect())
+    /// How much is there behind that nobody asks: the kernel would go through all of the file that is, page by page.
+    fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
+        let first = self.file.first_data(self.offset + range.start..self.offset + range.end)?;
+        Ok(first.map(|at| at - self.offset))
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {

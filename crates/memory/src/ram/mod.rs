@@ -181,14 +181,15 @@ pub trait BlockWriter: Send + Sync {
         self.drop_pages(range)
     }
 
-    /// Whether all of it is to have memory behind it in the end, empty or not.
-    fn keeps_all(&self) -> bool {
-        false
-    }
-
-    /// Parts of a range of bytes (pages) that have memory behind them: nobody waits for those.
+    /// Parts of a range of bytes (pages) that may have memory behind them: what is to be taken away. All of it where to take
+    /// it away costs no more than to ask.
     fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
         Ok(vec![range])
+    }
+
+    /// The first byte of a range (pages) that has memory behind it: nobody waits for that.
+    fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
+        Ok(self.there(range)?.first().map(|part| part.start))
     }
 
     /// Ranges of bytes that [`BlockWriter::drop_pages`] could only fill with zeros and that are zero still, in whole

@@ -69,12 +69,12 @@ impl BlockWriter for Preallocated {
         self.0.take_away(range)
     }
 
-    fn keeps_all(&self) -> bool {
-        true
-    }
-
     fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
         self.0.there(range)
+    }
+
+    fn first_there(&self, range: Range<u64>) -> Result<Option<u64>, RamError> {
+        self.0.first_there(range)
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {

@@ -359,6 +359,9 @@ fn a_guest_with_a_page_that_cannot_be_trusted_is_stopped_once_and_told_of() {
     qemu.monitor().ignores = Some("stop");
     let settled = thread::spawn(move || driver.settle());
     qemu.heard("stop", 2);
+    // It may wait for pages that only come when new connections are answered.
+    source.say(&Message::Ping);
+    source.hear_until(|message| *message == Message::Pong);
     let State::Destination(state) = world.state() else { panic!("no destination") };
     assert!(matches!(state, DestinationState::Completing { .. }), "{state:?}");
     qemu.monitor().ignores = None;

@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use ::memory::{Cut, FirstPass, Owed, PartAround, Place, Recent, RoundStats};
 use engine::precopy::{Sampling, Traced};
 
-use super::postcopy::Named;
 use super::rounds::Looked;
 use crate::source::memory::Cargo;
 
@@ -31,8 +30,6 @@ pub(super) struct Course {
     /// Where the one after the present one begins, and whether this one ends a pass; none if it sends all.
     next: Option<(Place, bool)>,
     recent: Recent,
-    /// What is to come after the guest and the destination knows of already.
-    pub(super) named: Named,
 }
 
 /// What a round sends of what a look has found.
@@ -59,7 +56,6 @@ impl Course {
             place: Place::default(),
             next: None,
             recent: Recent::new(history as usize),
-            named: Named::none(),
         }
     }
 

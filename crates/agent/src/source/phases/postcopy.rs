@@ -21,8 +21,13 @@ use crate::source::memory::Cargo;
 use crate::source::serving::Later;
 use crate::source::{Details, Driver};
 
+/// So many lists of pages are on their way unanswered at most, 2 GiB of them: more than any link needs to be used to the full, and
+/// less than would fill what lies between the two drivers while both only speak.
+const LISTS: usize = 16;
+
 /// Pages that the destination was told of while the guest ran here: what was there of them it has taken away.
-pub(super) struct Named {
+#[derive(Debug)]
+pub(in crate::source) struct Named {
     policy: Traced<Naming>,
     pages: Vec<DirtyBitmap>,
     /// The connections on which that was said. With others it forgets what it was told.
@@ -32,9 +37,14 @@ pub(super) struct Named {
 }
 
 impl Named {
-    pub(super) fn none() -> Self {
+    pub(in crate::source) fn none() -> Self {
         let policy = Traced::new(Naming::default());
         Self { policy, pages: Vec::new(), generation: Generation(0), took: Duration::ZERO }
+    }
+
+    /// Whether nothing was said on these connections.
+    pub(super) fn is_none(&self, generation: Generation) -> bool {
+        self.generation != generation || self.pages.iter().all(DirtyBitmap::is_empty)
     }
 
     /// What is found from here on has nothing to do with what was found before.
@@ -59,27 +69,35 @@ impl Named {
         self.pages.iter_mut().zip(pages).for_each(|(named, pages)| named.insert(pages));
         self.took = took;
     }
+
+    /// What is to come after the guest: these pages, and all that it was told to take away. Rounds that came in between may have
+    /// brought some of those; here they are as they were, so once more does no harm.
+    fn with(&self, left: &[DirtyBitmap], generation: Generation) -> Vec<DirtyBitmap> {
+        let mut all = left.to_vec();
+        if self.generation == generation {
+            all.iter_mut().zip(&self.pages).for_each(|(all, named)| all.insert(named));
+        }
+        all
+    }
 }
 
 impl Driver {
     /// Names pages that are to come after the guest while it runs here, for as long as that makes its stop shorter. Where the
-    /// link is cut meanwhile, that is mended as any other cut, before the next round.
-    pub(super) fn name_ahead(
-        &mut self,
-        named: &mut Named,
-        looked: Looked,
-        cargo: &mut Cargo,
-    ) -> Result<Looked, Failure> {
+    /// link is cut meanwhile, that is mended as any other cut, before the next round; where the destination takes too long for
+    /// it, it is not tried again.
+    pub(super) fn name_ahead(&mut self, looked: Looked, cargo: &mut Cargo) -> Result<Looked, Failure> {
         let mut looked = looked;
-        named.begin();
+        self.named.begin();
         while self.control.is_some() && self.takes_away {
             let owed = &looked.readable.owed().blocks()[..cargo.ram_blocks()];
-            let unnamed = named.next(owed, self.generation);
-            self.controls.report(|report| named.policy.tell(&mut report.traces.others.naming));
+            let unnamed = self.named.next(owed, self.generation);
+            self.controls.report(|report| self.named.policy.tell(&mut report.traces.others.naming));
             let Some(unnamed) = unnamed else { break };
+            cargo.withdraw_marks(&unnamed);
             match self.have_taken_away(&unnamed) {
-                Ok(took) => named.add(&unnamed, took),
-                Err(Failure { event: SourceEvent::PeerLost | SourceEvent::PeerSilent, reason }) => {
+                Ok(took) => self.named.add(&unnamed, took),
+                Err(Failure { event: event @ (SourceEvent::PeerLost | SourceEvent::PeerSilent), reason }) => {
+                    self.takes_away &= event != SourceEvent::PeerSilent;
                     self.control = None;
                     self.control_lost = Some(reason);
                     break;
@@ -96,22 +114,30 @@ impl Driver {
     /// Has the destination take away what it has of these pages; returns how long that took there.
     fn have_taken_away(&mut self, pages: &[DirtyBitmap]) -> Result<Duration, Failure> {
         let set = encode_set(pages);
-        let lists = set.chunks(TAKEN_AWAY_BYTES as usize);
-        let count = lists.len();
-        for list in lists {
+        let mut took = Duration::ZERO;
+        let mut unanswered = 0;
+        for list in set.chunks(TAKEN_AWAY_BYTES as usize) {
+            if unanswered == LISTS {
+                took += self.hear_taken_away()?;
+                unanswered -= 1;
+            }
             let digest = blake3::hash(list).to_hex().to_string();
             self.say(&Message::TakeAway { bytes: list.len() as u64, digest })?;
             self.send("cannot name pages", |writer| writer.send_blob(list))?;
+            unanswered += 1;
         }
-        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
-        let mut took = Duration::ZERO;
-        for _ in 0..count {
-            match self.hear(Instant::now() + patience)? {
-                Message::TakenAway { duration_us } => took += Duration::from_micros(duration_us),
-                other => return Err(unexpected(&other)),
-            }
+        for _ in 0..unanswered {
+            took += self.hear_taken_away()?;
         }
         Ok(took)
+    }
+
+    fn hear_taken_away(&mut self) -> Result<Duration, Failure> {
+        let patience = Duration::from_millis(self.context.config.timeouts.peer_silence_ms);
+        match self.hear(Instant::now() + patience)? {
+            Message::TakenAway { duration_us } => Ok(Duration::from_micros(duration_us)),
+            other => Err(unexpected(&other)),
+        }
     }
 
     /// Saves the device state, sends what is left of the disks, and names the pages of memory that are left: they go from
@@ -172,10 +198,10 @@ impl Driver {
 
     /// Names these pages to the destination, and begins to send them.
     fn name_and_serve(&mut self, sender: Sender, left: &Owed, cargo: &Cargo) -> Result<(), Failure> {
-        let blocks = &left.blocks()[..cargo.ram_blocks()];
-        let set = encode_set(blocks);
+        let blocks = self.named.with(&left.blocks()[..cargo.ram_blocks()], self.generation);
+        let set = encode_set(&blocks);
         let vm = self.vm.as_ref().ok_or_else(gone)?;
-        let regions = ram::regions(&vm.blocks).iter().map(|region| KeptRegion::of(region, false)).collect();
+        let regions = ram::regions(&vm.blocks).iter().map(KeptRegion::of).collect();
         // An agent that is started anew must be able to go on.
         let details = Details { later: Some(regions), ..Details::of(&self.context, Some(vm), true) };
         self.context
@@ -209,5 +235,38 @@ impl Driver {
         self.later = Some(later);
         self.context.faults.reach(|| "source/awaited".to_owned());
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(pages: &[u64]) -> Vec<DirtyBitmap> {
+        let mut set = DirtyBitmap::new(1 << 20);
+        for page in pages {
+            set.set(*page..page + 1);
+        }
+        vec![set]
+    }
+
+    #[test]
+    fn only_what_the_destination_does_not_know_of_is_named() {
+        let (first, second) = (Generation(1), Generation(2));
+        let mut named = Named::none();
+        named.begin();
+        let all = named.next(&set(&[1, 2, 3, 4]), first);
+        assert_eq!(all, Some(set(&[1, 2, 3, 4])));
+        named.add(&set(&[1, 2, 3, 4]), Duration::from_millis(10));
+        assert_eq!(named.next(&set(&[1, 2, 3, 4, 5]), first), Some(set(&[5])));
+        named.add(&set(&[5]), Duration::from_millis(2));
+        assert_eq!(named.next(&set(&[1, 2, 3, 4, 5]), first), None, "nothing is new");
+        named.begin();
+        assert_eq!(named.next(&set(&[1, 2, 3, 4, 5, 9]), first), Some(set(&[9])), "what was said holds");
+        assert_eq!(named.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "what was said comes");
+        assert_eq!((named.is_none(first), named.is_none(second)), (false, true));
+        named.begin();
+        assert_eq!(named.next(&set(&[1, 9]), second), Some(set(&[1, 9])), "other connections know nothing");
+        assert_eq!(named.with(&set(&[1, 9]), second), set(&[1, 9]));
     }
 }

@@ -120,8 +120,8 @@ impl Driver {
                 match (next, &mut softening) {
                     (Next::Round { most_pages, disks_alone }, _) => {
                         // What is left of the disks goes last, so that nothing takes time between that and the stop.
-                        if disks_alone && !course.disks_alone {
-                            looked = self.name_ahead(&mut course.named, looked, cargo)?;
+                        if disks_alone && self.named.is_none(self.generation) {
+                            looked = self.name_ahead(looked, cargo)?;
                         }
                         (course.most_pages, course.disks_alone) = (most_pages, disks_alone);
                     }
@@ -143,7 +143,7 @@ impl Driver {
                     (Next::Stop { expected_downtime, ending }, _) => {
                         self.take_notices()?;
                         if ending == Ending::PostCopy {
-                            looked = self.name_ahead(&mut course.named, looked, cargo)?;
+                            looked = self.name_ahead(looked, cargo)?;
                         }
                         if self.control.is_some() {
                             self.clock.expected_downtime = expected_downtime;

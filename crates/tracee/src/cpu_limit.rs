@@ -19,7 +19,7 @@ use std::time::Duration;
 use crate::{Process, ProcessError};
 
 /// How often the kernel gives a limited thread new time.
-pub const PERIOD: Duration = Duration::from_millis(10);
+pub const PERIOD: Duration = Duration::from_millis(20);
 
 /// The kernel gives no less in a period, and each thread of a group gets as much.
 const LEAST_QUOTA_US: u64 = 1_000;

@@ -3,7 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use ::memory::ram::{RamError, RamRegion, open_destination, open_source};
-use ::memory::{BlockReader, BlockWriter, LogError, TrackedRam};
+use ::memory::{BlockReader, BlockWriter, LogError, TakesAway, TrackedRam};
 use qemu::ram::{RamBlock, RamKind};
 use serde::{Deserialize, Serialize};
 use tracee::{Process, TrackerStart};
@@ -30,16 +30,26 @@ pub(crate) struct KeptRegion {
     bytes: u64,
     page_bytes: u64,
     address: u64,
+    /// Whether zeros are placed there where nobody waits for them.
+    #[serde(default)]
+    pub(crate) places_zeros: bool,
 }
 
 impl KeptRegion {
     pub(crate) fn of(region: &RamRegion) -> Self {
         let RamRegion { name, bytes, page_bytes, address } = region.clone();
-        Self { name, bytes, page_bytes, address }
+        Self { name, bytes, page_bytes, address, places_zeros: false }
+    }
+
+    /// Where pages are awaited.
+    pub(crate) fn awaiting(region: &RamRegion, writer: &dyn BlockWriter) -> Self {
+        // In anonymous memory they are the kernel's one page of zeros.
+        let places_zeros = writer.keeps_all() || writer.takes_away() == TakesAway::ByProcess;
+        Self { places_zeros, ..Self::of(region) }
     }
 
     pub(crate) fn region(&self) -> RamRegion {
-        let Self { name, bytes, page_bytes, address } = self.clone();
+        let Self { name, bytes, page_bytes, address, .. } = self.clone();
         RamRegion { name, bytes, page_bytes, address }
     }
 }

@@ -340,6 +340,10 @@ impl Checks<'_> {
                 self.wrong(&["limits", "max_rounds"], "cannot be 0: the first round sends all memory")
             );
         }
+        if l.hybrid_passes > l.max_rounds {
+            let what = format!("{} passes are more than the {} of max_rounds", l.hybrid_passes, l.max_rounds);
+            return Err(self.wrong(&["limits", "hybrid_passes"], what));
+        }
         Ok(())
     }
 

@@ -281,9 +281,14 @@ impl Arriving {
 
     /// Its monitor, for a QEMU that is not held.
     pub(crate) fn qmp(&mut self) -> Result<&mut Qmp, QmpError> {
+        self.qmp_within(qemu::qmp::DEFAULT_TIMEOUT)
+    }
+
+    /// The same; where nobody has connected to it yet, that takes no longer. Later commands have the usual time.
+    pub(crate) fn qmp_within(&mut self, patience: Duration) -> Result<&mut Qmp, QmpError> {
         let qmp = match self.qmp.take() {
             Some(qmp) => qmp,
-            None => Qmp::connect(&self.traces.qmp(), qemu::qmp::DEFAULT_TIMEOUT)?,
+            None => Qmp::connect(&self.traces.qmp(), patience)?,
         };
         Ok(self.qmp.insert(qmp))
     }

@@ -202,10 +202,12 @@ impl Awaiting {
         let awaited = decode_set(set, regions.iter().map(|region| region.bytes))?;
         taken.check(&regions, &awaited)?;
         let LeftUserfaultfd { here, there } = context.injector.leave_userfaultfd(&vm.process)?;
+        let blocks = regions.iter().zip(writers);
+        let kept = blocks.map(|(region, writer)| KeptRegion::awaiting(region, &**writer));
         let trace = AwaitedTrace {
             descriptor: there,
             ledger: vm.traces.directory.join("awaited"),
-            regions: regions.iter().map(KeptRegion::of).collect(),
+            regions: kept.collect(),
             untrusted: None,
         };
         let ledger = Ledger::create(&trace.ledger, &awaited)?;
@@ -246,7 +248,8 @@ impl Awaiting {
         let notices = mailbox.clone();
         // Whoever is told may be waiting for the thread that tells; he looks by himself, too.
         let tell = move || notices.try_put(Notice::Awaited);
-        let pages = Awaited::new(placer, regions, awaited, tell).kept_in(ledger);
+        let places_zeros: Vec<_> = trace.regions.iter().map(|region| region.places_zeros).collect();
+        let pages = Awaited::new(placer, regions, awaited, tell).kept_in(ledger).placing_zeros(places_zeros);
         let pages = Arc::new(if is_taken_over { pages.taken_over() } else { pages });
         let stream = Arc::new(PageStream::default());
         let (end, ended) = UnixStream::pair()?;

@@ -10,6 +10,7 @@
 //! - After that the guest is stopped. The rest of its pages comes all the same, so that it does not wait for the other host
 //!   as well; whoever it belongs to is told on both sides, and decides whether it is started again or goes on.
 //!
+//! Of pages of zeros in a file's memory only those are looked at for which somebody waits: to place the others would take memory.
 //! An agent that takes over cannot tell such a page from one that its predecessor had placed and not yet noted.
 
 use std::time::{Duration, Instant};
@@ -77,7 +78,8 @@ impl Driver {
         let Some(vm) = &mut self.vm else { return };
         // It answers when the virtual CPUs have the pages that they wait for. These may be on the other side of a link that
         // is to be mended here: so it is not waited for for long, and asked again.
-        let stopped = vm.qmp().and_then(|qmp| qmp.execute_by("stop", Value::Null, Instant::now() + PATIENCE));
+        let deadline = Instant::now() + PATIENCE;
+        let stopped = vm.qmp_within(PATIENCE).and_then(|qmp| qmp.execute_by("stop", Value::Null, deadline));
         if let Err(error) = stopped.map(|_: Value| ()) {
             let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
             self.stop_again_at = Some(Instant::now() + retry);

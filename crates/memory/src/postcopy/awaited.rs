@@ -52,6 +52,8 @@ pub struct Awaited<P> {
 
 struct AwaitedBlock {
     region: RamRegion,
+    /// Whether its zeros are placed where nobody waits for them.
+    places_zeros: bool,
     pages: Mutex<Pages>,
 }
 
@@ -75,7 +77,7 @@ impl<P: Placer> Awaited<P> {
         let left = awaited.iter().map(DirtyBitmap::count).sum();
         let blocks = regions.into_iter().zip(awaited).map(|(region, awaited)| {
             let asked = DirtyBitmap::new(region.bytes);
-            AwaitedBlock { region, pages: Mutex::new(Pages { awaited, asked }) }
+            AwaitedBlock { region, places_zeros: true, pages: Mutex::new(Pages { awaited, asked }) }
         });
         let (blocks, left) = (blocks.collect(), AtomicU64::new(left));
         let (untrusted, tell) = (OnceLock::new(), Box::new(tell));
@@ -86,6 +88,16 @@ impl<P: Placer> Awaited<P> {
     #[must_use]
     pub fn kept_in(self, ledger: Ledger) -> Self {
         Self { ledger: Some(ledger), ..self }
+    }
+
+    /// Whether in each of the blocks zeros are placed where nobody waits for them: that tells of one that is there already, and
+    /// costs memory where that is of a file.
+    #[must_use]
+    pub fn placing_zeros(mut self, places_zeros: impl IntoIterator<Item = bool>) -> Self {
+        for (block, places_zeros) in self.blocks.iter_mut().zip(places_zeros) {
+            block.places_zeros = places_zeros;
+        }
+        self
     }
 
     /// Goes on where another agent died, which may have placed a page that its ledger still awaits.
@@ -263,10 +275,13 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         Ok(())
     }
 
-    /// All that are awaited, whether somebody waits for them or not: that one of them is there already tells nobody else.
+    /// Whoever waits gets zeros, and where that costs nothing or is asked for the others, too: that one of them is there already
+    /// tells nobody else.
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
+        let pages = pages_of(&range);
         let mut sets = lock(&self.block().pages);
-        let runs: Vec<_> = sets.awaited.runs_within(pages_of(&range)).collect();
+        let placed = if self.block().places_zeros { &sets.awaited } else { &sets.asked };
+        let runs: Vec<_> = placed.runs_within(pages.clone()).collect();
         for run in runs {
             let Ok(new) = self.all.placer.place_zeros(self.addresses(&run)) else {
                 for page in run {
@@ -279,7 +294,7 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
             self.all.were_missing(self.block, &run, new);
             self.all.are_there(self.block, &mut sets, run)?;
         }
-        Ok(())
+        self.all.are_there(self.block, &mut sets, pages)
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {
@@ -432,6 +447,15 @@ mod tests {
         assert_eq!((kept(), told.load(Ordering::Relaxed)), (vec![set(4, &[]), set(1000, &[])], 1));
         writers[1].write(0, &vec![5; 9 * PAGE]).unwrap();
         assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (0, 1));
+    }
+
+    #[test]
+    fn zeros_that_nobody_waits_for_take_no_memory_where_they_would() {
+        let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().placing_zeros([true, false]));
+        assert!(awaited.touched(address(8)).unwrap().is_some());
+        awaited.writers()[1].drop_pages(0..901 * PAGE_BYTES).unwrap();
+        let zeros: Vec<_> = lock(&awaited.placer().0).keys().copied().collect();
+        assert_eq!((zeros, awaited.pages()), (vec![address(8)], 1));
     }
 
     /// Memory that has room for some new pages.

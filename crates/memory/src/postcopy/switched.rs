@@ -75,6 +75,10 @@ impl BlockWriter for Switched {
         self.first.take_away(range)
     }
 
+    fn keeps_all(&self) -> bool {
+        self.first.keeps_all()
+    }
+
     fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
         self.first.there(range)
     }

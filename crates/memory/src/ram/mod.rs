@@ -181,6 +181,11 @@ pub trait BlockWriter: Send + Sync {
         self.drop_pages(range)
     }
 
+    /// Whether all of it is to have memory behind it in the end, empty or not.
+    fn keeps_all(&self) -> bool {
+        false
+    }
+
     /// Parts of a range of bytes (pages) that may have memory behind them: what is to be taken away. All of it where to take
     /// it away costs no more than to ask.
     fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {

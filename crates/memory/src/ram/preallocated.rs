@@ -69,6 +69,10 @@ impl BlockWriter for Preallocated {
         self.0.take_away(range)
     }
 
+    fn keeps_all(&self) -> bool {
+        true
+    }
+
     fn there(&self, range: Range<u64>) -> Result<Vec<Range<u64>>, RamError> {
         self.0.there(range)
     }

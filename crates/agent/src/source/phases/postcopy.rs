@@ -30,6 +30,8 @@ const LISTS: usize = 16;
 pub(in crate::source) struct Named {
     policy: Traced<Naming>,
     pages: Vec<DirtyBitmap>,
+    /// Those of them that no round may have brought back since.
+    away: Vec<DirtyBitmap>,
     /// The connections on which that was said. With others it forgets what it was told.
     generation: Generation,
     /// How long it took to take away those that were named last.
@@ -39,12 +41,17 @@ pub(in crate::source) struct Named {
 impl Named {
     pub(in crate::source) fn none() -> Self {
         let policy = Traced::new(Naming::default());
-        Self { policy, pages: Vec::new(), generation: Generation(0), took: Duration::ZERO }
+        Self { policy, pages: Vec::new(), away: Vec::new(), generation: Generation(0), took: Duration::ZERO }
     }
 
-    /// Whether nothing was said on these connections.
+    /// Whether nothing is away that was said on these connections.
     pub(super) fn is_none(&self, generation: Generation) -> bool {
-        self.generation != generation || self.pages.iter().all(DirtyBitmap::is_empty)
+        self.generation != generation || self.away.iter().all(DirtyBitmap::is_empty)
+    }
+
+    /// Memory goes in a round: what was away may be there again, and is to be taken away again.
+    pub(super) fn may_be_back(&mut self) {
+        self.away.iter_mut().for_each(DirtyBitmap::clear_all);
     }
 
     /// What is found from here on has nothing to do with what was found before.
@@ -56,17 +63,20 @@ impl Named {
     /// Those of these pages that it was not told of, if they are to be named now.
     fn next(&mut self, owed: &[DirtyBitmap], generation: Generation) -> Option<Vec<DirtyBitmap>> {
         if self.generation != generation {
-            (self.pages, self.generation) = (owed.iter().map(DirtyBitmap::emptied).collect(), generation);
+            self.pages = owed.iter().map(DirtyBitmap::emptied).collect();
+            (self.away, self.generation) = (self.pages.clone(), generation);
         }
         let mut unnamed = owed.to_vec();
-        unnamed.iter_mut().zip(&self.pages).for_each(|(unnamed, named)| unnamed.remove(named));
+        unnamed.iter_mut().zip(&self.away).for_each(|(unnamed, away)| unnamed.remove(away));
         let pages = unnamed.iter().map(DirtyBitmap::count).sum();
         let took_ns = u64::try_from(self.took.as_nanos()).unwrap_or(u64::MAX);
         (self.policy.decide_on(Unnamed { pages, took_ns }) == Next::Name).then_some(unnamed)
     }
 
     fn add(&mut self, pages: &[DirtyBitmap], took: Duration) {
-        self.pages.iter_mut().zip(pages).for_each(|(named, pages)| named.insert(pages));
+        for known in [&mut self.pages, &mut self.away] {
+            known.iter_mut().zip(pages).for_each(|(known, pages)| known.insert(pages));
+        }
         self.took = took;
     }
 
@@ -265,6 +275,11 @@ mod tests {
         assert_eq!(named.next(&set(&[1, 2, 3, 4, 5, 9]), first), Some(set(&[9])), "what was said holds");
         assert_eq!(named.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "what was said comes");
         assert_eq!((named.is_none(first), named.is_none(second)), (false, true));
+        named.may_be_back();
+        assert!(named.is_none(first));
+        named.begin();
+        assert_eq!(named.next(&set(&[2, 9]), first), Some(set(&[2, 9])), "a round may have brought it back");
+        assert_eq!(named.with(&set(&[2, 9]), first), set(&[1, 2, 3, 4, 5, 9]), "and what was said comes");
         named.begin();
         assert_eq!(named.next(&set(&[1, 9]), second), Some(set(&[1, 9])), "other connections know nothing");
         assert_eq!(named.with(&set(&[1, 9]), second), set(&[1, 9]));

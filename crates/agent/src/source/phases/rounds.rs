@@ -133,6 +133,7 @@ impl Driver {
                         course = self.new_course(course.passes);
                         self.take_notices()?;
                         self.telemetry.begins(course.passes + 1, Later::default());
+                        self.named.may_be_back();
                         let sent = self.send_looked(sender, looked, None, cargo)?;
                         if sent.stats.is_some() {
                             self.tell_of_part(course.passes + 1, 0, 0);
@@ -162,6 +163,7 @@ impl Driver {
             self.take_notices()?;
             let scanned_at = looked.scanned_at;
             course.interval_factor = self.pressure.as_ref().map_or(1, Watch::interval_factor);
+            let disks_alone = course.disks_alone;
             let Share { looked, later, until } = course.share(looked, cargo);
             let later_pages = later.as_ref().map_or(0, Owed::pages);
             let (resent_pages, of_pass) = (course.count_resent(&looked, cargo), course.passes + 1);
@@ -169,6 +171,9 @@ impl Driver {
                 .begins(of_pass, later.as_ref().map(|later| cargo.waiting(later)).unwrap_or_default());
             if let Some(later) = &later {
                 cargo.keep_marks(later);
+            }
+            if !disks_alone {
+                self.named.may_be_back();
             }
             let sent = self.send_looked(sender, looked, until, cargo)?;
             cargo.drained(sent.stats.as_ref());

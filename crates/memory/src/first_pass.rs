@@ -30,6 +30,8 @@ pub struct FirstPass {
     part: Duration,
     /// What parts grow to at least.
     usual: Duration,
+    /// Parts do not keep away from anything.
+    is_in_order: bool,
 }
 
 /// Chunks of memory in a row that the guest leaves alone.
@@ -67,7 +69,15 @@ impl FirstPass {
             part_pages: Vec::new(),
             part: usual / Self::FIRST,
             usual,
+            is_in_order: false,
         }
+    }
+
+    /// The guest says which of its memory need not go at all: in each part anew, some time after it began. So parts are as long
+    /// as is usual from the first one on, and go through memory in order: the quiet parts of it are those that are free.
+    pub fn guest_is_asked(&mut self) {
+        self.part = self.usual;
+        self.is_in_order = true;
     }
 
     /// A look has found these pages of each block of memory written, which are the first ones, and so much is owed. Whether
@@ -127,7 +137,8 @@ impl FirstPass {
     fn far_away(&self, cold: &[DirtyBitmap]) -> Option<Vec<DirtyBitmap>> {
         let of_memory: u64 = cold.iter().zip(&self.hot).map(|(cold, _)| cold.count()).sum();
         let is_busy = |block: &DirtyBitmap, chunk| block.chunk(chunk).count() >= Self::BUSY_PAGES;
-        if !self.is_spreading
+        if self.is_in_order
+            || !self.is_spreading
             || of_memory < self.cold_first / Self::NEARLY_ALL
             || !self.hot.iter().any(|block| block.dirty_chunks().any(|chunk| is_busy(block, chunk)))
         {

@@ -59,6 +59,11 @@ impl Course {
         }
     }
 
+    /// The guest is asked which of its memory need not go.
+    pub(super) fn guest_is_asked(&mut self) {
+        self.first_pass.guest_is_asked();
+    }
+
     /// After a look in the first pass: what was written to is none of it any more. The pass ends when nothing is left.
     pub(super) fn see(&mut self, looked: &mut Looked) {
         if self.passes > 0 {

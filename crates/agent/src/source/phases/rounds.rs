@@ -107,6 +107,9 @@ impl Driver {
         let (mut sender, mut owed) = (sender, owed);
         let mut sent_before: Option<memory::SentRound> = None;
         let mut softening = self.meet_guest(cargo);
+        if softening.is_some() {
+            course.guest_is_asked();
+        }
         let mut is_first = true;
         loop {
             let mut looked = self.look_at(owed, course.passes == 0 || self.may_post_copy, cargo)?;

@@ -247,6 +247,17 @@ mod tests {
 
     const MIB: u64 = 256;
 
+    #[test]
+    fn parts_of_a_guest_that_is_asked_are_long_and_in_order() {
+        let mut pass = FirstPass::new(USUAL);
+        pass.guest_is_asked();
+        let (mut owed, mut found) = (DirtyBitmap::full(1 << 30), DirtyBitmap::new(1 << 30));
+        found.set(0..40);
+        assert!(pass.see(&Owed::of(vec![owed.clone()]), &[found.clone()]));
+        owed.remove(&found);
+        assert_eq!((pass.part(Duration::ZERO), pass.take_part()), (USUAL, Some(&[owed][..])));
+    }
+
     /// 128 of 528 MiB are written to over and over, wherever they are, at 150 MiB a second: of these next to nothing goes
     /// before it is known that they are hot. Of the others all goes, and once.
     #[test]

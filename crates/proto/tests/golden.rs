@@ -53,6 +53,23 @@ fn finding() -> Finding {
     }
 }
 
+/// Of a destination that knows nothing but how to start a QEMU.
+fn acceptance() -> Acceptance {
+    Acceptance {
+        findings: Vec::new(),
+        qemu_start_us: 250_000,
+        ram_kind: "memfd".into(),
+        qemu_version: None,
+        copied: Vec::new(),
+        references: false,
+        templates: 0,
+        codecs: Vec::new(),
+        deltas: false,
+        post_copy: false,
+        takes_away: false,
+    }
+}
+
 fn proposal() -> Proposal {
     Proposal {
         reply_to: "host-a:7700".into(),
@@ -130,21 +147,9 @@ fn messages() -> Vec<Message> {
         Message::Propose(Box::new(full)),
         Message::Accept(Acceptance {
             findings: vec![Finding { severity: Severity::Warning, ..finding() }],
-            qemu_start_us: 250_000,
-            ram_kind: "memfd".into(),
-            qemu_version: None,
-            copied: Vec::new(),
-            references: false,
-            templates: 0,
-            codecs: Vec::new(),
-            deltas: false,
-            post_copy: false,
-            takes_away: false,
+            ..acceptance()
         }),
         Message::Accept(Acceptance {
-            findings: Vec::new(),
-            qemu_start_us: 250_000,
-            ram_kind: "memfd".into(),
             qemu_version: Some("10.0.2".into()),
             copied: vec![CopiedDisk {
                 name: "drive0".into(),
@@ -152,18 +157,9 @@ fn messages() -> Vec<Message> {
                 format: "qcow2".into(),
                 zeros_too: false,
             }],
-            references: false,
-            templates: 0,
-            codecs: Vec::new(),
-            deltas: false,
-            post_copy: false,
-            takes_away: false,
+            ..acceptance()
         }),
         Message::Accept(Acceptance {
-            findings: Vec::new(),
-            qemu_start_us: 250_000,
-            ram_kind: "memfd".into(),
-            qemu_version: None,
             copied: vec![CopiedDisk {
                 name: "drive0".into(),
                 path: "/dev/vg0/web+3-drive0".into(),
@@ -175,21 +171,9 @@ fn messages() -> Vec<Message> {
             codecs: vec!["lz4".into(), "zstd".into()],
             deltas: true,
             post_copy: true,
-            takes_away: false,
+            ..acceptance()
         }),
-        Message::Accept(Acceptance {
-            findings: Vec::new(),
-            qemu_start_us: 250_000,
-            ram_kind: "memfd".into(),
-            qemu_version: None,
-            copied: Vec::new(),
-            references: false,
-            templates: 0,
-            codecs: Vec::new(),
-            deltas: false,
-            post_copy: true,
-            takes_away: true,
-        }),
+        Message::Accept(Acceptance { post_copy: true, takes_away: true, ..acceptance() }),
         Message::Reject {
             findings: vec![finding(), Finding { severity: Severity::Info, ..finding() }],
             largest_epoch: None,

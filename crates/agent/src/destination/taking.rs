@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use ::memory::ram::RamRegion;
+use ::memory::ram::{RamError, RamRegion};
 use ::memory::{BlockWriter, DirtyBitmap, TakesAway, decode_chunks};
 use proto::limits::{CHUNK_PAGES, PAGE_BYTES};
 use tracee::{AddressRange, Injector, Process};
@@ -19,6 +19,9 @@ pub(super) struct TakenAway(Vec<DirtyBitmap>);
 
 /// The blocks of the guest's memory, and how each is written.
 pub(super) type Blocks<'a> = (&'a [RamRegion], &'a [Box<dyn BlockWriter>]);
+
+/// A run of pages, or of bytes, with its block.
+type Run = (usize, Range<u64>);
 
 impl TakenAway {
     /// Takes away what is there of these pages. Nobody waits for them yet, so one of them may come back (the kernel makes
@@ -63,7 +66,7 @@ impl TakenAway {
 }
 
 /// All of these pages, with the block of each run.
-pub(super) fn runs_of(pages: &[DirtyBitmap]) -> impl Iterator<Item = (usize, Range<u64>)> + '_ {
+pub(super) fn runs_of(pages: &[DirtyBitmap]) -> impl Iterator<Item = Run> + '_ {
     pages.iter().enumerate().flat_map(|(block, pages)| pages.runs().map(move |run| (block, run)))
 }
 
@@ -72,25 +75,17 @@ pub(super) fn take_away(
     injector: &Injector,
     process: &Process,
     (regions, writers): Blocks<'_>,
-    runs: impl IntoIterator<Item = (usize, Range<u64>)>,
+    runs: impl IntoIterator<Item = Run>,
 ) -> Result<(), AwaitError> {
-    let mut of_process = Vec::new();
-    for (block, run) in runs {
-        if writers[block].takes_away() == TakesAway::ByProcess {
-            of_process.push((block, run));
-        } else {
-            writers[block].take_away(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?;
-        }
+    let (of_process, of_files) = by_way(writers, runs);
+    for (block, run) in of_files {
+        writers[block].take_away(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?;
     }
-    let mut discarded = Vec::new();
-    for (block, close) in close_together(&of_process) {
-        let bytes = close[0].1.start * PAGE_BYTES..close[close.len() - 1].1.end * PAGE_BYTES;
-        let there = writers[block].there(bytes)?;
+    let there = there(writers, &of_process)?.into_iter().map(|(block, bytes)| {
         let at = |offset| regions[block].address + offset;
-        let both = |(_, run): &(usize, Range<u64>)| common(run, &there);
-        let both = close.iter().flat_map(both);
-        discarded.extend(both.map(|bytes| AddressRange::new(at(bytes.start), at(bytes.end))));
-    }
+        AddressRange::new(at(bytes.start), at(bytes.end))
+    });
+    let discarded: Vec<_> = there.collect();
     if !discarded.is_empty() {
         injector.discard(process, &discarded)?;
     }
@@ -100,37 +95,44 @@ pub(super) fn take_away(
 /// Makes sure that none of these pages is there.
 pub(super) fn are_away(
     (regions, writers): Blocks<'_>,
-    runs: impl IntoIterator<Item = (usize, Range<u64>)>,
+    runs: impl IntoIterator<Item = Run>,
 ) -> Result<(), AwaitError> {
-    let still_there = |block: usize, offset| {
-        Err(AwaitError::StillThere { block: RamRegion::clone(&regions[block]).name, offset })
-    };
-    let mut of_process = Vec::new();
-    for (block, run) in runs {
-        if writers[block].takes_away() == TakesAway::ByProcess {
-            of_process.push((block, run));
-        } else if let Some(offset) =
-            writers[block].first_there(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?
-        {
-            return still_there(block, offset);
+    let (of_process, of_files) = by_way(writers, runs);
+    let mut first = there(writers, &of_process)?.first().map(|(block, bytes)| (*block, bytes.start));
+    for (block, run) in of_files {
+        if first.is_none() {
+            let offset = writers[block].first_there(run.start * PAGE_BYTES..run.end * PAGE_BYTES)?;
+            first = offset.map(|offset| (block, offset));
         }
     }
-    for (block, close) in close_together(&of_process) {
-        let bytes = close[0].1.start * PAGE_BYTES..close[close.len() - 1].1.end * PAGE_BYTES;
-        let there = writers[block].there(bytes)?;
-        if let Some(bytes) = close.iter().find_map(|(_, run)| common(run, &there).next()) {
-            return still_there(block, bytes.start);
-        }
+    first.map_or(Ok(()), |(block, offset)| {
+        Err(AwaitError::StillThere { block: regions[block].name.clone(), offset })
+    })
+}
+
+/// Those that QEMU itself has to take away, and the others.
+fn by_way(writers: &[Box<dyn BlockWriter>], runs: impl IntoIterator<Item = Run>) -> (Vec<Run>, Vec<Run>) {
+    runs.into_iter().partition(|(block, _)| writers[*block].takes_away() == TakesAway::ByProcess)
+}
+
+/// What is there of these pages, in bytes of their blocks.
+fn there(writers: &[Box<dyn BlockWriter>], runs: &[Run]) -> Result<Vec<Run>, RamError> {
+    let mut found = Vec::new();
+    for (block, close) in close_together(runs) {
+        let (first, last) = (&close[0].1, &close[close.len() - 1].1);
+        let there = writers[block].there(first.start * PAGE_BYTES..last.end * PAGE_BYTES)?;
+        let both = close.iter().flat_map(|(_, run)| common(run, &there));
+        found.extend(both.map(|bytes| (block, bytes)));
     }
-    Ok(())
+    Ok(found)
 }
 
 /// To look whether so many pages are there takes no longer than to ask twice.
 const APART_PAGES: u64 = 256;
 
 /// Runs of pages of one block that are close enough to each other to be asked after at once.
-fn close_together(runs: &[(usize, Range<u64>)]) -> impl Iterator<Item = (usize, &[(usize, Range<u64>)])> {
-    let is_close = |(block, run): &(usize, Range<u64>), (next_block, next): &(usize, Range<u64>)| {
+fn close_together(runs: &[Run]) -> impl Iterator<Item = (usize, &[Run])> {
+    let is_close = |(block, run): &Run, (next_block, next): &Run| {
         block == next_block && next.start - run.end <= APART_PAGES
     };
     runs.chunk_by(is_close).map(|close| (close[0].0, close))

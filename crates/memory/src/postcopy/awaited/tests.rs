@@ -1,0 +1,199 @@
+use std::collections::BTreeMap;
+
+use super::*;
+
+const PAGE: usize = PAGE_BYTES as usize;
+const BASE: u64 = 1 << 30;
+
+/// Pages by their addresses.
+#[derive(Default)]
+struct Memory(Mutex<BTreeMap<u64, Vec<u8>>>);
+
+impl Placer for Memory {
+    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+        let mut memory = lock(&self.0);
+        let before = memory.len();
+        for (address, page) in (address..).step_by(PAGE).zip(pages.chunks(PAGE)) {
+            memory.entry(address).or_insert_with(|| page.to_vec());
+        }
+        Ok((memory.len() - before) as u64)
+    }
+
+    fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+        self.place(range.start, &vec![0; range.len() as usize])
+    }
+}
+
+fn region(name: &str, address: u64, pages: u64) -> RamRegion {
+    RamRegion { name: name.to_owned(), bytes: pages * PAGE_BYTES, page_bytes: PAGE_BYTES, address }
+}
+
+fn set(pages: u64, these: &[u64]) -> DirtyBitmap {
+    let mut set = DirtyBitmap::new(pages * PAGE_BYTES);
+    for page in these {
+        set.set(*page..page + 1);
+    }
+    set
+}
+
+fn awaited() -> Arc<Awaited<Memory>> {
+    let regions = vec![region("rom", BASE / 2, 4), region("ram", BASE, 1000)];
+    Arc::new(Awaited::new(Memory::default(), regions, vec![set(4, &[]), set(1000, &[7, 8, 900, 901])], || ()))
+}
+
+fn address(page: u64) -> u64 {
+    BASE + page * PAGE_BYTES
+}
+
+#[test]
+fn what_is_to_come_is_asked_for_once_and_what_is_not_is_zeros() {
+    let awaited = awaited();
+    let page = |page| WantedPage { block: 1, page };
+    assert_eq!(awaited.touched(address(7)).unwrap(), Some(page(7)));
+    assert_eq!(awaited.touched(address(7)).unwrap(), None);
+    assert_eq!(awaited.touched(address(900)).unwrap(), Some(page(900)));
+    assert_eq!(awaited.touched(address(9)).unwrap(), None);
+    assert_eq!(awaited.touched(BASE / 2).unwrap(), None);
+    assert!(awaited.touched(12).is_err(), "nothing of the guest");
+    let zeros: Vec<_> = lock(&awaited.placer().0).keys().copied().collect();
+    assert_eq!(zeros, [BASE / 2, address(9)]);
+    assert_eq!(awaited.asked(), [page(7), page(900)]);
+
+    let writers = awaited.writers();
+    writers[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
+    assert_eq!((awaited.asked(), awaited.pages()), (vec![page(900)], 2));
+    // Zeros, whether somebody waits for them or not.
+    writers[1].drop_pages(900 * PAGE_BYTES..903 * PAGE_BYTES).unwrap();
+    assert_eq!((awaited.asked(), awaited.pages()), (Vec::new(), 0));
+    let memory = || lock(&awaited.placer().0);
+    assert_eq!([7, 8, 9, 900].map(|page| memory()[&address(page)][0]), [5, 5, 0, 0]);
+    assert_eq!(memory()[&address(901)][0], 0);
+    assert!(!memory().contains_key(&address(902)), "nobody awaits it");
+    // Given back by the guest since: a second copy does not bring it back.
+    memory().remove(&address(7));
+    writers[1].write(7 * PAGE_BYTES, &[6; 3 * PAGE]).unwrap();
+    assert!(!memory().contains_key(&address(7)));
+    assert_eq!([8, 9].map(|page| memory()[&address(page)][0]), [5, 0]);
+    assert_eq!(awaited.touched(address(7)).unwrap(), None);
+    assert_eq!(memory()[&address(7)][0], 0);
+    assert_eq!(awaited.untrusted(), None);
+    assert!(writers[1].read(0, &mut [0]).is_err());
+}
+
+/// Somebody wrote to it from outside: it is told of at once, and nobody waits for the others in vain.
+#[test]
+fn an_awaited_page_that_is_there_is_told_of_and_holds_nothing_up() {
+    for zeros in [false, true] {
+        let told = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&told);
+        let tell = move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        };
+        let sets = vec![set(1000, &[7, 8, 900])];
+        let awaited = Awaited::new(Memory::default(), vec![region("ram", BASE, 1000)], sets, tell);
+        let awaited = Arc::new(awaited);
+        let writer = &awaited.writers()[0];
+        lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
+        if zeros {
+            writer.drop_pages(7 * PAGE_BYTES..9 * PAGE_BYTES).unwrap();
+        } else {
+            writer.write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
+        }
+        assert_eq!(awaited.untrusted(), Some(WantedPage { block: 0, page: 7 }));
+        assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (1, 1));
+        assert_eq!(lock(&awaited.placer().0)[&address(8)][0], 1, "the guest may have written to it");
+        writer.write(900 * PAGE_BYTES, &[5; PAGE]).unwrap();
+        assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (0, 2));
+    }
+}
+
+/// It placed the page, and its ledger did not know yet.
+#[test]
+fn an_awaited_page_that_is_there_after_an_agent_that_died_is_right() {
+    let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().taken_over());
+    lock(&awaited.placer().0).insert(address(8), vec![1; PAGE]);
+    awaited.writers()[1].write(7 * PAGE_BYTES, &[5; 2 * PAGE]).unwrap();
+    assert_eq!((awaited.pages(), awaited.untrusted()), (2, None));
+    assert_eq!(lock(&awaited.placer().0)[&address(8)][0], 1, "the guest may have written to it");
+}
+
+#[test]
+fn the_last_page_is_told_of_and_the_ledger_knows_of_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, sets) = (folder.path().join("ledger"), vec![set(4, &[]), set(1000, &[7, 8, 900])]);
+    let told = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&told);
+    let regions = vec![region("rom", BASE / 2, 4), region("ram", BASE, 1000)];
+    let awaited = Awaited::new(Memory::default(), regions, sets.clone(), move || {
+        count.fetch_add(1, Ordering::Relaxed);
+    });
+    let awaited = Arc::new(awaited.kept_in(Ledger::create(&path, &sets).unwrap()));
+    let kept = || Ledger::open(&path, [4, 1000].map(|pages| pages * PAGE_BYTES)).unwrap().1;
+    let writers = awaited.writers();
+    writers[1].write(7 * PAGE_BYTES, &[5; PAGE]).unwrap();
+    assert_eq!((kept(), told.load(Ordering::Relaxed)), (awaited.set(), 0));
+    writers[1].drop_pages(8 * PAGE_BYTES..901 * PAGE_BYTES).unwrap();
+    assert_eq!((kept(), told.load(Ordering::Relaxed)), (vec![set(4, &[]), set(1000, &[])], 1));
+    writers[1].write(0, &vec![5; 9 * PAGE]).unwrap();
+    assert_eq!((awaited.pages(), told.load(Ordering::Relaxed)), (0, 1));
+}
+
+#[test]
+fn zeros_that_nobody_waits_for_take_no_memory_where_they_would() {
+    let awaited = Arc::new(Arc::into_inner(awaited()).unwrap().placing_zeros([true, false]));
+    assert!(awaited.touched(address(8)).unwrap().is_some());
+    awaited.writers()[1].drop_pages(0..901 * PAGE_BYTES).unwrap();
+    let zeros: Vec<_> = lock(&awaited.placer().0).keys().copied().collect();
+    assert_eq!((zeros, awaited.pages()), (vec![address(8)], 1));
+}
+
+/// Memory that has room for some new pages.
+struct Narrow(Memory, Mutex<u64>);
+
+impl Placer for Narrow {
+    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+        let mut room = lock(&self.1);
+        let mut placed = 0;
+        for (address, page) in (address..).step_by(PAGE).zip(pages.chunks(PAGE)) {
+            let is_there = lock(&self.0.0).contains_key(&address);
+            if !is_there && *room == 0 {
+                return Err(MissingError::Ended);
+            }
+            let new = self.0.place(address, page)?;
+            *room -= new;
+            placed += new;
+        }
+        Ok(placed)
+    }
+
+    fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+        self.place(range.start, &vec![0; range.len() as usize])
+    }
+}
+
+#[test]
+fn what_was_placed_before_an_error_is_not_owed_again() {
+    let narrow = Narrow(Memory::default(), Mutex::new(3));
+    let sets = vec![set(1000, &[7, 8, 9, 10])];
+    let awaited = Arc::new(Awaited::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
+    let writer = &awaited.writers()[0];
+    assert!(writer.write(7 * PAGE_BYTES, &vec![5; 4 * PAGE]).is_err());
+    assert_eq!(awaited.pages(), 1);
+    *lock(&awaited.placer().1) = 9;
+    writer.write(7 * PAGE_BYTES, &vec![6; 4 * PAGE]).unwrap();
+    assert_eq!(awaited.pages(), 0);
+    assert_eq!([7, 9, 10].map(|page| lock(&awaited.placer().0.0)[&address(page)][0]), [5, 5, 6]);
+}
+
+#[test]
+fn zeros_that_were_placed_before_an_error_are_nobody_elses() {
+    let narrow = Narrow(Memory::default(), Mutex::new(3));
+    let sets = vec![set(1000, &[7, 8, 20, 21])];
+    let awaited = Arc::new(Awaited::new(narrow, vec![region("ram", BASE, 1000)], sets, || ()));
+    let writer = &awaited.writers()[0];
+    assert!(writer.drop_pages(7 * PAGE_BYTES..30 * PAGE_BYTES).is_err());
+    assert_eq!(awaited.pages(), 1);
+    *lock(&awaited.placer().1) = 9;
+    writer.drop_pages(7 * PAGE_BYTES..30 * PAGE_BYTES).unwrap();
+    assert_eq!((awaited.pages(), awaited.untrusted()), (0, None));
+}

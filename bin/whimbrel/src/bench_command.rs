@@ -147,6 +147,7 @@ fn case(options: &CaseOptions) -> Case {
         memfd: options.memfd,
         preallocated: options.preallocated,
         neighbours: options.neighbours,
+        guest_wait_percent: options.guest_wait,
         cache_mib: options.cache,
         link_bytes_per_s: (options.link.0 > 0).then_some(options.link.0),
         packets: Packets::default(),

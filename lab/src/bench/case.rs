@@ -50,6 +50,10 @@ pub struct Case {
     /// Each host has another guest, which computes as fast as it can.
     #[serde(default, skip_serializing_if = "is_false")]
     pub neighbours: bool,
+    /// How much longer than before copying lets the guest wait for processors, in hundredths of the time, where Whimbrel
+    /// moves it; 0 has copying give way to nothing. None for Whimbrel's default.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_wait_percent: Option<u32>,
     /// A migration that has not ended by then is given up, seconds.
     pub patience_s: u64,
 }
@@ -172,6 +176,7 @@ impl Case {
             cap: Cap::default(),
             tls: false,
             neighbours: false,
+            guest_wait_percent: None,
             patience_s: 90,
         }
     }
@@ -298,6 +303,10 @@ impl Case {
             (self.neighbours, "a neighbour that computes at each host"),
         ];
         words.extend(more.into_iter().filter(|(has, _)| *has).map(|(_, word)| word.to_owned()));
+        words.extend(self.guest_wait_percent.map(|percent| match percent {
+            0 => "Whimbrel told to give way to nobody".to_owned(),
+            _ => format!("Whimbrel told to let it wait for {percent}% more"),
+        }));
         if self.regions > 1 {
             words.push(format!("{} RAM blocks", self.regions));
         }

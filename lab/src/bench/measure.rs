@@ -3,6 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
+use toml::toml;
+
 use super::case::Case;
 use super::contender::Contender;
 use super::course::Course;
@@ -49,6 +51,9 @@ impl Bench {
         let mut agents = Agents::new(&lab, &environment, whimbrel).with_qemu(case.qemu);
         if !case.tls {
             agents = agents.plain();
+        }
+        if let Some(percent) = case.guest_wait_percent {
+            agents = agents.with(toml! { limits = { guest_wait_percent = percent } });
         }
         agents.write()?;
         let daemons = agents.start_all()?;

@@ -154,6 +154,13 @@ pub fn suites() -> Vec<Suite> {
     let case = Case { cache_mib: 2048, link_bytes_per_s: Some(megabits(1_000)), neighbours: true, ..case };
     let noise = (case, vec![Contender::Nobody, OURS, Contender::Soft(Soft::All), DEFAULT, MULTIFD_2, ZSTD]);
 
+    // Three guests that compute on two processors: what it is worth that copying gives way (Isci et al., figures 3, 4, 9).
+    let pressure =
+        Case { neighbours: true, link_bytes_per_s: Some(megabits(1_000)), ..idle("pressure").unpaced() };
+    let headlong = Case { name: "pressure-0".to_owned(), guest_wait_percent: Some(0), ..pressure.clone() };
+    let crowded = vec![Contender::Nobody, OURS, DEFAULT, MULTIFD_2];
+    let noise = vec![noise, (pressure, crowded.clone()), (headlong, crowded)];
+
     // Faster than the link carries, and nothing to be spared: what no rounds bring to an end.
     let policies = [Policy::Hybrid, Policy::Drain, Policy::Pattern, Policy::Target, Policy::Rounds];
     let policies = policies.map(Contender::Policy);
@@ -212,7 +219,7 @@ pub fn suites() -> Vec<Suite> {
             cases: packing,
         },
         Suite { name: "soft", about: "Page cache and free memory", cases: soft.into() },
-        Suite { name: "noise", about: "What a migration takes from other guests", cases: vec![noise] },
+        Suite { name: "noise", about: "What a migration takes from other guests", cases: noise },
         Suite {
             name: "convergence",
             about: "Guests that write faster than the link carries",

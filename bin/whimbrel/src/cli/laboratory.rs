@@ -244,6 +244,9 @@ pub(crate) struct CaseOptions {
     /// Each host has another guest, which computes as fast as it can
     #[arg(long)]
     pub neighbours: bool,
+    /// How much longer than before Whimbrel lets the guest wait for processors, in hundredths (0: it gives way to nobody)
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=100))]
+    pub guest_wait: Option<u32>,
     /// What the link lets through: 1Gbit, 100Mbit, none
     #[arg(long, default_value = "none", value_name = "RATE")]
     pub link: Rate,

@@ -81,7 +81,7 @@ fn what_is_open_can_end_on_a_full_disk_and_nothing_new_begins() {
         begin(&journal, &arriving, State::Destination(DestinationState::Prepared)).unwrap();
         begin(&journal, &committed, State::Source(SourceState::Prepared { run: true })).unwrap();
         begin(&journal, &ready, State::Destination(DestinationState::Prepared)).unwrap();
-        let state = SourceState::Committed { incarnation: incarnation(), run: true };
+        let state = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
         journal.record_source(&committed, &state, Durability::Process).unwrap();
         let state = DestinationState::Ready { incarnation: incarnation(), run: true };
         journal.record_destination(&ready, &state, Durability::Process).unwrap();

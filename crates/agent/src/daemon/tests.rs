@@ -263,7 +263,7 @@ fn a_migration_finds_its_own_qemu() {
     let world = World::new();
     let daemon = daemon(&world);
     let qemu = Qemu::start(world.folder.path());
-    let committed = SourceState::Committed { incarnation: incarnation(), run: true };
+    let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
     world.journalled(&terms("a", "b"), State::Source(committed));
     let vm = source::SourceVm::find(&world.context, &qemu.record()).unwrap();
     let details = source::Details::of(&world.context, Some(&vm), true);
@@ -342,7 +342,7 @@ fn it_is_known_when_it_is_too_late_to_cancel() {
         world.journalled(&terms, state);
         control::too_late_to_cancel(&world.context.journal.migration(&id(1)).unwrap().unwrap())
     };
-    let committed = SourceState::Committed { incarnation: incarnation(), run: true };
+    let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
     assert!(too_late(State::Source(committed)));
     assert!(!too_late(State::Source(SourceState::Prepared { run: true })));
     assert!(!too_late(State::Source(SourceState::Stopped { run: true })));

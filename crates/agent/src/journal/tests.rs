@@ -61,7 +61,7 @@ fn incarnation() -> Incarnation {
 fn what_was_recorded_is_there_after_a_restart() {
     let folder = tempfile::tempdir().unwrap();
     let id = id("web", 1);
-    let committed = SourceState::Committed { incarnation: incarnation(), run: true };
+    let committed = SourceState::Committed { incarnation: incarnation(), run: true, ran: false };
     {
         let journal = Journal::open(folder.path()).unwrap();
         assert_eq!(journal.next_epoch(&id.vm).unwrap(), Epoch(1));
@@ -308,8 +308,11 @@ fn victim_that_writes_until_it_is_killed() {
         begin(&journal, &id, prepared()).unwrap();
     }
     for n in 0.. {
-        let state =
-            SourceState::Committed { incarnation: Incarnation { pid: n, ..incarnation() }, run: true };
+        let state = SourceState::Committed {
+            incarnation: Incarnation { pid: n, ..incarnation() },
+            run: true,
+            ran: false,
+        };
         journal.record_source(&id, &state, Durability::Process).unwrap();
         println!("recorded {n}");
     }
@@ -358,8 +361,11 @@ fn cost_of_writes() {
     for durability in [Durability::Process, Durability::Synced] {
         let mut times: Vec<_> = (0..500)
             .map(|pid| {
-                let state =
-                    SourceState::Committed { incarnation: Incarnation { pid, ..incarnation() }, run: true };
+                let state = SourceState::Committed {
+                    incarnation: Incarnation { pid, ..incarnation() },
+                    run: true,
+                    ran: false,
+                };
                 let before = Instant::now();
                 journal.record_source(&id, &state, durability).unwrap();
                 before.elapsed().as_micros()

@@ -52,6 +52,10 @@ impl Driver {
             SourceReport::Incomplete => {
                 format!("the VM runs at {to}; some of its memory is still here")
             }
+            SourceReport::NeededThere => format!(
+                "the VM runs at {to}, which cannot be reached; some of its memory is only here, and it waits where it needs \
+                 that: mend the link, or see `whimbrel recover {vm}`"
+            ),
             SourceReport::MemoryLost => format!(
                 "the VM runs at {to}, and some of its memory was only here and is lost: it waits there for good. Start it \
                  again there, from the disks that it has at {to}"
@@ -78,7 +82,8 @@ impl Driver {
             SourceReport::CopyLost => format!("this side's stopped copy is gone; only that at {to} is left"),
         };
         let told = Some((self.state.name(), report));
-        if self.told != told {
+        let before = self.told;
+        if before != told {
             self.told = told;
             info!(migration = %self.terms.migration, text, "report");
             self.note("report", &*text);
@@ -103,12 +108,20 @@ impl Driver {
                 | SourceReport::MemoryLost
                 | SourceReport::Contradiction
         );
+        let was_unreachable = before.is_some_and(|(_, before)| before == SourceReport::NeededThere);
         let reason = self.reason.clone();
         self.telemetry.update(|progress| {
             if waiting {
                 progress.phase = Phase::InDoubt;
                 progress.standing = Standing::InDoubt;
                 progress.message = Some(text.clone());
+            } else if report == SourceReport::NeededThere {
+                progress.message = Some(text);
+            } else if report == SourceReport::Incomplete
+                && (was_unreachable || progress.standing == Standing::InDoubt)
+            {
+                // Its state is known again: pages go on.
+                (progress.standing, progress.message) = (Standing::Underway, Some(reason.unwrap_or(text)));
             } else if outcome.is_some() && progress.standing == Standing::InDoubt {
                 // What was to be done meanwhile is no longer to be done.
                 progress.message = Some(reason.unwrap_or(text));

@@ -62,6 +62,16 @@ pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
     let there = &terms.destination;
     let epoch = terms.epoch();
     match state {
+        SourceState::Committed { ran: true, .. } => Advice {
+            known: vec![
+                format!("the guest runs on {there} since epoch {epoch}, or has crashed there since"),
+                format!(
+                    "some of its memory was only on this host when {there} was last heard of, and is held here"
+                ),
+            ],
+            unknown: vec![format!("whether {there} has all of it by now")],
+            choices: vec![elsewhere(terms)],
+        },
         SourceState::Committed { incarnation, .. } => Advice {
             known: vec![
                 format!(
@@ -346,15 +356,20 @@ fn committed_choices(terms: &Terms) -> Vec<Choice> {
         let [run_here, _] = unregistered(terms);
         choices.extend([forced(terms), run_here]);
     }
-    choices.push(Choice {
+    choices.push(elsewhere(terms));
+    choices
+}
+
+fn elsewhere(terms: &Terms) -> Choice {
+    let there = &terms.destination;
+    Choice {
         decision: Decision::RunElsewhere,
         then: format!("the copy held here is thrown away; {there} has the guest"),
         risk: format!(
             "if {there} cannot run it, or has not all of its memory yet, its memory is lost and it has to be started \
              from its disks"
         ),
-    });
-    choices
+    }
 }
 
 fn forced(terms: &Terms) -> Choice {

@@ -60,6 +60,9 @@ pub enum SourceState {
         incarnation: Incarnation,
         /// As in `Stopped`.
         run: bool,
+        /// INCOMPLETE came: it has run there, and nobody may run it here any more.
+        #[serde(default)]
+        ran: bool,
     },
     /// The register is being asked to give the VM back.
     Reclaiming {
@@ -225,6 +228,8 @@ pub enum SourceReport {
     Returned,
     /// The guest runs at the destination, and some of its memory is only here.
     Incomplete,
+    /// The same, and the destination cannot be reached.
+    NeededThere,
     /// The guest runs at the destination, and some of its memory was only here and is lost.
     MemoryLost,
     /// The guest is at the destination.

@@ -132,7 +132,7 @@ fn a_paused_guest_stays_paused() {
 #[test]
 fn what_is_stale_is_ignored_and_what_is_impossible_is_illegal() {
     let terms = terms(None);
-    let committed = SourceState::Committed { incarnation: incarnation(2), run: true };
+    let committed = SourceState::Committed { incarnation: incarnation(2), run: true, ran: false };
     let old = SourceEvent::Refused { epoch: Epoch(6) };
     assert_eq!(source(&terms, &committed, &old), Ok(Step::Ignored(Ignored::OtherEpoch)));
     let other = SourceEvent::Ready { epoch: EPOCH, incarnation: incarnation(1) };
@@ -175,7 +175,7 @@ fn states_survive_the_journal() {
     };
     there_and_back(&SourceState::Stopped { run: true });
     there_and_back(&SourceState::Reclaiming { incarnation: None, run: true, force: false });
-    there_and_back(&SourceState::Committed { incarnation: incarnation(1), run: false });
+    there_and_back(&SourceState::Committed { incarnation: incarnation(1), run: false, ran: true });
     let state = DestinationState::Starting { incarnation: incarnation(1), again: true };
     let text = serde_json::to_string(&state).unwrap();
     assert_eq!(serde_json::from_str::<DestinationState>(&text).unwrap(), state, "{text}");
@@ -183,7 +183,7 @@ fn states_survive_the_journal() {
 
 #[test]
 fn operators_are_told_of_the_risk() {
-    let committed = SourceState::Committed { incarnation: incarnation(1), run: true };
+    let committed = SourceState::Committed { incarnation: incarnation(1), run: true, ran: false };
     let without = advise_source(&terms(None), &committed);
     let run_here = Decision::RunHere { force: false };
     let choice = without.choices.iter().find(|choice| choice.decision == run_here).unwrap();
@@ -198,12 +198,56 @@ fn operators_are_told_of_the_risk() {
     assert!(advise_destination(&terms(None), &active).choices.is_empty());
 }
 
+/// INCOMPLETE says that it has run there: from then on nobody is offered to run it here, and whoever asks for it does not
+/// get it, with a register or without.
+#[test]
+fn a_guest_that_has_run_there_is_never_run_here() {
+    for register in [None, Some(Epoch(3))] {
+        let terms = terms(register);
+        let committed = SourceState::Committed { incarnation: incarnation(1), run: true, ran: false };
+        let reclaiming =
+            SourceState::Reclaiming { incarnation: Some(incarnation(1)), run: true, force: true };
+        for before in std::iter::once(committed).chain(register.map(|_| reclaiming)) {
+            let step = moved(source(&terms, &before, &SourceEvent::Incomplete { epoch: EPOCH }));
+            let ran = step.to;
+            assert_eq!(ran, SourceState::Committed { incarnation: incarnation(1), run: true, ran: true });
+            assert!(
+                matches!(&step.effects[0], SourceEffect::Journal { state, .. } if *state == ran),
+                "{:?}",
+                step.effects
+            );
+            let choices = advise_source(&terms, &ran).choices;
+            assert_eq!(
+                choices.iter().map(|choice| choice.decision).collect::<Vec<_>>(),
+                [Decision::RunElsewhere]
+            );
+            let owned = Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None };
+            for event in [
+                SourceEvent::OperatorDecides(Decision::RunHere { force: true }),
+                SourceEvent::OperatorDecides(Decision::WithoutRegister { run_here: true }),
+                SourceEvent::ContactLostForGood,
+                SourceEvent::RegisterSays(RegisterAnswer::Stands(Some(owned))),
+                SourceEvent::Restarted(Found::Paused),
+                SourceEvent::QemuDied,
+                SourceEvent::Repeat,
+            ] {
+                assert_eq!(moved(source(&terms, &ran, &event)).to, ran, "{event:?}");
+            }
+            for event in [SourceEvent::Refused { epoch: EPOCH }, SourceEvent::Crashed { epoch: EPOCH }] {
+                assert_eq!(source(&terms, &ran, &event), Ok(Step::Ignored(Ignored::TooLate)));
+            }
+            let done = moved(source(&terms, &ran, &SourceEvent::Running { epoch: EPOCH })).to;
+            assert_eq!(done.name(), "done");
+        }
+    }
+}
+
 /// What is advised is what the functions take.
 #[test]
 fn every_advised_decision_is_legal() {
     for register in [None, Some(Epoch(3))] {
         let terms = terms(register);
-        let committed = SourceState::Committed { incarnation: incarnation(1), run: true };
+        let committed = SourceState::Committed { incarnation: incarnation(1), run: true, ran: false };
         let bereft = SourceState::Bereft { incarnation: None, run: true };
         let mut states = vec![committed, bereft];
         if register.is_some() {
@@ -245,7 +289,7 @@ fn a_register_that_is_lost_leaves_a_way_out() {
     for (register, expected) in [(Some(Epoch(3)), true), (None, false)] {
         let terms = terms(register);
         let mut sources = vec![
-            SourceState::Committed { incarnation: one(), run: true },
+            SourceState::Committed { incarnation: one(), run: true, ran: false },
             SourceState::Bereft { incarnation: None, run: true },
         ];
         let mut destinations = vec![

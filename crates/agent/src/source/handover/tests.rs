@@ -69,7 +69,7 @@ fn incarnation() -> Incarnation {
 }
 
 fn committed() -> SourceState {
-    SourceState::Committed { incarnation: incarnation(), run: true }
+    SourceState::Committed { incarnation: incarnation(), run: true, ran: false }
 }
 
 const STOPPED: SourceState = SourceState::Stopped { run: true };

@@ -22,7 +22,8 @@ pub(super) fn step(terms: &Terms, state: &In, event: &On) -> Taken {
         In::Prepared { run } => prepared(terms, *run, event),
         In::Stopped { run } => stopped(terms, *run, event),
         In::Bereft { incarnation, run } => bereft(terms, incarnation.as_ref(), *run, event),
-        In::Committed { incarnation, run } => committed(terms, incarnation, *run, event),
+        In::Committed { incarnation, run, ran: false } => committed(terms, incarnation, *run, event),
+        In::Committed { incarnation, run, ran: true } => serving(terms, incarnation, *run, event),
         // Only with a register is there anything to reclaim from.
         In::Reclaiming { .. } if terms.register.is_none() => None,
         In::Reclaiming { incarnation, run, force } => {
@@ -133,13 +134,13 @@ fn bereft(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, event: &O
 }
 
 fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Taken {
-    let here = || Move::to(In::Committed { incarnation: incarnation.clone(), run });
+    let here = || Move::to(In::Committed { incarnation: incarnation.clone(), run, ran: false });
     let go = || Do::SendGo { incarnation: incarnation.clone(), run };
     let offer_again = || offer(terms, incarnation, run);
     match event {
         On::Running { .. } => moved(finish(Some(incarnation), run)),
         // What is here is what the destination needs: this side waits for RUNNING as before.
-        On::Incomplete { .. } => moved(here().then([Do::Report(Say::Incomplete)])),
+        On::Incomplete { .. } => moved(serve(incarnation, run)),
         On::Refused { .. } => moved(take_back(terms, Some(incarnation), run, false)),
         On::Crashed { .. } => moved(here().then([Do::Report(Say::DestinationCrashed)])),
         On::Asked { .. } => {
@@ -189,9 +190,39 @@ fn committed(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) ->
         On::Cancel => moved(here().then([Do::Report(Say::TooLate)])),
         // The point of no return is behind: whatever fails here or on the link, the guest is not run by guess.
         On::Failed | On::PeerSilent | On::PeerLost => {
-            stay(In::Committed { incarnation: incarnation.clone(), run })
+            stay(In::Committed { incarnation: incarnation.clone(), run, ran: false })
         }
         _ => None,
+    }
+}
+
+/// COMMITTED, and the destination has run the guest: it needs what is here, and there is no way back. What helps it on is
+/// the same as before that was known, but that the register has nothing to decide any more.
+fn serving(terms: &Terms, incarnation: &Incarnation, run: bool, event: &On) -> Taken {
+    let state = || In::Committed { incarnation: incarnation.clone(), run, ran: true };
+    let report = |what| moved(Move::to(state()).when("ran").then([Do::Report(what)]));
+    match event {
+        On::Incomplete { .. } => report(Say::Incomplete),
+        On::ContactLostForGood => report(Say::NeededThere),
+        // An operator who has not heard of it yet.
+        On::OperatorDecides(Decision::RunHere { .. } | Decision::WithoutRegister { run_here: true }) => {
+            report(Say::TooLate)
+        }
+        // Neither comes from one that has run it: that says RUNNING if it crashes. And a register that has it otherwise
+        // knows less.
+        On::Refused { .. } | On::Crashed { .. } => ignored(Ignored::TooLate),
+        On::RegisterSays(_) => moved(Move::to(state()).when("ran")),
+        _ => Some(match committed(terms, incarnation, run, event)? {
+            Step::Moved(mut step) => {
+                if matches!(step.to, In::Committed { .. }) {
+                    step.to = state();
+                }
+                step.guards.retain(|guard| !["register", "no-register"].contains(guard));
+                step.effects.retain(|effect| !matches!(effect, Do::Register { .. }));
+                Step::Moved(step.within("ran"))
+            }
+            ignored @ Step::Ignored(_) => ignored,
+        }),
     }
 }
 
@@ -222,7 +253,10 @@ fn reclaiming(terms: &Terms, incarnation: Option<&Incarnation>, run: bool, force
         },
         // The destination had won, and runs it.
         On::Running { .. } => moved(finish(incarnation, run)),
-        On::Incomplete { .. } => moved(give_up_reclaim(incarnation, run)),
+        On::Incomplete { .. } => moved(match incarnation {
+            Some(incarnation) => serve(incarnation, run),
+            None => give_up_reclaim(None, run),
+        }),
         On::Repeat | On::Refused { .. } => moved(Move::to(state(force)).then(take())),
         On::Restarted(Found::Running | Found::Paused) => {
             moved(Move::to(state(force)).when("qemu-lives").then([Do::PauseQemu]).then(take()))
@@ -313,9 +347,15 @@ fn done(incarnation: Option<&Incarnation>, run: bool, event: &On) -> Taken {
 
 /// COMMITTED: journalled, and this side's QEMU held, before GO can reach anybody.
 fn commit(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
-    enter(In::Committed { incarnation: incarnation.clone(), run })
+    enter(In::Committed { incarnation: incarnation.clone(), run, ran: false })
         .then([Do::PauseQemu, Do::SendGo { incarnation: incarnation.clone(), run }])
         .asking(Use::Offer, offer(terms, incarnation, run))
+}
+
+/// The guest has run there, which is not forgotten.
+fn serve(incarnation: &Incarnation, run: bool) -> Moved {
+    enter(In::Committed { incarnation: incarnation.clone(), run, ran: true })
+        .then([Do::Report(Say::Incomplete)])
 }
 
 /// COMMITTED by a side that has no QEMU to hold.
@@ -389,7 +429,7 @@ fn give_return(run: bool) -> Moved {
 fn give_up_reclaim(incarnation: Option<&Incarnation>, run: bool) -> Moved {
     let lost = Do::Report(Say::DestinationOwns);
     match incarnation {
-        Some(incarnation) => enter(In::Committed { incarnation: incarnation.clone(), run })
+        Some(incarnation) => enter(In::Committed { incarnation: incarnation.clone(), run, ran: false })
             .when("destination-owns")
             .then([lost, Do::SendGo { incarnation: incarnation.clone(), run }]),
         None => enter(In::Bereft { incarnation: None, run })

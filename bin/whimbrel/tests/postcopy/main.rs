@@ -3,18 +3,14 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "all of this is tests")]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod injuries;
 
-use std::thread;
-use std::time::Duration;
-
-use common::draw::{Draw, seed};
 use common::replay::{decisions, is_replayed};
 use common::{Agent, Cluster, DEADLINE, GuestSpec, Load, Setup, has_event, until};
-use engine::handover::table::fault_points;
 use engine::naming::Next;
 use engine::precopy::Decision;
-use lab::Direction;
 use serde_json::Value;
 use tracee::maps::{self, Backing};
 use tracee::{Process, RamFile};
@@ -169,191 +165,6 @@ fn what_cannot_be_done_is_said_before_anything_is() {
     assert!(guest.serial().check().unwrap().ok);
 }
 
-/// Somebody is killed, or the link cut, while pages are to come.
-#[derive(Clone, Copy, Debug)]
-enum Injury {
-    Cut,
-    KillSource,
-    KillDestination,
-    KillBoth,
-}
-
-const INJURIES: [Injury; 4] = [Injury::Cut, Injury::KillSource, Injury::KillDestination, Injury::KillBoth];
-
-impl Injury {
-    /// For so long.
-    fn inflict(self, cluster: &mut Cluster, length: Duration) {
-        self.inflict_while(cluster, length, || {});
-    }
-
-    /// For so long, which begins with something that somebody does.
-    fn inflict_while(self, cluster: &mut Cluster, length: Duration, something: impl FnOnce()) {
-        let (source, destination) = match self {
-            Self::Cut => (false, false),
-            Self::KillSource => (true, false),
-            Self::KillDestination => (false, true),
-            Self::KillBoth => (true, true),
-        };
-        for (name, is_hurt) in [("a", source), ("b", destination)] {
-            if is_hurt {
-                cluster.agent_mut(name).kill();
-            }
-        }
-        if matches!(self, Self::Cut) {
-            cluster.lab.cut_both().unwrap();
-        }
-        something();
-        // How long a fault lasts; nothing waits for an event here.
-        thread::sleep(length);
-        if matches!(self, Self::Cut) {
-            cluster.lab.heal().unwrap();
-        }
-        for (name, is_hurt) in [("a", source), ("b", destination)] {
-            if is_hurt {
-                cluster.agent_mut(name).start();
-            }
-        }
-    }
-}
-
-/// Moves the guest with an injury when so many bytes of the rest have come.
-fn moves_through(cluster: &mut Cluster, injury: Injury, rest_bytes: u64, length: Duration) {
-    let migration = cluster.a.begin(&HYBRID);
-    cluster
-        .wait_for_progress(|progress| progress["phase"] == "post-copy" && progress["downtime_us"].is_u64());
-    let before = cluster.lab.sent_bytes(Direction::AToB).unwrap();
-    let is_underway = || cluster.a.cli(&["migrations"]).ok().json()[0]["standing"] == "underway";
-    let is_time = || {
-        let sent = cluster.lab.sent_bytes(Direction::AToB).unwrap() - before;
-        sent >= rest_bytes || !is_underway()
-    };
-    until("some of the rest has come", is_time);
-    assert!(is_underway(), "it was over before it was hurt: {}", cluster.a.log());
-    injury.inflict(cluster, length);
-    drop(migration.wait_with_output().unwrap());
-    cluster.a.wait_settled();
-    cluster.b.wait_settled();
-    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-    println!("{injury:?} for {length:?} after {rest_bytes} bytes: {} reconnections", report["reconnections"]);
-    came_after_the_guest(&report);
-}
-
-#[test]
-fn a_cut_while_pages_come_is_mended() {
-    let (mut cluster, _guest) = stage();
-    moves_through(&mut cluster, Injury::Cut, 1 << 20, Duration::from_secs(2));
-    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-    assert!(has_event(&report, "reconnected"), "{report:#}");
-    is_whole_and_goes_on(&cluster);
-}
-
-#[test]
-fn agents_that_die_while_pages_come_are_no_harm() {
-    for injury in [Injury::KillSource, Injury::KillDestination, Injury::KillBoth] {
-        let (mut cluster, _guest) = stage();
-        moves_through(&mut cluster, injury, 1 << 20, Duration::from_secs(1));
-        is_whole_and_goes_on(&cluster);
-    }
-}
-
-/// Transitions of the handover that there are only where pages come after the guest, on the way of an undisturbed move.
-const TRANSITIONS: [&str; 3] = [
-    "destination/starting/contd[missing]",
-    "source/committed/incomplete",
-    "destination/completing/completed",
-];
-
-/// An agent is killed where it stands: at three of these points, which are drawn, and at all of them in the long run.
-#[test]
-fn an_agent_that_dies_at_any_point_of_it_is_no_harm() {
-    let is_one = |point: &String| TRANSITIONS.iter().any(|name| point.starts_with(&format!("{name}:")));
-    let mut points: Vec<_> = fault_points().iter().map(ToString::to_string).filter(is_one).collect();
-    assert!(points.len() >= TRANSITIONS.len(), "{points:?}");
-    if std::env::var_os("WHIMBREL_SOAK").is_none() {
-        let mut draw = Draw(seed(23));
-        points = (0..3).map(|_| points.swap_remove(draw.below(points.len()))).collect();
-    }
-    for point in points {
-        println!("killed at {point}");
-        let (mut cluster, _guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });
-        cluster.faults.as_ref().unwrap().want(&point);
-        let migration = cluster.a.begin(&HYBRID);
-        // A destination that has not to be told twice does not come by each of them.
-        let Some(held) = cluster.faults.as_ref().unwrap().held(DEADLINE) else {
-            panic!("{point} was not reached\n{}\n---\n{}", cluster.a.log(), cluster.b.log())
-        };
-        cluster.agent_mut(held.agent).kill();
-        cluster.agent_mut(held.agent).start();
-        drop(migration.wait_with_output().unwrap());
-        cluster.a.wait_settled();
-        cluster.b.wait_settled();
-        let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-        came_after_the_guest(&report);
-        is_whole_and_goes_on(&cluster);
-    }
-}
-
-/// Between the moment at which pages are named for the first time, of a guest that still runs here, and the one at which it
-/// is to run there.
-const BEFORE_IT_RUNS: [&str; 3] = [
-    "destination/prepared/loaded",
-    "source/stopped/ready[no-register]",
-    "destination/ready/go[no-register,run]",
-];
-
-/// An agent is killed there, or the link cut: the VM is at one side and whole, whichever it is.
-#[test]
-fn whatever_happens_before_it_runs_there_the_guest_is_at_one_side() {
-    let is_one = |point: &String| BEFORE_IT_RUNS.iter().any(|name| point.starts_with(&format!("{name}:")));
-    let of_table: Vec<_> = fault_points().iter().map(ToString::to_string).filter(is_one).collect();
-    assert!(of_table.len() >= BEFORE_IT_RUNS.len(), "{of_table:?}");
-    let named = ["source/named", "destination/taken-away", "source/awaited", "destination/awaited"];
-    let named = named.map(str::to_owned);
-    let ways = |point: String| {
-        [Injury::Cut, Injury::KillSource, Injury::KillDestination].map(|injury| (point.clone(), injury))
-    };
-    let [mut named, mut of_table] =
-        [named.to_vec(), of_table].map(|points| points.into_iter().flat_map(ways).collect::<Vec<_>>());
-    if std::env::var_os("WHIMBREL_SOAK").is_none() {
-        let seed = seed(61);
-        println!("drawn with WHIMBREL_SEED={seed}");
-        let mut draw = Draw(seed);
-        named = (0..2).map(|_| named.swap_remove(draw.below(named.len()))).collect();
-        of_table = (0..2).map(|_| of_table.swap_remove(draw.below(of_table.len()))).collect();
-    }
-    for (point, injury) in named.into_iter().chain(of_table) {
-        let (mut cluster, mut guest) = stage_with(Setup { fault_harness: true, ..Setup::default() });
-        cluster.faults.as_ref().unwrap().want(&point);
-        let migration = cluster.a.begin(&HYBRID);
-        let Some(held) = cluster.faults.as_ref().unwrap().held(DEADLINE) else {
-            panic!("{point} was not reached\n{}\n---\n{}", cluster.a.log(), cluster.b.log())
-        };
-        // Who is at the point goes on when the other one is hurt, or the link is cut.
-        let (is_held_killed, length) = match injury {
-            Injury::KillSource => (held.agent == "a", Duration::ZERO),
-            Injury::KillDestination => (held.agent == "b", Duration::ZERO),
-            _ => (false, Duration::from_secs(3)),
-        };
-        if is_held_killed {
-            injury.inflict(&mut cluster, length);
-        } else {
-            injury.inflict_while(&mut cluster, length, || held.release());
-        }
-        drop(migration.wait_with_output().unwrap());
-        cluster.a.wait_settled();
-        cluster.b.wait_settled();
-        let report = cluster.a.cli(&["report", "vm1"]).ok().json();
-        println!("{injury:?} at {point}: {}", report["outcome"]);
-        let has_moved = report["outcome"] == "moved";
-        assert_eq!(cluster.a.vm("vm1").is_some(), !has_moved, "{report:#}");
-        assert_eq!(cluster.b.vm("vm1").is_some(), has_moved, "{report:#}");
-        assert_eq!(guest.is_running(), !has_moved, "{report:#}");
-        let here = if has_moved { "b" } else { "a" };
-        assert_eq!(cluster.agent(here).vm("vm1").unwrap()["state"], "running", "{report:#}");
-        cluster.guest_is_whole(here, "vm1");
-    }
-}
-
 /// What `vm show` says at a side: that both hosts are needed, and for how many pages.
 fn missing_pages(agent: &Agent) -> u64 {
     let shown = agent.cli(&["vm", "show", "vm1"]).ok().json();
@@ -465,22 +276,4 @@ fn a_guest_with_a_page_that_somebody_else_wrote_is_not_run_there() {
     assert!(cluster.b.vm("vm1").is_none());
     assert!(guest.is_running());
     cluster.guest_is_whole("a", "vm1");
-}
-
-/// Any of that at any time: three moves, one of them with a cut, and many more in the long run.
-#[test]
-fn whatever_happens_while_pages_come_the_guest_is_whole() {
-    let seed = seed(41);
-    println!("drawn with WHIMBREL_SEED={seed}");
-    let mut draw = Draw(seed);
-    let moves = if std::env::var_os("WHIMBREL_SOAK").is_some() { 50 } else { 3 };
-    for number in 0..moves {
-        let (mut cluster, _guest) = stage();
-        let injury = if number == 0 { Injury::Cut } else { INJURIES[draw.below(INJURIES.len())] };
-        // What comes after that is over too soon to be hurt.
-        let rest_bytes = draw.below((HOT_MIB << 20) as usize * 3 / 4) as u64;
-        let length = Duration::from_millis(draw.below(3000) as u64);
-        moves_through(&mut cluster, injury, rest_bytes, length);
-        is_whole_and_goes_on(&cluster);
-    }
 }

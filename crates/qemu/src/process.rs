@@ -123,7 +123,9 @@ pub fn start(launch: &Launch, deadline: Instant) -> Result<(Started, Qmp), Start
     let mut command = match launch.scope.as_deref().filter(|_| systemd_runs()) {
         Some(scope) => {
             let mut command = Command::new("systemd-run");
-            command.args(["--scope", "--quiet", "--collect", "--unit", scope, "--", "setsid"]);
+            // Its groups are ours: the guest's processors may have to be slowed down there.
+            command.args(["--scope", "--quiet", "--collect", "--property", "Delegate=yes"]);
+            command.args(["--unit", scope, "--", "setsid"]);
             command
         }
         None => Command::new("setsid"),

@@ -258,8 +258,12 @@ impl Group {
         }
         fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?;
         if self.path.to_string_lossy().ends_with(SWITCHED_ON) {
-            // Not where another group here has come to need it.
-            let _ = write(&home.join("cgroup.subtree_control"), "-cpu");
+            // Not where another guest's group here needs it, whose limit would be gone; the kernel would not say so.
+            let is_another = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(NAME);
+            let mut others = fs::read_dir(home).map_err(failed("read", home))?;
+            if !others.any(|entry| entry.is_ok_and(is_another)) {
+                let _ = write(&home.join("cgroup.subtree_control"), "-cpu");
+            }
         }
         Ok(())
     }

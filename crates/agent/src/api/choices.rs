@@ -73,7 +73,7 @@ pub enum ThrottleCpu {
     /// As fast as ever.
     #[default]
     Off,
-    /// So fast that it dirties half of what is sent, but a tenth of what they usually are at least, where it would
+    /// So fast that it dirties half of what is sent, but an eighth of each that works at least, where it would
     /// dirty more than that and could not be stopped in time.
     Drain,
 }

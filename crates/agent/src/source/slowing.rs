@@ -1,13 +1,13 @@
 //! Slowing the guest's processors down, where it writes to its memory faster than the link carries: what the policy is
 //! shown, and who keeps the limit that it finds.
 
+use std::io;
 use std::time::{Duration, Instant};
 
 use engine::precopy::RoundObservation;
 use engine::throttle::processors::{CpuDrain, CpuLook, CpuObservation, Wish};
 use engine::trace::Traced;
 use tracee::{CpuLimit, CpuLimitError, Process, ProcessError};
-use tracing::warn;
 
 use super::throttling::Drained;
 use super::vm::{SourceVm, VmError};
@@ -23,8 +23,8 @@ pub(crate) struct Slowing {
     /// Lifts it after this process's end. Behind it: it is dismissed when the limit is lifted.
     _guard: Dismissed,
     policy: Traced<CpuDrain>,
-    /// How long the processors had run at the last look, and when that was.
-    last: Option<(Duration, Instant)>,
+    /// How long each of the processors had run at the last look, and when that was.
+    last: Option<(Vec<Duration>, Instant)>,
     drained: Drained,
     us_per_s: Option<u64>,
 }
@@ -40,6 +40,8 @@ pub(crate) enum SlowingError {
     Limit(#[from] CpuLimitError),
     #[error("QEMU does not say in which threads its guest's processors run")]
     NoThreads,
+    #[error("nothing could be started that lifts the limit should this agent die")]
+    Guard(#[source] io::Error),
 }
 
 impl Slowing {
@@ -54,14 +56,13 @@ impl Slowing {
             return Err(SlowingError::NoThreads);
         }
         let limit = CpuLimit::begin(&process, &threads)?;
-        let guard = Guard::of_processors(helper, &process).inspect_err(
-            |error| warn!(%error, "if this agent dies, the guest is slow until the next one starts"),
-        );
+        // Nobody is slowed down without somebody who ends that, should this agent die.
+        let guard = Guard::of_processors(helper, &process).map_err(SlowingError::Guard)?;
         Ok(Self {
             process,
             threads,
             limit,
-            _guard: Dismissed(guard.ok()),
+            _guard: Dismissed(Some(guard)),
             policy: Traced::new(CpuDrain::default()),
             last: None,
             drained: Drained::default(),
@@ -100,21 +101,24 @@ impl Slowing {
     /// What the guest used since the last time, and what the round says of it; none as long as that is not known.
     fn see(&mut self, round: &RoundObservation) -> Result<Option<CpuObservation>, SlowingError> {
         self.drained.learn(round.pages_sent, round.spared_pages, round.duration_ns / 1000);
-        let mut ran = Duration::ZERO;
-        for thread in &self.threads {
-            ran += self.process.thread_cpu_time(*thread)?;
-        }
+        let ran = self.threads.iter().map(|thread| self.process.thread_cpu_time(*thread));
+        let ran = ran.collect::<Result<Vec<_>, _>>()?;
         let now = Instant::now();
-        let Some((ran_before, then)) = self.last.replace((ran, now)) else { return Ok(None) };
+        let Some((ran_before, then)) = self.last.replace((ran.clone(), now)) else { return Ok(None) };
         let Some(drained_bytes_per_s) = self.drained.bytes_per_s() else { return Ok(None) };
         // Slower processors write less to disks, too, but those have a throttle of their own.
         let memory =
             RoundObservation { dirty_pages: round.dirty_pages.saturating_sub(round.disk_pages), ..*round };
-        let used = ran.saturating_sub(ran_before).as_secs_f64() / (now - then).as_secs_f64().max(1e-6);
+        let since_s = (now - then).as_secs_f64().max(1e-6);
+        let used_us_per_s = ran.iter().zip(&ran_before).map(|(ran, before)| {
+            let used_s = ran.saturating_sub(*before).as_secs_f64();
+            (used_s / since_s * 1e6) as u64
+        });
         Ok(Some(CpuObservation {
-            used_us_per_s: (used * 1e6) as u64,
+            used_us_per_s: used_us_per_s.clone().sum(),
             dirtied_bytes_per_s: memory.dirty_rate_bytes_per_s(),
             drained_bytes_per_s,
+            busy_processors: used_us_per_s.filter(|used| *used >= WORKS_US_PER_S).count() as u32,
         }))
     }
 
@@ -127,6 +131,9 @@ impl Slowing {
         Ok(())
     }
 }
+
+/// A processor that uses less, in microseconds per second, keeps time for its guest and does nothing else.
+const WORKS_US_PER_S: u64 = 10_000;
 
 /// Another speed than before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -100,7 +100,7 @@ impl fmt::Display for Outlook {
 /// ```text
 /// share     = dirty rate / rate of sending            what a round leaves of what it sends
 /// pre-copy  : rounds of pages, pages · share, pages · share², … until one fits into the downtime
-/// slowed    : the same with half, or with a tenth of the share where that is more
+/// slowed    : the same with half, or with an eighth of the share where that is more
 /// post-copy : pages, once
 /// ```
 ///
@@ -325,7 +325,15 @@ impl Policy for BySla {
         self.outlook = Some(outlook);
         let is_last_round = observed.round >= self.aim.max_rounds;
         if outlook.chosen == Way::PostCopy || self.leaving.has_begun() {
-            return self.leave(observed, pages_ns);
+            let left = self.leave(observed, pages_ns);
+            if !matches!(left, Decision::GiveUp { .. }) {
+                return left;
+            }
+            // Its disks keep it from leaving its memory behind. Another way may have come to be good enough.
+            self.leaving = Leaving::default();
+            if outlook.chosen == Way::PostCopy || !outlook.is_kept || is_last_round {
+                return if self.on_limit == OnLimit::Stop { stop } else { left };
+            }
         }
         if !is_last_round && (outlook.is_kept || !is_last_moment) {
             return slow(outlook.chosen);

@@ -180,6 +180,31 @@ fn rounds_have_a_limit_too() {
     assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Rounds, .. } }), "{end:?}");
 }
 
+/// Disks that become no less keep a guest from leaving its memory behind: it is stopped where a user wants that at the
+/// limit, goes another way where there is one by then, and else gives up.
+#[test]
+fn disks_that_become_no_less_leave_the_other_ways() {
+    let look = |number: u32, disk_pages, dirty_pages| RoundObservation {
+        disk_pages,
+        elapsed_ns: u64::from(number) * 1_000 * MS,
+        ..super::super::tests::round(number, 1_000_000, dirty_pages, 1_000)
+    };
+    for on_limit in [OnLimit::Abort, OnLimit::Stop] {
+        let mut policy = sla(300, 60_000, Ways { slow_down: false, post_copy: true }, on_limit);
+        policy.decide(&look(1, 10_000, 100_000));
+        let ahead = policy.decide(&look(2, 10_000, 100_000));
+        assert!(matches!(ahead, Decision::NextRound { disks_alone: true, .. }), "{ahead:?}");
+        let end = policy.decide(&look(3, 90_000, 100_000));
+        match on_limit {
+            OnLimit::Stop => assert!(matches!(end, Decision::StopAndCopy { .. }), "{end:?}"),
+            _ => assert!(
+                matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Disks, .. } }),
+                "{end:?}"
+            ),
+        }
+    }
+}
+
 /// What is dirty of disks goes while the guest stands still, and slower processors write no less to them.
 #[test]
 fn pages_of_disks_do_not_come_after_the_guest() {

@@ -204,6 +204,9 @@ impl Traces {
 /// How the names of the sockets begin at which images and templates are served.
 const SERVED: [&str; 3] = ["disk-", "compare.", "template-"];
 
+/// How long the monitor of a QEMU is waited for at a time whose guest lacks pages.
+const WHILE_AWAITED: Duration = Duration::from_millis(500);
+
 /// A QEMU that waits for its guest.
 pub(crate) struct Arriving {
     pub(crate) process: Process,
@@ -279,17 +282,21 @@ impl Arriving {
         Ok(incoming.load_beside(self.qmp()?, state, Instant::now() + patience, meanwhile)?)
     }
 
-    /// Its monitor, for a QEMU that is not held.
-    pub(crate) fn qmp(&mut self) -> Result<&mut Qmp, QmpError> {
-        self.qmp_within(qemu::qmp::DEFAULT_TIMEOUT)
+    /// How long its monitor may take. One whose guest lacks pages may wait for one of them with all that it has to do,
+    /// and that may be on the other side of a link that has to be mended here first.
+    fn patience(&self) -> Duration {
+        let is_loaded = self.incoming.is_none();
+        if is_loaded && self.traces.awaited.is_some() { WHILE_AWAITED } else { qemu::qmp::DEFAULT_TIMEOUT }
     }
 
-    /// The same; where nobody has connected to it yet, that takes no longer. Later commands have the usual time.
-    pub(crate) fn qmp_within(&mut self, patience: Duration) -> Result<&mut Qmp, QmpError> {
-        let qmp = match self.qmp.take() {
+    /// Its monitor, for a QEMU that is not held. Commands may take as long as [`patience`](Self::patience) has it.
+    pub(crate) fn qmp(&mut self) -> Result<&mut Qmp, QmpError> {
+        let patience = self.patience();
+        let mut qmp = match self.qmp.take() {
             Some(qmp) => qmp,
             None => Qmp::connect(&self.traces.qmp(), patience)?,
         };
+        qmp.set_timeout(patience);
         Ok(self.qmp.insert(qmp))
     }
 

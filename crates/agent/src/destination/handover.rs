@@ -137,11 +137,12 @@ impl Driver {
                 match generation {
                     Some(generation) if generation >= self.generation => {
                         if let Some(old) = self.control.replace(link) {
-                            self.links.remove(&old);
+                            self.hang_up(old);
                         }
                         self.generation = generation;
                     }
-                    Some(_) => drop(self.links.remove(&link)),
+                    // Whoever made it hears of that, and does better.
+                    Some(_) => self.hang_up(link),
                     None => {}
                 }
             }
@@ -176,6 +177,12 @@ impl Driver {
             // What was replaced; and what is looked at in any case before the next notice.
             Notice::Broken { .. } | Notice::PageStream { .. } | Notice::Awaited => {}
             Notice::StorageFailed { error } => self.fail(&error),
+        }
+    }
+
+    fn hang_up(&mut self, link: u64) {
+        if let Some((_, handle)) = self.links.remove(&link) {
+            handle.shutdown();
         }
     }
 

@@ -26,9 +26,6 @@ use super::{DestinationDetails, Driver, Traces};
 use crate::context::Context;
 use crate::journal::{Durability, MigrationRecord};
 
-/// How long a `stop` is waited for at a time.
-const PATIENCE: Duration = Duration::from_millis(500);
-
 /// What the journal keeps of it.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(crate) struct Untrusted {
@@ -78,9 +75,7 @@ impl Driver {
         let Some(vm) = &mut self.vm else { return };
         // It answers when the virtual CPUs have the pages that they wait for. These may be on the other side of a link that
         // is to be mended here: so it is not waited for for long, and asked again.
-        let deadline = Instant::now() + PATIENCE;
-        let stopped = vm.qmp_within(PATIENCE).and_then(|qmp| qmp.execute_by("stop", Value::Null, deadline));
-        if let Err(error) = stopped.map(|_: Value| ()) {
+        if let Err(error) = vm.qmp().and_then(|qmp| qmp.run("stop", Value::Null)) {
             let retry = Duration::from_millis(self.context.config.timeouts.retry_ms);
             self.stop_again_at = Some(Instant::now() + retry);
             return error!(error = crate::chain(&error), "the guest is not stopped; it is tried again");

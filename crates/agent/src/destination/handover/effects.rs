@@ -90,14 +90,7 @@ impl Machine for Driver {
             DestinationEffect::Cont => self.cont(),
             DestinationEffect::Announce => {
                 self.let_go();
-                if let Some(vm) = &mut self.vm
-                    && let Err(error) = vm.qmp().and_then(qemu::control::announce_self)
-                {
-                    warn!(
-                        error = crate::chain(&error),
-                        "QEMU does not announce the guest; switches learn by themselves"
-                    );
-                }
+                self.announce();
             }
             DestinationEffect::SendIncomplete => self.say_incomplete(),
             DestinationEffect::SendRunning => {
@@ -220,6 +213,17 @@ impl Driver {
             }
         };
         self.follow_ups.push_back(event);
+    }
+
+    fn announce(&mut self) {
+        let Some(vm) = &mut self.vm else { return };
+        if let Err(error) = vm.qmp().and_then(qemu::control::announce_self) {
+            // One that waits for a page does it when it has that.
+            warn!(
+                error = crate::chain(&error),
+                "QEMU does not announce the guest yet; switches learn by themselves"
+            );
+        }
     }
 
     /// Whoever has a VM that is this host's may do with it as he likes.

@@ -30,7 +30,8 @@ pub(super) fn bars(result: &CaseResult) -> Vec<Bar> {
 
 /// Those for one that writes here and there, whom another policy may well move: what does not depend on how it writes.
 pub(super) fn bars_here_and_there(result: &CaseResult) -> Vec<Bar> {
-    [ended(result, HYBRID), downtime(result), stall_beyond(result, HYBRID)].into_iter().flatten().collect()
+    let all = [ended(result, HYBRID), downtime(result), total(result), stall_beyond(result, HYBRID)];
+    all.into_iter().flatten().collect()
 }
 
 fn measured(result: &CaseResult, of: Contender) -> impl Iterator<Item = &Measured> {
@@ -212,6 +213,6 @@ mod tests {
         let mut nothing = result();
         nothing.runs.clear();
         assert!(bars(&nothing).is_empty() && bars_here_and_there(&nothing).is_empty());
-        assert_eq!(bars_here_and_there(&result()).len(), 3);
+        assert_eq!(bars_here_and_there(&result()).len(), 4);
     }
 }

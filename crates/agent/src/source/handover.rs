@@ -176,6 +176,11 @@ impl Driver {
             Notice::Lost { link, .. } => {
                 if self.is_control(link) {
                     self.control = None;
+                    // The link is the same: that pages do not go any more need not be found out once more, which takes as
+                    // long as the kernel waits for an answer.
+                    if let Some(later) = &mut self.later {
+                        later.serving = None;
+                    }
                 }
             }
             Notice::ServingEnded { generation, error } if generation == self.generation => {

@@ -13,8 +13,8 @@ use std::time::Instant;
 
 use ::memory::ram::zero::is_zero;
 use ::memory::{
-    BadSet, Interrupted, RamError, Recency, Remaining, SendError, Sender, SenderHandle, Sent, SourceRam,
-    decode_set,
+    BadSet, Interrupted, Packing, RamError, Recency, Remaining, SendError, Sender, SenderHandle, Sent,
+    SourceRam, decode_set,
 };
 use engine::push::{Part, Push};
 use engine::trace::Traced;
@@ -27,6 +27,7 @@ use tracing::info;
 
 use super::inbox::{Mailbox, Notice};
 use super::telemetry::Left;
+use crate::report::PostCopy;
 
 /// What a guest that runs elsewhere needs of what is here.
 pub(super) struct Later {
@@ -36,6 +37,10 @@ pub(super) struct Later {
     recency: Recency,
     /// What all data streams keep to.
     rate: Arc<RateLimit>,
+    /// How the last round was compressed, and what is pushed is.
+    pub(super) packing: Option<Arc<Packing>>,
+    /// What an agent before this one had sent.
+    pub(super) before: PostCopy,
     /// When the guest ran on there for all that is known here.
     pub(super) began: Instant,
     /// None while there are no connections.
@@ -69,7 +74,8 @@ impl Later {
             left,
             push: Mutex::new(Traced::new(Push::default())),
         });
-        Self { readers, counted, recency, rate, began: Instant::now(), serving: None }
+        let before = PostCopy::default();
+        Self { readers, counted, recency, rate, packing: None, before, began: Instant::now(), serving: None }
     }
 
     /// Sends over these connections, until they end. The destination says first what is left, and so that it is there for
@@ -96,6 +102,17 @@ impl Later {
         let thread = thread::Builder::new().name("serve".to_owned()).spawn(work)?;
         self.serving = Some(Serving { handle, sender: pushing, thread: Some(thread) });
         Ok(())
+    }
+
+    /// What was sent so far, of so many pages.
+    pub(super) fn so_far(&self, left_pages: u64) -> PostCopy {
+        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        PostCopy {
+            left_pages,
+            wanted_pages: self.before.wanted_pages + of(&self.counted.wanted),
+            pushed_pages: self.before.pushed_pages + of(&self.counted.pushed),
+            duration_us: self.before.duration_us + self.began.elapsed().as_micros() as u64,
+        }
     }
 
     /// Whether nothing is sent.

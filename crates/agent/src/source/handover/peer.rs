@@ -40,7 +40,7 @@ impl Driver {
                         *known = known.or(agent_cpu_us);
                     });
                     self.running(continue_us, since_us, resumed_us);
-                    self.all_served();
+                    self.note_served();
                 }
                 SourceEvent::Running { epoch }
             }

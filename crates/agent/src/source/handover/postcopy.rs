@@ -2,10 +2,9 @@
 //! agent that began it or by the next one.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ::memory::Sender;
+use ::memory::{Saving, Sender};
 use engine::handover::Found;
 use engine::handover::source::{SourceEvent, SourceState};
 use proto::message::{Message, Proposal, WantedPage};
@@ -13,7 +12,6 @@ use tracing::{info, warn};
 
 use crate::destination::untrusted;
 use crate::ram;
-use crate::report::PostCopy;
 use crate::source::inbox::Notice;
 use crate::source::phases::Failure;
 use crate::source::serving::Later;
@@ -33,12 +31,14 @@ impl Driver {
             while vm.is_alive() {
                 match ::memory::open_source(&vm.process, &regions) {
                     Ok(readers) => {
-                        self.later = Some(Later::new(
+                        let mut later = Later::new(
                             readers.into(),
                             ::memory::Recency::default(),
                             self.telemetry.left(),
                             Arc::clone(&self.controls.rate),
-                        ));
+                        );
+                        later.before = self.controls.report(|report| report.post_copy).unwrap_or_default();
+                        self.later = Some(later);
                         break;
                     }
                     Err(error) => {
@@ -54,9 +54,14 @@ impl Driver {
 
     /// Nothing more goes over these connections.
     pub(super) fn serving_ended(&mut self, error: String) {
-        if let Some(later) = &mut self.later {
-            later.serving = None;
-            self.note("link-lost", error);
+        let Some(later) = &mut self.later else { return };
+        later.serving = None;
+        self.note("link-lost", error);
+        // Should this agent die before the next connections are there, the report has what was decided so far.
+        self.note_served();
+        let report = self.controls.report(|report| report.clone());
+        if let Err(error) = self.context.journal.put_report(&report) {
+            warn!(error = crate::chain(&error), "the report is not in the journal yet");
         }
     }
 
@@ -117,7 +122,8 @@ impl Driver {
         let (Some(later), Some(page_stream)) = (&mut self.later, self.page_stream.take()) else {
             return Err(self.control_is_lost());
         };
-        let sender = Sender::start(later.readers.clone(), streams)
+        let saving = Saving { packing: later.packing.clone(), ..Saving::default() };
+        let sender = Sender::saving(later.readers.clone(), saving, streams)
             .map_err(|error| Failure::local("cannot start the sending threads", &error))?;
         // The guest does not run here any more.
         sender.handle().gives_way_by(0);
@@ -138,15 +144,12 @@ impl Driver {
         self.because(&said);
     }
 
-    /// All pages are there: what they were.
-    pub(super) fn all_served(&mut self) {
+    /// What was sent so far, and why so, is in the report.
+    pub(super) fn note_served(&mut self) {
         let Some(later) = &self.later else { return };
-        let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let (wanted_pages, pushed_pages) = (of(&later.counted.wanted), of(&later.counted.pushed));
-        let duration_us = later.began.elapsed().as_micros() as u64;
         self.controls.report(|report| {
             let left_pages = report.post_copy.map_or(0, |before| before.left_pages);
-            report.post_copy = Some(PostCopy { left_pages, wanted_pages, pushed_pages, duration_us });
+            report.post_copy = Some(later.so_far(left_pages));
             later.counted.push().tell(&mut report.traces.others.push);
         });
     }

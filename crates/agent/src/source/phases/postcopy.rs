@@ -239,6 +239,7 @@ impl Driver {
         let written = std::mem::take(&mut self.written);
         let mut later =
             Later::new(cargo.readers(), written, self.telemetry.left(), Arc::clone(&self.controls.rate));
+        later.packing = cargo.saving().packing;
         later
             .serve(self.generation, sender, page_stream, self.inbox.mailbox())
             .map_err(|error| Failure::local("no thread to send pages in", &error))?;

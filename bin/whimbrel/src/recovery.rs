@@ -66,10 +66,14 @@ fn text(report: &RecoverReport, command: &RecoverCommand) -> String {
         text.line(format_args!(
             "It settles by itself when the other host or the register can be reached. What an operator can decide:"
         ));
-        text.line(format_args!("  `whimbrel recover {vm} --run-here`  the VM is to run on this host"));
-        text.line(format_args!(
-            "  `whimbrel recover {vm} --give-up`   the other host has it, or nobody shall"
-        ));
+        for (decision, what) in [
+            ("--run-here", "--run-here`  the VM is to run on this host"),
+            ("--give-up", "--give-up`   the other host has it, or nobody shall"),
+        ] {
+            if report.risked.iter().any(|choice| choice.starts_with(decision)) {
+                text.line(format_args!("  `whimbrel recover {vm} {what}"));
+            }
+        }
         text.line(format_args!("Each says first what it risks, and does nothing yet."));
     }
     text.finish()

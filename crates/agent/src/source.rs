@@ -297,6 +297,8 @@ pub(crate) struct Driver {
     outcome: Option<Outcome>,
     /// The last thing that people were told, and in which state: not again at every repetition.
     told: Option<(&'static str, SourceReport)>,
+    /// They were told that the destination cannot be reached, and not that it was since.
+    said_unreachable: bool,
     /// The last reason that the journal was given.
     reason: Option<String>,
     /// Since the migration began; absent if another agent began it.
@@ -356,6 +358,7 @@ impl Driver {
             contact,
             outcome: None,
             told: None,
+            said_unreachable: false,
             reason: None,
             cpu,
         }

@@ -255,6 +255,10 @@ pub(crate) struct Monitor {
     pub(crate) mute: bool,
     /// A command that is not answered.
     pub(crate) ignores: Option<&'static str>,
+    /// A command that is answered when it is this one no more.
+    pub(crate) waits: Option<&'static str>,
+    /// A command that is refused.
+    pub(crate) refuses: Option<&'static str>,
     /// Commands that came.
     pub(crate) heard: Vec<String>,
     /// Connections that came.
@@ -347,10 +351,10 @@ fn is_held(process: &Process) -> bool {
     process.status().is_ok_and(|status| status.state == 'T')
 }
 
-fn serve(mut stream: UnixStream, process: &Process, monitor: &Mutex<Monitor>) {
+fn serve(mut stream: UnixStream, process: &Process, shared: &Mutex<Monitor>) {
     let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
     {
-        let mut monitor = monitor.lock().unwrap();
+        let mut monitor = shared.lock().unwrap();
         monitor.connections += 1;
         monitor.clients.push(stream.try_clone().unwrap());
         if !monitor.mute {
@@ -365,9 +369,21 @@ fn serve(mut stream: UnixStream, process: &Process, monitor: &Mutex<Monitor>) {
         }
         let asked: Value = serde_json::from_str(&line).unwrap();
         let command = asked["execute"].as_str().unwrap();
-        let mut monitor = monitor.lock().unwrap();
+        let mut monitor = shared.lock().unwrap();
         monitor.heard.push(command.to_owned());
         if monitor.mute || monitor.ignores == Some(command) {
+            continue;
+        }
+        while monitor.waits == Some(command) {
+            drop(monitor);
+            thread::sleep(Duration::from_millis(2));
+            monitor = shared.lock().unwrap();
+        }
+        if monitor.refuses == Some(command) {
+            let error = json!({ "class": "GenericError", "desc": "not now" });
+            if writeln!(stream, "{}", json!({ "error": error, "id": asked["id"] })).is_err() {
+                return;
+            }
             continue;
         }
         let answer = match command {

@@ -1,12 +1,12 @@
 //! Small questions and orders to a running QEMU that a migration needs.
 
 use std::collections::BTreeSet;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::qmp::{Qmp, QmpError};
+use crate::qmp::{Asked, Qmp, QmpError};
 
 /// QEMU's own word for what the guest is doing.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -107,9 +107,25 @@ pub fn stop(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {
 /// Lets the virtual CPUs run. Takes the images' locks first where they were given up. Returns how long that took from
 /// QEMU's event RESUME on, which comes before the devices go on, and they before the virtual CPUs.
 pub fn cont(qmp: &mut Qmp) -> Result<Option<Duration>, QmpError> {
-    let began = SystemTime::now();
-    qmp.run("cont", Value::Null)?;
-    Ok(qmp.last_said("RESUME").filter(|resumed| *resumed >= began).and_then(|resumed| resumed.elapsed().ok()))
+    let asked = ask_to_cont(qmp)?;
+    let deadline = Instant::now() + qmp.timeout();
+    hear_of_cont(qmp, &asked, deadline)
+}
+
+/// The same without waiting for the answer: QEMU may have to wait for something before it gives one, and whoever asks
+/// has to bring it.
+pub fn ask_to_cont(qmp: &mut Qmp) -> Result<Asked, QmpError> {
+    qmp.ask("cont", Value::Null)
+}
+
+/// The answer to [`ask_to_cont`], as [`cont`] returns it.
+///
+/// # Errors
+/// [`QmpError::Timeout`] after the deadline, where the answer may still come.
+pub fn hear_of_cont(qmp: &mut Qmp, asked: &Asked, deadline: Instant) -> Result<Option<Duration>, QmpError> {
+    qmp.hear::<Value>(asked, deadline)?;
+    let resumed = qmp.last_said("RESUME").filter(|resumed| *resumed >= asked.at());
+    Ok(resumed.and_then(|resumed| resumed.elapsed().ok()))
 }
 
 /// Announces the guest's MAC addresses to the network, as QEMU's own migration does when it ends:

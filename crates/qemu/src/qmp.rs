@@ -45,6 +45,21 @@ pub const MAX_EVENTS: usize = 4096;
 /// How long a command may take unless [`Qmp::set_timeout`] says otherwise.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Something that was asked for and may not be answered yet.
+#[derive(Debug)]
+pub struct Asked {
+    command: String,
+    id: u64,
+    at: SystemTime,
+}
+
+impl Asked {
+    /// When it was asked for, by the clock of QEMU's events.
+    pub fn at(&self) -> SystemTime {
+        self.at
+    }
+}
+
 /// A connection to a monitor, past the negotiation of capabilities.
 #[derive(Debug)]
 pub struct Qmp {
@@ -144,6 +159,22 @@ impl Qmp {
         deadline: Instant,
     ) -> Result<T, QmpError> {
         self.exchange(command, args, None, deadline)
+    }
+
+    /// Asks for something without waiting for the answer, which [`hear`](Self::hear) does, once or again.
+    pub fn ask(&mut self, command: &str, args: Value) -> Result<Asked, QmpError> {
+        let at = SystemTime::now();
+        let (id, line) = self.message(command, args);
+        self.send(command, &line, None, Instant::now() + self.timeout)?;
+        Ok(Asked { command: command.to_owned(), id, at })
+    }
+
+    /// The answer to what was asked. Nothing else is to be asked before it is there: it would be passed over.
+    ///
+    /// # Errors
+    /// [`QmpError::Timeout`] after the deadline, where the answer may still come.
+    pub fn hear<T: DeserializeOwned>(&mut self, asked: &Asked, deadline: Instant) -> Result<T, QmpError> {
+        self.answer(&asked.command, asked.id, deadline)
     }
 
     /// Runs a command that takes a file descriptor (`add-fd`, `getfd`). QEMU gets a duplicate; the

@@ -191,7 +191,8 @@ impl Group {
             if !has_cpu("cgroup.controllers") {
                 return Err(CpuLimitError::NoController { group: home.to_owned() });
             }
-            if !has_cpu("cgroup.subtree_control") {
+            // The last of several guests that share the group switches it off, whichever that is.
+            if !has_cpu("cgroup.subtree_control") || groups_in(home).any(|name| name.ends_with(SWITCHED_ON)) {
                 name += SWITCHED_ON;
             }
         }
@@ -258,14 +259,23 @@ impl Group {
         }
         fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?;
         if self.path.to_string_lossy().ends_with(SWITCHED_ON) {
-            // Not where another guest's group here needs it, whose limit would be gone; the kernel would not say so.
-            let is_another = |entry: fs::DirEntry| entry.file_name().to_string_lossy().starts_with(NAME);
-            let mut others = fs::read_dir(home).map_err(failed("read", home))?;
-            if !others.any(|entry| entry.is_ok_and(is_another)) {
-                let _ = write(&home.join("cgroup.subtree_control"), "-cpu");
-            }
+            switch_off(home);
         }
         Ok(())
+    }
+}
+
+/// Groups of this crate's below one.
+fn groups_in(home: &Path) -> impl Iterator<Item = String> {
+    let entries = fs::read_dir(home).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(NAME))
+}
+
+/// The group above hands the controller down no more; not where another guest's group needs it, whose limit would be gone:
+/// the kernel would not say so.
+fn switch_off(home: &Path) {
+    if groups_in(home).next().is_none() {
+        let _ = write(&home.join("cgroup.subtree_control"), "-cpu");
     }
 }
 
@@ -442,5 +452,20 @@ mod tests {
             fs::remove_file(group.join(file)).unwrap();
         }
         assert!(made.end().is_err(), "a file is left in it");
+        // Another guest's is the last one then, and knows it.
+        fs::write(path("cgroup.subtree_control"), "cpu\n").unwrap();
+        for file in ["cgroup.type", "cgroup.threads", "cpu.max"] {
+            fs::create_dir_all(path("whimbrel-cpu-8-on")).unwrap();
+            fs::write(path("whimbrel-cpu-8-on").join(file), "").unwrap();
+        }
+        let another = Group::make(Version::Two, home.path(), 8, 1).unwrap();
+        assert_eq!(another.path, path("whimbrel-cpu-8-on"));
+        fs::remove_dir_all(&group).unwrap();
+        fs::write(path("cgroup.subtree_control"), "cpu\n").unwrap();
+        switch_off(home.path());
+        assert_eq!(says(path("cgroup.subtree_control")), "cpu\n");
+        fs::remove_dir_all(another.path).unwrap();
+        switch_off(home.path());
+        assert_eq!(says(path("cgroup.subtree_control")), "-cpu");
     }
 }

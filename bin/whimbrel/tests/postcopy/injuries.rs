@@ -128,9 +128,10 @@ fn agents_that_die_while_pages_come_are_no_harm() {
 }
 
 /// Transitions of the handover that there are only where pages come after the guest, on the way of an undisturbed move.
-const TRANSITIONS: [&str; 3] = [
+const TRANSITIONS: [&str; 4] = [
     "destination/starting/contd[missing]",
     "source/committed/incomplete",
+    "source/committed/running[ran]",
     "destination/completing/completed",
 ];
 

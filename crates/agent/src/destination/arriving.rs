@@ -11,7 +11,7 @@ use proto::message::{Finding, RamBlock as ProposedBlock};
 use proto::{Generation, Incarnation, MigrationId};
 use qemu::device_state::{Incoming, LoadError};
 use qemu::process::{Launch, StartError};
-use qemu::qmp::{Qmp, QmpError};
+use qemu::qmp::{Asked, DEFAULT_TIMEOUT, Qmp, QmpError};
 use qemu::ram::{RamBlock, RamError};
 use serde::{Deserialize, Serialize};
 use tracee::{Process, ProcessError, Signal};
@@ -219,6 +219,8 @@ pub(crate) struct Arriving {
     /// Absent once the device state was loaded.
     incoming: Option<Incoming>,
     watch: Option<Watch>,
+    /// A `cont` that is not answered yet, and until when it is waited for.
+    asked_to_cont: Option<(Asked, Instant)>,
 }
 
 impl Arriving {
@@ -245,7 +247,9 @@ impl Arriving {
         match waiting {
             Ok((process, blocks, incoming, seen)) => {
                 let qmp = Some(qmp);
-                Ok((Self { process, qmp, traces, blocks, incoming: Some(incoming), watch: None }, seen))
+                let incoming = Some(incoming);
+                let this = Self { process, qmp, traces, blocks, incoming, watch: None, asked_to_cont: None };
+                Ok((this, seen))
             }
             Err(error) => {
                 traces.remove();
@@ -261,7 +265,8 @@ impl Arriving {
         // One that lacks pages may be waiting for them, and does not answer.
         let is_silent = hold::is_held(&process) || traces.awaited.is_some();
         let qmp = if is_silent { None } else { Some(Qmp::connect(&traces.qmp(), patience)?) };
-        Ok(Self { process, qmp, traces, blocks: Vec::new(), incoming: None, watch: None })
+        let blocks = Vec::new();
+        Ok(Self { process, qmp, traces, blocks, incoming: None, watch: None, asked_to_cont: None })
     }
 
     /// QEMU's end becomes an event, for as long as this is held.
@@ -278,26 +283,53 @@ impl Arriving {
         patience: Duration,
         meanwhile: impl FnOnce(),
     ) -> Result<(), ArriveError> {
-        let incoming = self.incoming.take().ok_or(ArriveError::Gone)?;
-        Ok(incoming.load_beside(self.qmp()?, state, Instant::now() + patience, meanwhile)?)
+        // While it is loaded pages come by other threads than the one that waits here.
+        self.qmp()?;
+        let (Some(incoming), Some(qmp)) = (self.incoming.take(), &mut self.qmp) else {
+            return Err(ArriveError::Gone);
+        };
+        Ok(incoming.load_beside(qmp, state, Instant::now() + patience, meanwhile)?)
     }
 
     /// How long its monitor may take. One whose guest lacks pages may wait for one of them with all that it has to do,
     /// and that may be on the other side of a link that has to be mended here first.
     fn patience(&self) -> Duration {
         let is_loaded = self.incoming.is_none();
-        if is_loaded && self.traces.awaited.is_some() { WHILE_AWAITED } else { qemu::qmp::DEFAULT_TIMEOUT }
+        if is_loaded && self.traces.awaited.is_some() { WHILE_AWAITED } else { DEFAULT_TIMEOUT }
     }
 
-    /// Its monitor, for a QEMU that is not held. Commands may take as long as [`patience`](Self::patience) has it.
+    /// Its monitor, for a QEMU that is not held. Commands take no longer than [`patience`](Self::patience) has it.
     pub(crate) fn qmp(&mut self) -> Result<&mut Qmp, QmpError> {
         let patience = self.patience();
         let mut qmp = match self.qmp.take() {
             Some(qmp) => qmp,
             None => Qmp::connect(&self.traces.qmp(), patience)?,
         };
-        qmp.set_timeout(patience);
+        qmp.set_timeout(qmp.timeout().min(patience));
         Ok(self.qmp.insert(qmp))
+    }
+
+    /// Has the guest run, or hears what became of that; how long it took from QEMU's event RESUME on. None if there is no
+    /// answer yet, which is to be heard by and by: whoever waits here for long answers nobody on whom QEMU may wait.
+    pub(crate) fn cont(&mut self) -> Result<Option<Option<Duration>>, QmpError> {
+        let (asked, until) = match self.asked_to_cont.take() {
+            Some(asked) => asked,
+            None => (qemu::control::ask_to_cont(self.qmp()?)?, Instant::now() + DEFAULT_TIMEOUT),
+        };
+        let qmp = self.qmp()?;
+        let deadline = Instant::now() + qmp.timeout();
+        match qemu::control::hear_of_cont(qmp, &asked, deadline) {
+            Err(QmpError::Timeout { .. }) if self.traces.awaited.is_some() && Instant::now() < until => {
+                self.asked_to_cont = Some((asked, until));
+                Ok(None)
+            }
+            heard => heard.map(Some),
+        }
+    }
+
+    /// Whether a `cont` is still to be heard of.
+    pub(crate) fn hears_of_cont(&self) -> bool {
+        self.asked_to_cont.is_some()
     }
 
     /// Holds a QEMU that has loaded all: from here on nobody can run this copy but by [`release`](Self::release). An

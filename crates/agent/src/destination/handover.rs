@@ -192,6 +192,9 @@ impl Driver {
         if let Some(event) = self.not_taken.take() {
             return self.take(&event);
         }
+        if self.vm.as_ref().is_some_and(Arriving::hears_of_cont) {
+            return self.hear_of_cont();
+        }
         if std::mem::take(&mut self.look_again) {
             let found = self.vm.as_mut().map_or(Found::Gone, Arriving::found);
             return self.take(&DestinationEvent::Restarted(found));

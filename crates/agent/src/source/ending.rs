@@ -32,9 +32,13 @@ impl Driver {
     pub(super) fn tell_user(&mut self, report: SourceReport) {
         let vm = &self.terms.migration.vm;
         let to = &self.terms.destination;
-        let is_lost = self.later.is_some() && !self.vm.as_ref().is_some_and(SourceVm::is_alive);
+        let is_needed =
+            self.later.is_some() || matches!(self.state, SourceState::Committed { ran: true, .. });
+        let is_lost = is_needed && !self.vm.as_ref().is_some_and(SourceVm::is_alive);
         let report = match report {
-            SourceReport::Incomplete | SourceReport::CopyLost if is_lost => SourceReport::MemoryLost,
+            SourceReport::Incomplete | SourceReport::CopyLost | SourceReport::NeededThere if is_lost => {
+                SourceReport::MemoryLost
+            }
             report => report,
         };
         let text = match report {
@@ -82,8 +86,7 @@ impl Driver {
             SourceReport::CopyLost => format!("this side's stopped copy is gone; only that at {to} is left"),
         };
         let told = Some((self.state.name(), report));
-        let before = self.told;
-        if before != told {
+        if self.told != told {
             self.told = told;
             info!(migration = %self.terms.migration, text, "report");
             self.note("report", &*text);
@@ -108,7 +111,9 @@ impl Driver {
                 | SourceReport::MemoryLost
                 | SourceReport::Contradiction
         );
-        let was_unreachable = before.is_some_and(|(_, before)| before == SourceReport::NeededThere);
+        let is_reached = outcome.is_some() || report == SourceReport::Incomplete;
+        let was_unreachable = is_reached && std::mem::take(&mut self.said_unreachable);
+        self.said_unreachable |= report == SourceReport::NeededThere;
         let reason = self.reason.clone();
         self.telemetry.update(|progress| {
             if waiting {
@@ -122,7 +127,7 @@ impl Driver {
             {
                 // Its state is known again: pages go on.
                 (progress.standing, progress.message) = (Standing::Underway, Some(reason.unwrap_or(text)));
-            } else if outcome.is_some() && progress.standing == Standing::InDoubt {
+            } else if outcome.is_some() && (was_unreachable || progress.standing == Standing::InDoubt) {
                 // What was to be done meanwhile is no longer to be done.
                 progress.message = Some(reason.unwrap_or(text));
             } else {

@@ -173,14 +173,9 @@ impl Driver {
                 }
                 self.take(&event);
             }
-            Notice::Lost { link, .. } => {
+            Notice::Lost { link, error } => {
                 if self.is_control(link) {
-                    self.control = None;
-                    // The link is the same: that pages do not go any more need not be found out once more, which takes as
-                    // long as the kernel waits for an answer.
-                    if let Some(later) = &mut self.later {
-                        later.serving = None;
-                    }
+                    self.control_lost(error.unwrap_or_else(|| "the control stream was closed".to_owned()));
                 }
             }
             Notice::ServingEnded { generation, error } if generation == self.generation => {
@@ -188,6 +183,13 @@ impl Driver {
             }
             Notice::ServingEnded { .. } => {}
         }
+    }
+
+    /// Pages went over the same link: that they do not go any more need not be found out once more, which takes as long as
+    /// the kernel waits for an answer.
+    pub(super) fn control_lost(&mut self, error: String) {
+        self.control = None;
+        self.serving_ended(error);
     }
 
     fn waiting_phase(&self) -> Phase {

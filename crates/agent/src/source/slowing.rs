@@ -118,7 +118,7 @@ impl Slowing {
             used_us_per_s: used_us_per_s.clone().sum(),
             dirtied_bytes_per_s: memory.dirty_rate_bytes_per_s(),
             drained_bytes_per_s,
-            busy_processors: used_us_per_s.filter(|used| *used >= WORKS_US_PER_S).count() as u32,
+            least_us_per_s: CpuDrain::least(used_us_per_s),
         }))
     }
 
@@ -131,9 +131,6 @@ impl Slowing {
         Ok(())
     }
 }
-
-/// A processor that uses less, in microseconds per second, keeps time for its guest and does nothing else.
-const WORKS_US_PER_S: u64 = 10_000;
 
 /// Another speed than before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

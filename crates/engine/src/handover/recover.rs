@@ -65,9 +65,7 @@ pub fn advise_source(terms: &Terms, state: &SourceState) -> Advice {
         SourceState::Committed { ran: true, .. } => Advice {
             known: vec![
                 format!("the guest runs on {there} since epoch {epoch}, or has crashed there since"),
-                format!(
-                    "some of its memory was only on this host when {there} was last heard of, and is held here"
-                ),
+                format!("some of its memory was only on this host when {there} was last heard of"),
             ],
             unknown: vec![format!("whether {there} has all of it by now")],
             choices: vec![elsewhere(terms)],

@@ -244,9 +244,13 @@ impl BySla {
 
         let all = [(Way::PreCopy, pre_copy), (Way::SlowedDown, slowed_down), (Way::PostCopy, post_copy)];
         let kept = all.into_iter().find(|(_, outcome)| outcome.is_some_and(|outcome| self.keeps(outcome)));
-        let patient = if self.ways.slow_down { Way::SlowedDown } else { Way::PreCopy };
-        let (chosen, is_kept) = kept.map_or((patient, false), |(way, _)| (way, true));
+        let (chosen, is_kept) = kept.map_or((self.patient_way(), false), |(way, _)| (way, true));
         Outlook { chosen, is_kept, pre_copy, slowed_down, post_copy }
+    }
+
+    /// The way that is taken where none keeps the limits.
+    fn patient_way(&self) -> Way {
+        if self.ways.slow_down { Way::SlowedDown } else { Way::PreCopy }
     }
 
     /// The guest leaves what is left of its memory behind.
@@ -318,30 +322,36 @@ impl Policy for BySla {
         let is_certain = self.proposed == Some(outlook.chosen) || is_last_moment;
         self.proposed = Some(outlook.chosen);
         let before = self.way.unwrap_or(Way::PreCopy);
+        let wanted = outlook.chosen;
         if outlook.chosen != before && !is_certain {
             outlook.chosen = before;
         }
-        self.way = Some(outlook.chosen);
-        self.outlook = Some(outlook);
-        let is_last_round = observed.round >= self.aim.max_rounds;
+        let mut kept_by_disks = None;
         if outlook.chosen == Way::PostCopy || self.leaving.has_begun() {
             let left = self.leave(observed, pages_ns);
-            if !matches!(left, Decision::GiveUp { .. }) {
+            if matches!(left, Decision::GiveUp { .. }) {
+                // Its disks keep it from leaving its memory behind: it goes on without that for as long as there is time.
+                self.leaving = Leaving::default();
+                (outlook.chosen, outlook.is_kept) = match wanted {
+                    Way::PostCopy => (self.patient_way(), false),
+                    other => (other, outlook.is_kept),
+                };
+                kept_by_disks = Some(left);
+            } else {
+                (self.way, self.outlook) = (Some(outlook.chosen), Some(outlook));
                 return left;
             }
-            // Its disks keep it from leaving its memory behind. Another way may have come to be good enough.
-            self.leaving = Leaving::default();
-            if outlook.chosen == Way::PostCopy || !outlook.is_kept || is_last_round {
-                return if self.on_limit == OnLimit::Stop { stop } else { left };
-            }
         }
+        (self.way, self.outlook) = (Some(outlook.chosen), Some(outlook));
+        let is_last_round = observed.round >= self.aim.max_rounds;
         if !is_last_round && (outlook.is_kept || !is_last_moment) {
             return slow(outlook.chosen);
         }
-        match self.on_limit {
-            OnLimit::Stop => stop,
-            OnLimit::PostCopy => self.leave(observed, pages_ns),
-            OnLimit::Abort => give_up(if is_last_round { Limit::Rounds } else { Limit::Total }),
+        match (self.on_limit, kept_by_disks) {
+            (OnLimit::Stop, _) => stop,
+            (_, Some(gave_up)) => gave_up,
+            (OnLimit::PostCopy, None) => self.leave(observed, pages_ns),
+            (OnLimit::Abort, None) => give_up(if is_last_round { Limit::Rounds } else { Limit::Total }),
         }
     }
 }

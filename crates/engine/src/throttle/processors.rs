@@ -54,14 +54,10 @@ pub struct CpuObservation {
     pub dirtied_bytes_per_s: u64,
     /// How fast memory was sent, in the same.
     pub drained_bytes_per_s: u64,
-    /// How many of its processors worked.
-    #[serde(default = "one")]
-    pub busy_processors: u32,
-}
-
-/// In traces from before it was counted.
-const fn one() -> u32 {
-    1
+    /// With how much processor time none of its processors stands still for long, in microseconds per second
+    /// ([`CpuDrain::least`]).
+    #[serde(default)]
+    pub least_us_per_s: u64,
 }
 
 /// Holds a guest to so much processor time that it dirties half of what is sent: then all that is left is half after
@@ -74,19 +70,29 @@ pub struct CpuDrain {
     /// The most that it used while it was not held.
     #[serde(skip)]
     usual_us_per_s: u64,
+    /// The most that it was seen to need.
+    #[serde(skip)]
+    least_us_per_s: u64,
 }
 
 impl CpuDrain {
-    /// It keeps at least one part in so many of each processor that works: who gets less does not answer any more. The
-    /// kernel sees at its next tick that a thread has used up its time, 4 ms late with 250 of them a second, and has it
-    /// make up for that: with an eighth it waits for two periods of 20 ms at most, with less for three and more.
+    /// A processor that works keeps at least one part in so many: who gets less does not answer any more. The kernel sees at its next tick that a thread has used up its time, 4 ms late with 250 of them a second, and has it make up
+    /// for that: with an eighth it waits for two periods of 20 ms at most, with less for three and more.
     pub const LEAST_SHARE: u64 = 8;
     /// The same of one, in microseconds per second.
     const LEAST_US_PER_S: u64 = 1_000_000 / Self::LEAST_SHARE;
 
+    /// With how much all of a guest's processors together do not stand still for long, where each used so much, in
+    /// microseconds per second: what it used, of one that works more than that an eighth.
+    pub fn least(used_us_per_s: impl Iterator<Item = u64>) -> u64 {
+        used_us_per_s.map(|used| used.min(Self::LEAST_US_PER_S)).sum()
+    }
+
     fn hold(&mut self, observed: &CpuObservation) {
-        let &CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s, busy_processors } =
+        let &CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s, least_us_per_s } =
             observed;
+        // One that is held uses less, and needs no less for that.
+        self.least_us_per_s = self.least_us_per_s.max(least_us_per_s).max(Self::LEAST_US_PER_S);
         if self.held.cap.is_none() {
             self.usual_us_per_s = self.usual_us_per_s.max(used_us_per_s);
         }
@@ -94,7 +100,7 @@ impl CpuDrain {
             used: used_us_per_s,
             dirtied: dirtied_bytes_per_s,
             share: drained_bytes_per_s / 2,
-            least: Self::LEAST_US_PER_S * u64::from(busy_processors.max(1)),
+            least: self.least_us_per_s,
             most: self.usual_us_per_s,
         });
     }
@@ -140,9 +146,10 @@ mod tests {
             let used_us_per_s = cap.map_or(wants_us, |cap| wants_us.min(cap));
             let dirtied_bytes_per_s = dirties * used_us_per_s / wants_us;
             let drained_bytes_per_s = 100 * MIB;
-            let busy_processors = (wants_us / 1_000_000) as u32;
+            let processors = wants_us.div_ceil(1_000_000);
+            let least_us_per_s = CpuDrain::least((0..processors).map(|_| used_us_per_s / processors));
             let seen =
-                CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s, busy_processors };
+                CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s, least_us_per_s };
             cap = decide(&mut policy, seen);
         }
         (policy, cap)
@@ -180,6 +187,13 @@ mod tests {
     }
 
     #[test]
+    fn processors_that_hardly_work_keep_no_other_fast() {
+        let used = std::iter::once(1_000_000).chain([20_000; 7]);
+        assert_eq!(CpuDrain::least(used), 125_000 + 7 * 20_000);
+        assert_eq!(CpuDrain::least(std::iter::empty()), 0);
+    }
+
+    #[test]
     fn a_guest_that_has_become_calm_is_let_go() {
         let (mut policy, cap) = held_after(1, 1_000_000, 400 * MIB);
         assert_eq!(cap, Some(125_000));
@@ -187,7 +201,7 @@ mod tests {
             used_us_per_s: 100_000,
             dirtied_bytes_per_s: MIB,
             drained_bytes_per_s: 100 * MIB,
-            busy_processors: 1,
+            least_us_per_s: 100_000,
         };
         let caps: Vec<_> = (0..12).map(|_| decide(&mut policy, calm)).collect();
         assert_eq!(caps[1..4], [Some(125_000), Some(250_000), Some(250_000)]);
@@ -221,7 +235,7 @@ mod tests {
             used_us_per_s: 1_000_000,
             dirtied_bytes_per_s: 400 * MIB,
             drained_bytes_per_s: 100 * MIB,
-            busy_processors: 1,
+            least_us_per_s: 100_000,
         };
         let mut policy = CpuDrain::default();
         assert_eq!(policy.decide(&CpuLook { seen: Some(fast), ..CpuLook::default() }), None);

@@ -104,7 +104,7 @@ proptest! {
         let of = |((is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns), seen)| CpuLook {
             wish: Wish { is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns },
             seen: Option::map(seen, |(used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s)| {
-                CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s, busy_processors: 2 }
+                CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s, least_us_per_s: 250_000 }
             }),
         };
         is_replayed(&traced(CpuDrain::default(), seen.into_iter().map(of).collect(), &lifted));
@@ -170,7 +170,7 @@ fn who_begins_anew_does_so_again() {
             used_us_per_s: 1_000_000,
             dirtied_bytes_per_s: 400 << 20,
             drained_bytes_per_s: 100 << 20,
-            busy_processors: 1,
+            least_us_per_s: 100_000,
         }),
     };
     let mut trace = traced(CpuDrain::default(), vec![fast, CpuLook::default(), fast], &[1]);

@@ -177,7 +177,6 @@ impl Driver {
     }
 
     fn cont(&mut self) {
-        let began = self.go_heard.unwrap_or_else(Instant::now);
         self.look_whether_trusted();
         // Nobody has run it yet: the source has all that is right.
         let is_first = matches!(self.state, DestinationState::Starting { again: false, .. });
@@ -194,8 +193,16 @@ impl Driver {
         if let Err(error) = vm.release() {
             error!(error = crate::chain(&error), "QEMU is not let go");
         }
-        let event = match vm.qmp().and_then(qemu::control::cont) {
-            Ok(resumed) => {
+        self.hear_of_cont();
+    }
+
+    /// What became of `cont`, as soon as that is known.
+    pub(super) fn hear_of_cont(&mut self) {
+        let began = self.go_heard.unwrap_or_else(Instant::now);
+        let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
+        let event = match vm.cont() {
+            Ok(None) => return,
+            Ok(Some(resumed)) => {
                 self.continued = Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
                 DestinationEvent::Contd { missing: vm.traces.awaited.is_some() }
             }

@@ -93,6 +93,21 @@ fn what_comes_late_on_an_older_connection_is_passed_over() {
     assert_eq!(driver.state, DestinationState::Prepared);
 }
 
+/// Whoever made it would wait for an answer that nobody gives.
+#[test]
+fn a_control_stream_of_an_old_generation_is_closed() {
+    let world = World::new();
+    let (mut driver, mut present) = driver(&world, DestinationState::Prepared, None);
+    driver.generation = Generation(2);
+    let (here, mut old) = World::from_peer();
+    driver.inbox.mailbox().connected(here, Some(Generation(1))).unwrap();
+    let connected = driver.inbox.wait(Instant::now() + PATIENCE).unwrap();
+    driver.notice(connected);
+    old.hung_up();
+    driver.say(&Message::Ping);
+    present.hear_until(|message| *message == Message::Ping);
+}
+
 #[test]
 fn what_the_journal_did_not_take_is_taken_again() {
     let world = World::new();
@@ -201,6 +216,48 @@ fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
     qemu.monitor().ignores = None;
     source.hear_until(|message| matches!(message, Message::Running { .. }));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+}
+
+/// The page that it waits for comes over connections that somebody has to answer here.
+#[test]
+fn a_qemu_that_waits_for_a_page_does_not_make_the_driver_deaf() {
+    let world = World::new();
+    let (qemu, mut vm, incarnation) = arrived(&world);
+    vm.qmp().unwrap().set_timeout(qemu::qmp::DEFAULT_TIMEOUT);
+    vm.traces.awaited = Some(awaited(&world, None));
+    assert!(vm.qmp().unwrap().timeout() < Duration::from_secs(1));
+    let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
+    let (mut driver, mut source) = driver(&world, ready, Some(vm));
+    driver.found_complete = true;
+    qemu.monitor().waits = Some("cont");
+    let settled = thread::spawn(move || driver.settle());
+    source.say(&go(&incarnation));
+    qemu.heard("cont", 1);
+    source.say(&Message::Ping);
+    source.hear_until(|message| *message == Message::Pong);
+    qemu.monitor().waits = None;
+    source.hear_until(|message| matches!(message, Message::Running { .. }));
+    assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
+    assert_eq!(qemu.monitor().heard.iter().filter(|heard| *heard == "cont").count(), 1);
+}
+
+/// It never ran, which is known however long it took to say so: the source goes on with it.
+#[test]
+fn a_cont_that_is_refused_late_gives_the_guest_back() {
+    let world = World::new();
+    let (qemu, mut vm, incarnation) = arrived(&world);
+    vm.traces.awaited = Some(awaited(&world, None));
+    let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
+    let (driver, mut source) = driver(&world, ready, Some(vm));
+    (qemu.monitor().waits, qemu.monitor().refuses) = (Some("cont"), Some("cont"));
+    let settled = thread::spawn(move || driver.settle());
+    source.say(&go(&incarnation));
+    qemu.heard("cont", 1);
+    source.say(&Message::Ping);
+    source.hear_until(|message| *message == Message::Pong);
+    qemu.monitor().waits = None;
+    source.hear_until(|message| matches!(message, Message::Refused { .. }));
+    assert_eq!(settled.join().unwrap(), DestinationState::Refused);
 }
 
 #[test]
@@ -324,9 +381,14 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
 
 /// What an agent has of a guest with a page that was there before it came.
 fn untrusted(world: &World) -> crate::destination::AwaitedTrace {
+    awaited(world, Some(serde_json::json!({"page": {"block": 0, "page": 7}, "is_stopped": false})))
+}
+
+/// What an agent has of a guest whose pages are to come.
+fn awaited(world: &World, untrusted: Option<serde_json::Value>) -> crate::destination::AwaitedTrace {
     let trace = serde_json::json!({
         "descriptor": 9999, "ledger": world.folder.path().join("awaited"), "regions": [],
-        "untrusted": {"page": {"block": 0, "page": 7}, "is_stopped": false},
+        "untrusted": untrusted,
     });
     serde_json::from_value(trace).unwrap()
 }

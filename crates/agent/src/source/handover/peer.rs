@@ -134,8 +134,9 @@ impl Driver {
         }
         let Some(control) = &mut self.control else { return };
         if let Err(error) = control.writer.send(message) {
-            warn!(to = %self.terms.destination, error = crate::chain(&error), "cannot send to the destination");
-            self.control = None;
+            let error = crate::chain(&error);
+            warn!(to = %self.terms.destination, error, "cannot send to the destination");
+            self.control_lost(error);
         }
     }
 

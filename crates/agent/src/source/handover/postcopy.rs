@@ -37,7 +37,11 @@ impl Driver {
                             self.telemetry.left(),
                             Arc::clone(&self.controls.rate),
                         );
-                        later.before = self.controls.report(|report| report.post_copy).unwrap_or_default();
+                        // How the one before pushed cannot be gone on with: what it had learnt is gone with it.
+                        later.before = self.controls.report(|report| {
+                            report.traces.others.push = None;
+                            report.post_copy.unwrap_or_default()
+                        });
                         self.later = Some(later);
                         break;
                     }
@@ -54,8 +58,8 @@ impl Driver {
 
     /// Nothing more goes over these connections.
     pub(super) fn serving_ended(&mut self, error: String) {
-        let Some(later) = &mut self.later else { return };
-        later.serving = None;
+        let Some(serving) = self.later.as_mut().and_then(|later| later.serving.take()) else { return };
+        drop(serving);
         self.note("link-lost", error);
         // Should this agent die before the next connections are there, the report has what was decided so far.
         self.note_served();

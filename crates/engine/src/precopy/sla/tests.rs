@@ -180,29 +180,42 @@ fn rounds_have_a_limit_too() {
     assert!(matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Rounds, .. } }), "{end:?}");
 }
 
-/// Disks that become no less keep a guest from leaving its memory behind: it is stopped where a user wants that at the
-/// limit, goes another way where there is one by then, and else gives up.
+/// Disks that become no less keep a guest from leaving its memory behind. It goes on without that for as long as there is
+/// time, another way where there is one by then; at the limit it is stopped where a user wants that, and else gives up.
 #[test]
 fn disks_that_become_no_less_leave_the_other_ways() {
-    let look = |number: u32, disk_pages, dirty_pages| RoundObservation {
+    let look = |number: u32, disk_pages, dirty_pages, elapsed_ms: u64| RoundObservation {
         disk_pages,
-        elapsed_ns: u64::from(number) * 1_000 * MS,
-        ..super::super::tests::round(number, 1_000_000, dirty_pages, 1_000)
+        elapsed_ns: elapsed_ms * MS,
+        ..super::super::tests::round(number, dirty_pages, 100_000, 1_000)
+    };
+    let ways = Ways { slow_down: false, post_copy: true };
+    let ahead = |on_limit| {
+        let mut policy = sla(300, 60_000, ways, on_limit);
+        policy.decide(&look(1, 10_000, 1_000_000, 1_000));
+        let ahead = policy.decide(&look(2, 10_000, 1_000_000, 2_000));
+        assert!(matches!(ahead, Decision::NextRound { disks_alone: true, .. }), "{ahead:?}");
+        policy
     };
     for on_limit in [OnLimit::Abort, OnLimit::Stop] {
-        let mut policy = sla(300, 60_000, Ways { slow_down: false, post_copy: true }, on_limit);
-        policy.decide(&look(1, 10_000, 100_000));
-        let ahead = policy.decide(&look(2, 10_000, 100_000));
-        assert!(matches!(ahead, Decision::NextRound { disks_alone: true, .. }), "{ahead:?}");
-        let end = policy.decide(&look(3, 90_000, 100_000));
+        let mut policy = ahead(on_limit);
+        let goes_on = policy.decide(&look(3, 900_000, 1_000_000, 3_000));
+        assert!(matches!(goes_on, Decision::NextRound { disks_alone: false, .. }), "{goes_on:?}");
+        assert_eq!(
+            policy.outlook().map(|outlook| (outlook.chosen, outlook.is_kept)),
+            Some((Way::PreCopy, false))
+        );
+        let end = policy.decide(&look(4, 950_000, 1_000_000, 59_500));
         match on_limit {
             OnLimit::Stop => assert!(matches!(end, Decision::StopAndCopy { .. }), "{end:?}"),
-            _ => assert!(
-                matches!(end, Decision::GiveUp { reason: GiveUp { limit: Limit::Disks, .. } }),
-                "{end:?}"
-            ),
+            _ => assert!(matches!(end, Decision::GiveUp { .. }), "{end:?}"),
         }
     }
+    // The guest has become calm: rounds come to an end now.
+    let mut policy = ahead(OnLimit::Abort);
+    let calm = policy.decide(&look(3, 39_000, 40_000, 3_000));
+    assert!(matches!(calm, Decision::NextRound { disks_alone: false, .. }), "{calm:?}");
+    assert_eq!(policy.outlook().map(|outlook| (outlook.chosen, outlook.is_kept)), Some((Way::PreCopy, true)));
 }
 
 /// What is dirty of disks goes while the guest stands still, and slower processors write no less to them.

@@ -207,6 +207,18 @@ const SERVED: [&str; 3] = ["disk-", "compare.", "template-"];
 /// How long the monitor of a QEMU is waited for at a time whose guest lacks pages.
 const WHILE_AWAITED: Duration = Duration::from_millis(500);
 
+/// What became of `cont`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OfCont {
+    /// QEMU has not answered.
+    NotYet,
+    /// The guest runs.
+    Runs {
+        /// How long it took from QEMU's event RESUME on.
+        resumed: Option<Duration>,
+    },
+}
+
 /// A QEMU that waits for its guest.
 pub(crate) struct Arriving {
     pub(crate) process: Process,
@@ -309,9 +321,9 @@ impl Arriving {
         Ok(self.qmp.insert(qmp))
     }
 
-    /// Has the guest run, or hears what became of that; how long it took from QEMU's event RESUME on. None if there is no
-    /// answer yet, which is to be heard by and by: whoever waits here for long answers nobody on whom QEMU may wait.
-    pub(crate) fn cont(&mut self) -> Result<Option<Option<Duration>>, QmpError> {
+    /// Has the guest run, or hears what became of that. Where there is no answer yet it is to be heard by and by: whoever
+    /// waits here for long answers nobody on whom QEMU may wait.
+    pub(crate) fn cont(&mut self) -> Result<OfCont, QmpError> {
         let (asked, until) = match self.asked_to_cont.take() {
             Some(asked) => asked,
             None => (qemu::control::ask_to_cont(self.qmp()?)?, Instant::now() + DEFAULT_TIMEOUT),
@@ -321,9 +333,9 @@ impl Arriving {
         match qemu::control::hear_of_cont(qmp, &asked, deadline) {
             Err(QmpError::Timeout { .. }) if self.traces.awaited.is_some() && Instant::now() < until => {
                 self.asked_to_cont = Some((asked, until));
-                Ok(None)
+                Ok(OfCont::NotYet)
             }
-            heard => heard.map(Some),
+            heard => heard.map(|resumed| OfCont::Runs { resumed }),
         }
     }
 

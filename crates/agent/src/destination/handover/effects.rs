@@ -11,6 +11,7 @@ use proto::message::{Message, RegisterRequest};
 use tracing::{error, warn};
 
 use crate::cpu::CpuTime;
+use crate::destination::arriving::OfCont;
 use crate::destination::ending::Left;
 use crate::destination::inbox::Notice;
 use crate::destination::{Continued, Driver, Traces};
@@ -201,8 +202,8 @@ impl Driver {
         let began = self.go_heard.unwrap_or_else(Instant::now);
         let Some(vm) = &mut self.vm else { return self.follow_ups.push_back(DestinationEvent::QemuDied) };
         let event = match vm.cont() {
-            Ok(None) => return,
-            Ok(Some(resumed)) => {
+            Ok(OfCont::NotYet) => return,
+            Ok(OfCont::Runs { resumed }) => {
                 self.continued = Some(Continued { returned: Instant::now(), took: began.elapsed(), resumed });
                 DestinationEvent::Contd { missing: vm.traces.awaited.is_some() }
             }

@@ -224,7 +224,7 @@ fn a_qemu_that_waits_for_a_page_does_not_make_the_driver_deaf() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
     vm.qmp().unwrap().set_timeout(qemu::qmp::DEFAULT_TIMEOUT);
-    vm.traces.awaited = Some(awaited(&world, None));
+    vm.traces.awaited = Some(awaited(&world, &serde_json::Value::Null));
     assert!(vm.qmp().unwrap().timeout() < Duration::from_secs(1));
     let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
     let (mut driver, mut source) = driver(&world, ready, Some(vm));
@@ -246,7 +246,7 @@ fn a_qemu_that_waits_for_a_page_does_not_make_the_driver_deaf() {
 fn a_cont_that_is_refused_late_gives_the_guest_back() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
-    vm.traces.awaited = Some(awaited(&world, None));
+    vm.traces.awaited = Some(awaited(&world, &serde_json::Value::Null));
     let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
     let (driver, mut source) = driver(&world, ready, Some(vm));
     (qemu.monitor().waits, qemu.monitor().refuses) = (Some("cont"), Some("cont"));
@@ -381,11 +381,11 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
 
 /// What an agent has of a guest with a page that was there before it came.
 fn untrusted(world: &World) -> crate::destination::AwaitedTrace {
-    awaited(world, Some(serde_json::json!({"page": {"block": 0, "page": 7}, "is_stopped": false})))
+    awaited(world, &serde_json::json!({"page": {"block": 0, "page": 7}, "is_stopped": false}))
 }
 
 /// What an agent has of a guest whose pages are to come.
-fn awaited(world: &World, untrusted: Option<serde_json::Value>) -> crate::destination::AwaitedTrace {
+fn awaited(world: &World, untrusted: &serde_json::Value) -> crate::destination::AwaitedTrace {
     let trace = serde_json::json!({
         "descriptor": 9999, "ledger": world.folder.path().join("awaited"), "regions": [],
         "untrusted": untrusted,

@@ -20,10 +20,16 @@ fn stage(rate_mib_per_s: u64) -> (Cluster, lab::Guest) {
     stage_of(RATE, 32, rate_mib_per_s)
 }
 
-/// The same with so much that it rewrites, on a link of so many bytes per second.
+/// The same with so much that it rewrites, on a link of so many bytes per second. Copying does not give way: what it does is
+/// to follow from how the guest writes alone, however busy the machine is.
 fn stage_of(rate_bytes_per_s: u64, wss_mib: u64, rate_mib_per_s: u64) -> (Cluster, lab::Guest) {
     let link = lab::Link::Limited { rate_bytes_per_s };
-    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let extra = Setup::default().extra + "[limits]\nguest_wait_percent = 0\n";
+    stage_in(&Setup { link, extra, ..Setup::default() }, wss_mib, rate_mib_per_s)
+}
+
+fn stage_in(setup: &Setup, wss_mib: u64, rate_mib_per_s: u64) -> (Cluster, lab::Guest) {
+    let cluster = Cluster::with(setup);
     let load = Load { fill_mib: wss_mib + 16, wss_mib, rate_mib_per_s, ..Load::default() };
     let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
     (cluster, guest)
@@ -199,7 +205,8 @@ impl Drop for Crowd {
 /// The host becomes busy while a guest is copied that needs its processor: it is seen to wait, and what copies gives way.
 #[test]
 fn copying_gives_way_to_a_guest_that_waits_for_processors() {
-    let (cluster, _guest) = stage(200);
+    let link = lab::Link::Limited { rate_bytes_per_s: RATE };
+    let (cluster, _guest) = stage_in(&Setup { link, ..Setup::default() }, 32, 200);
     let words = ["migrate", "vm1", "--to", "b", "--verify", "--max-rounds", "1000", "--compress", "none"];
     let migration = cluster.a.begin(&words);
     cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");

@@ -73,8 +73,8 @@ pub enum ThrottleCpu {
     /// As fast as ever.
     #[default]
     Off,
-    /// So fast that it dirties half of what is sent, but an eighth of each that works at least, where it would
-    /// dirty more than that and could not be stopped in time.
+    /// So fast that it dirties half of what is sent, where it would dirty more than that and could not be stopped in time;
+    /// each keeps what it uses up to an eighth.
     Drain,
 }
 

@@ -76,8 +76,9 @@ pub struct CpuDrain {
 }
 
 impl CpuDrain {
-    /// A processor that works keeps at least one part in so many: who gets less does not answer any more. The kernel sees at its next tick that a thread has used up its time, 4 ms late with 250 of them a second, and has it make up
-    /// for that: with an eighth it waits for two periods of 20 ms at most, with less for three and more.
+    /// A processor that works keeps at least one part in so many: who gets less does not answer any more. The kernel sees at
+    /// its next tick that a thread has used up its time, 4 ms late with 250 of them a second, and has it make up for that:
+    /// with an eighth it waits for two periods of 20 ms at most, with less for three and more.
     pub const LEAST_SHARE: u64 = 8;
     /// The same of one, in microseconds per second.
     const LEAST_US_PER_S: u64 = 1_000_000 / Self::LEAST_SHARE;

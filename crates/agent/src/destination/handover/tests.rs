@@ -218,6 +218,26 @@ fn a_cont_that_is_not_answered_does_not_make_the_driver_deaf() {
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
 }
 
+/// GO is said to a driver whose QEMU does not answer `cont` yet; it hears what is said meanwhile.
+fn goes_while_cont_waits(
+    world: &World,
+    qemu: &Qemu,
+    vm: Arriving,
+    incarnation: Incarnation,
+) -> (thread::JoinHandle<DestinationState>, Peer) {
+    let message = go(&incarnation);
+    let (mut driver, mut source) =
+        driver(world, DestinationState::Ready { incarnation, run: true }, Some(vm));
+    driver.found_complete = true;
+    qemu.monitor().waits = Some("cont");
+    let settled = thread::spawn(move || driver.settle());
+    source.say(&message);
+    qemu.heard("cont", 1);
+    source.say(&Message::Ping);
+    source.hear_until(|message| *message == Message::Pong);
+    (settled, source)
+}
+
 /// The page that it waits for comes over connections that somebody has to answer here.
 #[test]
 fn a_qemu_that_waits_for_a_page_does_not_make_the_driver_deaf() {
@@ -226,15 +246,7 @@ fn a_qemu_that_waits_for_a_page_does_not_make_the_driver_deaf() {
     vm.qmp().unwrap().set_timeout(qemu::qmp::DEFAULT_TIMEOUT);
     vm.traces.awaited = Some(awaited(&world, &serde_json::Value::Null));
     assert!(vm.qmp().unwrap().timeout() < Duration::from_secs(1));
-    let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
-    let (mut driver, mut source) = driver(&world, ready, Some(vm));
-    driver.found_complete = true;
-    qemu.monitor().waits = Some("cont");
-    let settled = thread::spawn(move || driver.settle());
-    source.say(&go(&incarnation));
-    qemu.heard("cont", 1);
-    source.say(&Message::Ping);
-    source.hear_until(|message| *message == Message::Pong);
+    let (settled, mut source) = goes_while_cont_waits(&world, &qemu, vm, incarnation);
     qemu.monitor().waits = None;
     source.hear_until(|message| matches!(message, Message::Running { .. }));
     assert!(matches!(settled.join().unwrap(), DestinationState::Active { .. }));
@@ -247,14 +259,8 @@ fn a_cont_that_is_refused_late_gives_the_guest_back() {
     let world = World::new();
     let (qemu, mut vm, incarnation) = arrived(&world);
     vm.traces.awaited = Some(awaited(&world, &serde_json::Value::Null));
-    let ready = DestinationState::Ready { incarnation: incarnation.clone(), run: true };
-    let (driver, mut source) = driver(&world, ready, Some(vm));
-    (qemu.monitor().waits, qemu.monitor().refuses) = (Some("cont"), Some("cont"));
-    let settled = thread::spawn(move || driver.settle());
-    source.say(&go(&incarnation));
-    qemu.heard("cont", 1);
-    source.say(&Message::Ping);
-    source.hear_until(|message| *message == Message::Pong);
+    qemu.monitor().refuses = Some("cont");
+    let (settled, mut source) = goes_while_cont_waits(&world, &qemu, vm, incarnation);
     qemu.monitor().waits = None;
     source.hear_until(|message| matches!(message, Message::Refused { .. }));
     assert_eq!(settled.join().unwrap(), DestinationState::Refused);

@@ -144,6 +144,24 @@ impl Serial {
         self.follow_from_now()?.wait_for_tick(DEADLINE, |_| true)
     }
 
+    /// Waits until the tiny guest has read from its disk: anew, after what it says first.
+    pub fn wait_for_disk_reads(&self) -> Result<()> {
+        self.wait_for_more(|tick| tick.disk_reads)
+    }
+
+    /// Waits until the tiny guest has written to its disk: anew, after what it says first.
+    pub fn wait_for_disk_writes(&self) -> Result<()> {
+        self.wait_for_more(|tick| tick.disk_writes)
+    }
+
+    /// Waits until the tiny guest has counted on: how soon is the machine's affair, as it has other things to do.
+    fn wait_for_more(&self, count: impl Fn(&Tick) -> u64) -> Result<()> {
+        let mut ticks = self.follow_from_now()?;
+        let before = count(&ticks.wait_for_tick(DEADLINE, |_| true)?);
+        ticks.wait_for_tick(DEADLINE, |tick| count(tick) > before)?;
+        Ok(())
+    }
+
     /// All ticks so far.
     pub fn ticks(&self) -> Result<Vec<Tick>> {
         let mut follow = self.follow()?;

@@ -2,16 +2,23 @@
 
 #![allow(clippy::match_same_arms, reason = "one arm for each case, with its own reason")]
 
+mod ways;
+
 use proto::Incarnation;
-use proto::message::{RegisterRequest, Verdict};
+use proto::message::Verdict;
 
 use super::DestinationEffect as Do;
 use super::DestinationEvent as On;
 use super::DestinationReport as Say;
 use super::DestinationState as In;
 use crate::handover::recover::Decision;
-use crate::handover::register::{self, RegisterAnswer, Standing, Use};
+use crate::handover::register::{self, Standing, Use};
 use crate::handover::{Found, Ignored, Move, Step, Terms};
+
+use ways::{
+    Heard, activate, ask, bereave, cont_again, crash, discard, enter, give_back, heard, ignored, lost, moved,
+    obey, refuse, refuse_through_register, refuse_unregistered, run_incomplete, start, stay,
+};
 
 type Moved = Move<In, Do>;
 type Taken = Option<Step<In, Do>>;
@@ -383,140 +390,4 @@ fn crashed(ran: bool, event: &On) -> Taken {
         On::Prepare | On::Loaded { .. } => None,
         _ => ignored(Ignored::TooLate),
     }
-}
-
-// ---- ways that several states take
-
-/// GO, from the source, the register's offer, or an operator.
-fn obey(terms: &Terms, incarnation: &Incarnation, run: bool) -> Moved {
-    let take = terms.register.map(|since| register::take_by_destination(terms, since));
-    match take {
-        None => start(incarnation, run).within("no-register"),
-        take => enter(In::Taking { incarnation: incarnation.clone(), run })
-            .when("register")
-            .then(ask(Use::Take, take)),
-    }
-}
-
-/// The guest is this host's. STARTING stands in the journal before `cont` is sent, so that a restarted agent knows
-/// that a vCPU may have run.
-fn start(incarnation: &Incarnation, run: bool) -> Moved {
-    if run {
-        enter(In::Starting { incarnation: incarnation.clone(), again: false }).when("run").then([Do::Cont])
-    } else {
-        activate(incarnation).when("paused")
-    }
-}
-
-/// Another `cont`, after the register has said again whose the guest is.
-fn cont_again(terms: &Terms, to: Moved) -> Moved {
-    if terms.register.is_some() {
-        to.when("register").then(ask(Use::Read, Some(register::read(terms))))
-    } else {
-        to.when("no-register").then([Do::Cont])
-    }
-}
-
-fn activate(incarnation: &Incarnation) -> Moved {
-    enter(In::Active { incarnation: incarnation.clone() }).then([
-        Do::Announce,
-        Do::SendRunning,
-        Do::Report(Say::Active),
-    ])
-}
-
-/// As [`activate`], but for the source's part, which is not over.
-fn run_incomplete(incarnation: &Incarnation) -> Moved {
-    enter(In::Completing { incarnation: incarnation.clone() }).then([
-        // QEMU may be waiting for a page, and answer late.
-        Do::SendIncomplete,
-        Do::Announce,
-        Do::Report(Say::Incomplete),
-    ])
-}
-
-fn refuse_through_register(terms: &Terms) -> Moved {
-    if terms.register.is_some() { give_back(terms).when("register") } else { refuse().when("no-register") }
-}
-
-fn give_back(terms: &Terms) -> Moved {
-    enter(In::Refusing).then(ask(Use::GiveBack, Some(register::give_back(terms))))
-}
-
-/// REFUSED is said only when nothing is left that could hold the disks' locks.
-fn refuse() -> Moved {
-    enter(In::Refused).then([Do::Discard, Do::SendRefused, Do::Report(Say::Refused)])
-}
-
-/// REFUSED by the operator's word: the register, which should hear of it first, is gone for good.
-fn refuse_unregistered() -> Moved {
-    refuse().when("without-register").when("run-elsewhere")
-}
-
-fn discard(why: Say) -> Moved {
-    enter(In::Discarded).then([Do::Discard, Do::Report(why)])
-}
-
-fn crash(ran: bool) -> Moved {
-    let tell = if ran { Do::SendRunning } else { Do::SendCrashed };
-    enter(In::Crashed { ran }).then([tell, Do::Report(Say::Crashed)])
-}
-
-/// Gone with its host: nobody knows whether it has run.
-fn lost() -> Moved {
-    enter(In::Crashed { ran: false }).then([Do::SendCrashed, Do::Report(Say::Lost)])
-}
-
-/// The host has booted since PREPARED: the copy is gone, and later entries may be. Whether it has run is in the
-/// register, or the source knows that it cannot have.
-fn bereave(terms: &Terms) -> Moved {
-    let bereft = enter(In::Bereft);
-    match terms.register {
-        Some(_) => bereft
-            .when("register")
-            .then([Do::Report(Say::Bereft)])
-            .then(ask(Use::Read, Some(register::read(terms)))),
-        None => bereft.when("no-register").then([Do::AskSource, Do::Report(Say::Bereft)]),
-    }
-}
-
-// ---- small words
-
-/// Into a state, by way of the journal.
-fn enter(state: In) -> Moved {
-    let durable = state.durable();
-    Move::to(state.clone()).then([Do::Journal { state, durable }])
-}
-
-fn ask(why: Use, request: Option<RegisterRequest>) -> Option<Do> {
-    request.map(|request| Do::Register { why, request })
-}
-
-enum Heard {
-    Record(Standing),
-    Unreachable,
-    Unknown,
-}
-
-fn heard(terms: &Terms, answer: &RegisterAnswer) -> Heard {
-    match answer {
-        RegisterAnswer::Stands(record) => Heard::Record(register::standing(terms, record.as_ref())),
-        RegisterAnswer::Unreachable => Heard::Unreachable,
-        RegisterAnswer::Unknown => Heard::Unknown,
-    }
-}
-
-#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-fn moved(to: Moved) -> Taken {
-    Some(Step::Moved(to))
-}
-
-/// Legal, and nothing to do.
-fn stay(state: In) -> Taken {
-    moved(Move::to(state))
-}
-
-#[allow(clippy::unnecessary_wraps, reason = "one shape for all outcomes")]
-fn ignored(why: Ignored) -> Taken {
-    Some(Step::Ignored(why))
 }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use agent::api::{ClientError, Kind, Problem, with_causes};
 use agent::config::ConfigError;
 use agent::daemon::StartError;
+use agent::report::SCHEMA;
 
 use crate::Code;
 
@@ -41,6 +42,17 @@ pub(crate) enum Failure {
         path: PathBuf,
         /// Why.
         source: serde_json::Error,
+    },
+    /// A report of another version.
+    #[error(
+        "{path} is of schema {schema:?}, and this version reads {SCHEMA:?}: replay it with the version that wrote it",
+        path = path.display()
+    )]
+    OtherReport {
+        /// The file.
+        path: PathBuf,
+        /// What it says that it is.
+        schema: String,
     },
     /// There is nothing in a report that could be decided again.
     #[error(
@@ -83,6 +95,7 @@ impl Failure {
             Self::Config(_)
             | Self::File { .. }
             | Self::NotAReport { .. }
+            | Self::OtherReport { .. }
             | Self::NoTraces { .. }
             | Self::Agent(StartError::Identity(_))
             | Self::Lab(lab::Error::Prefix(_)) => Code::Usage,
@@ -98,6 +111,7 @@ impl Failure {
             Self::Config(_)
             | Self::File { .. }
             | Self::NotAReport { .. }
+            | Self::OtherReport { .. }
             | Self::NoTraces { .. }
             | Self::Lab(lab::Error::Prefix(_)) => Problem::new(Kind::BadRequest, with_causes(self), ""),
             Self::Agent(StartError::Identity(_)) => {

@@ -4,7 +4,8 @@ use std::io::Read as _;
 use std::path::Path;
 use std::{fs, io};
 
-use agent::report::{Replayed, Traces};
+use agent::report::{Replayed, SCHEMA, Traces};
+use serde::Deserialize;
 
 use crate::Code;
 use crate::failure::Failure;
@@ -13,11 +14,21 @@ use crate::output::{Output, Text};
 /// Most differences of a policy that are shown as text.
 const MOST_SHOWN: usize = 10;
 
+/// What kind of report it is. A file of traces alone says nothing of that.
+#[derive(Deserialize)]
+struct Kind {
+    schema: Option<String>,
+}
+
 /// Decides again; failed where something would be decided otherwise now.
 pub(crate) fn replay(path: &Path, output: &Output) -> Result<Code, Failure> {
     let text = read(path).map_err(|source| Failure::File { path: path.to_owned(), source })?;
-    let traces: Traces = serde_json::from_str(&text)
-        .map_err(|source| Failure::NotAReport { path: path.to_owned(), source })?;
+    let no_report = |source| Failure::NotAReport { path: path.to_owned(), source };
+    let kind: Kind = serde_json::from_str(&text).map_err(no_report)?;
+    if let Some(schema) = kind.schema.filter(|schema| schema != SCHEMA) {
+        return Err(Failure::OtherReport { path: path.to_owned(), schema });
+    }
+    let traces: Traces = serde_json::from_str(&text).map_err(no_report)?;
     let replayed = traces.compare();
     if replayed.is_empty() {
         return Err(Failure::NoTraces { path: path.to_owned() });

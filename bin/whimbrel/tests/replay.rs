@@ -54,6 +54,13 @@ fn decisions_are_made_again_from_a_report() {
     );
 
     expect(&replayed(r#"{ "schema": "whimbrel.report/1" }"#, &[]), 2, &[], &["has no traces"]);
+    let later = replayed(r#"{ "schema": "whimbrel.report/2", "traces": 1 }"#, &[]);
+    expect(
+        &later,
+        2,
+        &[],
+        &["is of schema \"whimbrel.report/2\"", "replay it with the version that wrote it"],
+    );
     expect(&replayed("text", &[]), 2, &[], &["holds no report"]);
     expect(&said(&["replay", "/no/such/file"]), 2, &[], &["cannot read /no/such/file"]);
 }

@@ -116,19 +116,16 @@ enum DiskLogError {
 }
 
 impl DiskLog {
-    /// The log of a recording whose server listens on `socket`; `names` are those of its disks.
+    /// The log of a recording whose server listens on `socket`; `names` are those of its disks, and `guard` lifts caps on
+    /// writes if this process does not.
     pub(crate) fn new(
         recording: Recording,
         socket: SocketPath,
         names: Vec<String>,
         patience: Duration,
+        guard: Option<Guard>,
     ) -> Self {
-        Self { recording, socket, names, patience, guard: None, dirtied_bytes: 0 }
-    }
-
-    /// Somebody else lifts caps on writes if this process does not.
-    pub(crate) fn guarded_by(&mut self, guard: Guard) {
-        self.guard = Some(guard);
+        Self { recording, socket, names, patience, guard, dirtied_bytes: 0 }
     }
 
     /// Its disks, in their order.

@@ -68,7 +68,7 @@ impl Writing {
         let recorded = vec![RecordedDisk { node, bytes: BYTES }];
         let recording = Recording::begin(&mut self.qmp, listener.as_fd(), recorded).unwrap();
         let disk = LeavingDisk::open("d", 0, &socket, PATIENCE).unwrap();
-        (disk, DiskLog::new(recording, SocketPath(socket), vec!["d".to_owned()], PATIENCE))
+        (disk, DiskLog::new(recording, SocketPath(socket), vec!["d".to_owned()], PATIENCE, None))
     }
 }
 

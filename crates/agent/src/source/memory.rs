@@ -327,6 +327,11 @@ pub(crate) enum CargoError {
         /// Why.
         source: std::io::Error,
     },
+    /// Writes to the disks could not be made as fast as ever should this agent die.
+    #[error(
+        "writes cannot be throttled: nothing could be started that lifts the throttle should this agent die"
+    )]
+    Guard(#[source] std::io::Error),
     /// The monitor failed.
     #[error(transparent)]
     Vm(#[from] VmError),

@@ -16,34 +16,33 @@ use proto::limits::PAGE_BYTES;
 use proto::message::{CopiedDisk, DiskWish};
 use qemu::describe::VmDescription;
 use qemu::recording::{RecordedDisk, Recording};
-use tracing::warn;
 
 use super::rounds::Looked;
 use super::{Failure, gone};
 use crate::api::OnLimit;
+use crate::context::Context;
 use crate::disks::{DiskLog, LeavingDisk, SocketPath};
 use crate::guard::Guard;
 use crate::source::memory::{Cargo, CargoError};
 use crate::source::throttling::Throttling;
-use crate::source::{Driver, VmError};
+use crate::source::{Driver, SourceVm, VmError};
 use crate::verification::DiskImage;
+
+/// Nobody is slowed down without somebody who ends that, should this agent die.
+fn guard_of_writes(context: &Context, vm: &SourceVm) -> Result<Guard, CargoError> {
+    Guard::of_writes(&context.guard, &vm.process, &vm.qmp_path).map_err(CargoError::Guard)
+}
 
 impl Driver {
     /// Everything that will go over the streams. Writes to disks are recorded from here on.
     pub(super) fn cargo(&mut self, copied: &[CopiedDisk]) -> Result<Cargo, Failure> {
         let failed = |error: CargoError| Failure::local("cannot read what is to be sent", &error);
-        let mut disks = if copied.is_empty() { None } else { Some(self.record(copied).map_err(failed)?) };
-        let vm = self.vm.as_ref().ok_or_else(gone)?;
         let throttling = Throttling::new(self.controls.aims().throttle_writes);
-        if let (Some((log, _)), true) = (&mut disks, throttling.is_some()) {
-            match Guard::of_writes(&self.context.guard, &vm.process, &vm.qmp_path) {
-                Ok(guard) => log.guarded_by(guard),
-                // As before there were guards.
-                Err(error) => {
-                    warn!(%error, "if this agent dies, the guest is throttled until the next one starts");
-                }
-            }
-        }
+        let vm = self.vm.as_ref().ok_or_else(gone)?;
+        let is_throttled = throttling.is_some() && !copied.is_empty();
+        let guard = is_throttled.then(|| guard_of_writes(&self.context, vm)).transpose().map_err(failed)?;
+        let disks = if copied.is_empty() { None } else { Some(self.record(copied, guard).map_err(failed)?) };
+        let vm = self.vm.as_ref().ok_or_else(gone)?;
         let cargo = Cargo::new(vm, disks, throttling).map_err(failed)?;
         self.telemetry.shows_disks(cargo.disks());
         Ok(cargo)
@@ -90,7 +89,11 @@ impl Driver {
     }
 
     /// Has QEMU record writes, and opens the disks for reading.
-    fn record(&mut self, copied: &[CopiedDisk]) -> Result<(DiskLog, Vec<(LeavingDisk, bool)>), CargoError> {
+    fn record(
+        &mut self,
+        copied: &[CopiedDisk],
+        guard: Option<Guard>,
+    ) -> Result<(DiskLog, Vec<(LeavingDisk, bool)>), CargoError> {
         let description = self.described();
         let mut disks = Vec::new();
         let mut seen = BTreeSet::new();
@@ -115,7 +118,7 @@ impl Driver {
         vm.end_left_recording()?;
         let names: Vec<String> = copied.iter().map(|disk| disk.name.clone()).collect();
         let recording = Recording::begin(vm.monitor()?, listener.as_fd(), disks)?;
-        let log = DiskLog::new(recording, path, names.clone(), patience);
+        let log = DiskLog::new(recording, path, names.clone(), patience, guard);
         let open = |(number, disk): (usize, &CopiedDisk)| {
             Ok((LeavingDisk::open(&disk.name, number, &socket, patience)?, disk.zeros_too))
         };
@@ -228,4 +231,18 @@ struct SentInParts {
     owed: Owed,
     /// Whether no part of it was cut off.
     is_whole: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Qemu, World};
+
+    #[test]
+    fn writes_are_not_throttled_where_no_guard_can_be_started() {
+        let world = World::new();
+        let qemu = Qemu::start(world.folder.path());
+        let vm = SourceVm::find(&world.context, &qemu.record()).unwrap();
+        assert!(matches!(guard_of_writes(&world.context, &vm), Err(CargoError::Guard(_))));
+    }
 }

@@ -423,7 +423,7 @@ mod tests {
         assert_eq!(unescaped("\\9x\\"), "\\9x\\");
     }
 
-    /// A group of version two as files: what the kernel would be told. None of it could be tried with a kernel here.
+    /// A group of version two as files: what the kernel is told. `tests/cpu_limit` tells one.
     #[test]
     fn groups_of_version_two_are_told_what_they_have_to_be() {
         let home = tempfile::tempdir().unwrap();

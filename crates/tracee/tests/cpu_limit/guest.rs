@@ -1,0 +1,112 @@
+//! All tests of this program once more, in a guest whose kernel has control groups of version two: whatever the kernel
+//! has on which the tests run.
+
+use std::fs;
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// In the environment of the tests that run there.
+const THERE: &str = "WHIMBREL_VERSION_TWO";
+
+/// Where groups are in it. The guest's virtual machine, which these tests play, is in a scope of a slice, as systemd has it.
+pub(crate) const ROOT: &str = "/sys/fs/cgroup";
+pub(crate) const SLICE: &str = "/sys/fs/cgroup/machine.slice";
+
+/// Whether this is the guest.
+pub(crate) fn is_this_one() -> bool {
+    std::env::var_os(THERE).is_some()
+}
+
+#[test]
+fn all_of_it_holds_with_groups_of_version_two() {
+    let Some(kernel) = std::env::var_os("WHIMBREL_KERNEL").filter(|_| !is_this_one()) else {
+        println!("no kernel to boot: see scripts/test-env");
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let initrd = initrd(folder.path());
+    let log = folder.path().join("serial");
+    let status = Command::new("qemu-system-x86_64")
+        .args(["-accel", "tcg", "-cpu", "max,mpx=off", "-smp", "2", "-m", "512", "-nodefaults", "-no-reboot"])
+        .args(["-display", "none", "-append", "console=ttyS0 quiet panic=-1"])
+        .arg("-kernel")
+        .arg(kernel)
+        .arg("-initrd")
+        .arg(initrd)
+        .arg("-serial")
+        .arg(format!("file:{}", log.display()))
+        .status()
+        .unwrap();
+    let said = fs::read(&log).unwrap();
+    let said = String::from_utf8_lossy(&said);
+    assert!(status.success() && said.contains("tests ended: 0"), "{status}\n{said}");
+    assert!(said.contains("version_two::") && !said.contains(" 0 passed"), "{said}");
+}
+
+/// The guest's first program: mounts what there has to be, enters the scope, and becomes the tests.
+fn first_program(tests: &Path) -> String {
+    let tests = tests.display();
+    format!(
+        "#!/bin/busybox sh\n\
+         /bin/busybox --install -s /bin\n\
+         export PATH=/bin {THERE}=1\n\
+         mkdir -p /proc /sys /dev /tmp\n\
+         mount -t proc proc /proc\n\
+         mount -t sysfs sys /sys\n\
+         mount -t devtmpfs dev /dev\n\
+         mount -t cgroup2 cgroup {ROOT}\n\
+         mkdir -p {SLICE}/vm.scope\n\
+         echo +cpu > {ROOT}/cgroup.subtree_control\n\
+         echo +cpu > {SLICE}/cgroup.subtree_control\n\
+         sh -c 'echo $$ > {SLICE}/vm.scope/cgroup.procs; exec {tests} --test-threads=1'\n\
+         status=$?\n\
+         for n in 1 2 3; do echo tests ended: $status; done\n\
+         poweroff -f\n"
+    )
+}
+
+/// An initial RAM disk with this program, those that it starts, and the libraries of both.
+fn initrd(folder: &Path) -> PathBuf {
+    let tree = folder.join("tree");
+    let place = |file: &Path| {
+        let there = tree.join(file.strip_prefix("/").unwrap());
+        fs::create_dir_all(there.parent().unwrap()).unwrap();
+        fs::copy(file, there).unwrap();
+    };
+    let tests = std::env::current_exe().unwrap();
+    place(Path::new("/bin/busybox"));
+    for program in [&tests, Path::new(env!("CARGO_BIN_EXE_tracee-test-victim"))] {
+        place(program);
+        let listed = Command::new("ldd").arg(program).output().unwrap();
+        let listed = String::from_utf8(listed.stdout).unwrap();
+        listed.split_whitespace().filter(|word| word.starts_with('/')).for_each(|file| place(file.as_ref()));
+    }
+    fs::write(tree.join("init"), first_program(&tests)).unwrap();
+    fs::set_permissions(tree.join("init"), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let initrd = folder.join("initrd");
+    let mut cpio = Command::new("cpio")
+        .args(["--quiet", "-o", "-H", "newc"])
+        .current_dir(&tree)
+        .stdin(Stdio::piped())
+        .stdout(fs::File::create(&initrd).unwrap())
+        .spawn()
+        .unwrap();
+    let mut names = String::new();
+    list(&tree, &tree, &mut names);
+    cpio.stdin.take().unwrap().write_all(names.as_bytes()).unwrap();
+    assert!(cpio.wait().unwrap().success());
+    initrd
+}
+
+/// All that is in a directory, a name a line, directories before what is in them.
+fn list(tree: &Path, directory: &Path, names: &mut String) {
+    for entry in fs::read_dir(directory).unwrap().map(Result::unwrap) {
+        let path = entry.path();
+        names.push_str(path.strip_prefix(tree).unwrap().to_str().unwrap());
+        names.push('\n');
+        if entry.file_type().unwrap().is_dir() {
+            list(tree, &path, names);
+        }
+    }
+}

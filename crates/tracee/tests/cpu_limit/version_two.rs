@@ -1,0 +1,150 @@
+//! Groups of version two, as the kernel of a guest has them.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use whimbrel_tracee::{CpuLimit, CpuLimitError};
+
+use crate::common::Victim;
+use crate::{directory, group_of, guest, limited};
+
+/// A file of a group.
+fn says(group: &Path, file: &str) -> String {
+    fs::read_to_string(group.join(file)).unwrap().trim_end().to_owned()
+}
+
+fn tell(group: &Path, file: &str, text: &str) {
+    fs::write(group.join(file), text).unwrap();
+}
+
+/// A group of somebody else's, removed when nobody is in it any more.
+struct Others(PathBuf);
+
+impl Others {
+    fn make(path: PathBuf) -> Self {
+        fs::create_dir(&path).unwrap();
+        Self(path)
+    }
+}
+
+impl Drop for Others {
+    fn drop(&mut self) {
+        fs::remove_dir(&self.0).unwrap();
+    }
+}
+
+/// The group in which the victim is, which is as it was when the limit is over.
+#[test]
+fn the_group_is_as_it_was() {
+    if !guest::is_this_one() {
+        return;
+    }
+    let home = PathBuf::from(guest::SLICE).join("vm.scope");
+    let looks = || ["cgroup.type", "cgroup.subtree_control", "cpu.max"].map(|file| says(&home, file));
+    tell(&home, "cpu.max", "70000 100000");
+    let before = looks();
+    assert_eq!(before, ["domain", "", "70000 100000"]);
+    let (mut victim, threads, limit) = limited().unwrap();
+    let group = directory(&victim.process, threads[0]);
+    assert_eq!((group.parent(), says(&group, "cpu.max").as_str()), (Some(&*home), "max 100000"));
+    limit.set(Some(250_000)).unwrap();
+    assert_eq!(says(&group, "cpu.max"), "5000 20000");
+    // What others hold it to it is held to besides.
+    limit.set(Some(64_000_000)).unwrap();
+    assert_eq!(says(&group, "cpu.max"), "1280000 20000");
+    assert_eq!(looks(), ["domain threaded", "cpu", "70000 100000"]);
+    victim.assert_goes_on();
+    drop(limit);
+    assert_eq!(looks(), before);
+    tell(&home, "cpu.max", "max");
+    victim.assert_well();
+}
+
+/// Two guests in one group: the last of them switches off what the first has switched on.
+#[test]
+fn the_end_of_one_limit_leaves_another_guest_s() {
+    if !guest::is_this_one() {
+        return;
+    }
+    let home = PathBuf::from(guest::SLICE).join("vm.scope");
+    let (mut first, _, first_limit) = limited().unwrap();
+    let (mut second, threads, second_limit) = limited().unwrap();
+    let group = directory(&second.process, threads[0]);
+    second_limit.set(Some(250_000)).unwrap();
+    drop(first_limit);
+    assert_eq!(says(&home, "cgroup.subtree_control"), "cpu");
+    assert_eq!(says(&group, "cpu.max"), "5000 20000");
+    drop(second_limit);
+    assert_eq!(says(&home, "cgroup.subtree_control"), "");
+    for victim in [&mut first, &mut second] {
+        victim.assert_goes_on();
+    }
+}
+
+/// As libvirt has it: each thread in a group of its own, with a limit of its own.
+#[test]
+fn threads_in_groups_of_their_own_go_back_to_them() {
+    if !guest::is_this_one() {
+        return;
+    }
+    let home = PathBuf::from(guest::SLICE).join("vm.scope");
+    let mut victim = Victim::start(&[]);
+    let threads: Vec<u32> = victim.threads.values().copied().take(2).collect();
+    let groups: Vec<Others> =
+        threads.iter().map(|thread| Others::make(home.join(format!("vcpu{thread}")))).collect();
+    for group in &groups {
+        tell(&group.0, "cgroup.type", "threaded");
+    }
+    tell(&home, "cgroup.subtree_control", "+cpu");
+    for (group, thread) in groups.iter().zip(&threads) {
+        tell(&group.0, "cpu.max", "70000 100000");
+        tell(&group.0, "cgroup.threads", &thread.to_string());
+    }
+    let before: Vec<_> = threads.iter().map(|thread| group_of(&victim.process, *thread)).collect();
+    let limit = CpuLimit::begin(&victim.process, &threads).unwrap();
+    limit.set(Some(250_000)).unwrap();
+    for (group, thread) in groups.iter().zip(&threads) {
+        let limited = directory(&victim.process, *thread);
+        assert_eq!((limited.parent(), says(&limited, "cpu.max").as_str()), (Some(&*group.0), "2500 20000"));
+    }
+    victim.assert_goes_on();
+    // As if this process had been killed.
+    std::mem::forget(limit);
+    assert!(CpuLimit::end_left(&victim.process).unwrap());
+    let after: Vec<_> = threads.iter().map(|thread| group_of(&victim.process, *thread)).collect();
+    assert_eq!(after, before);
+    for group in &groups {
+        assert_eq!(says(&group.0, "cpu.max"), "70000 100000");
+        assert_eq!(says(&group.0, "cgroup.subtree_control"), "");
+    }
+    // It was on before.
+    assert_eq!(says(&home, "cgroup.subtree_control"), "cpu");
+    for thread in &threads {
+        tell(&home, "cgroup.threads", &thread.to_string());
+    }
+    victim.assert_well();
+    drop(groups);
+    tell(&home, "cgroup.subtree_control", "-cpu");
+}
+
+/// Where the groups above do not hand the controller down, as without a `CPUWeight=`, the error names the group.
+#[test]
+fn a_group_without_the_controller_is_named() {
+    if !guest::is_this_one() {
+        return;
+    }
+    let slice = Others::make(PathBuf::from(guest::ROOT).join("others.slice"));
+    let scope = Others::make(slice.0.join("vm.scope"));
+    let victim = Victim::start(&[]);
+    let threads: Vec<u32> = victim.threads.values().copied().collect();
+    tell(&scope.0, "cgroup.procs", &victim.process.pid().to_string());
+    let before = group_of(&victim.process, threads[0]);
+    match CpuLimit::begin(&victim.process, &threads) {
+        Err(CpuLimitError::NoController { group }) => assert_eq!(group, scope.0),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(group_of(&victim.process, threads[0]), before);
+    drop(victim);
+    drop(scope);
+    drop(slice);
+}

@@ -177,6 +177,45 @@ fn page_cache_of_a_disk_that_is_copied() {
     }
 }
 
+/// With memory that comes after the guest, and a disk that comes before it.
+#[test]
+fn what_is_free_is_not_sent_before_the_guest_nor_after_it() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
+    disk::known_content(&qemu, &image, "qcow2", 48).unwrap();
+    let load = Load {
+        fill_mib: 64,
+        wss_mib: 48,
+        rate_mib_per_s: 200,
+        litter_mib: 64,
+        disk_threads: 2,
+        disk_writers: 2,
+        disk_mib: 16,
+        ..Load::default()
+    };
+    let mut spec = GuestSpec { qemu: QemuVersion::Newer, ..GuestSpec::tiny("vm1", load) };
+    spec.second_monitor = true;
+    spec.devices.extend([Device::Disk(Disk::new("disk0", &image, "qcow2")), Device::GuestPort]);
+    let guest = cluster.guest(&spec);
+    somebody_is_there(&guest);
+    let hybrid = ["--policy", "hybrid", "--disks", "copy", "--compress", "none"];
+    let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], &hybrid[..]].concat());
+    let report = said.ok().json();
+    cluster.b.wait_settled();
+    assert!(of_rounds(&report, "soft_pages") > 40 * PAGES_OF_MIB, "{report:#}");
+    assert!(report["post_copy"]["left_pages"].as_u64() > Some(1000), "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+    let serial = cluster.serial("b", "vm1");
+    serial.wait_for_disk_reads().unwrap();
+    serial.wait_for_disk_writes().unwrap();
+    // What was not sent is in use again when the guest is compared on its way back.
+    serial.set("rate=10").unwrap();
+    cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
+    cluster.guest_is_whole("a", "vm1");
+}
+
 /// Whoever waits for the guest hears its user all the same.
 #[test]
 fn a_guest_that_is_slow_to_give_back_can_be_left_where_it_is() {

@@ -23,16 +23,20 @@ fn stage(rate_mib_per_s: u64) -> (Cluster, lab::Guest) {
 /// The same with so much that it rewrites, on a link of so many bytes per second. Copying does not give way: what it does is
 /// to follow from how the guest writes alone, however busy the machine is.
 fn stage_of(rate_bytes_per_s: u64, wss_mib: u64, rate_mib_per_s: u64) -> (Cluster, lab::Guest) {
-    let link = lab::Link::Limited { rate_bytes_per_s };
-    let extra = Setup::default().extra + "[limits]\nguest_wait_percent = 0\n";
-    stage_in(&Setup { link, extra, ..Setup::default() }, wss_mib, rate_mib_per_s)
+    let cluster = link_of(rate_bytes_per_s);
+    let guest = cluster.guest(&writing(wss_mib, rate_mib_per_s));
+    (cluster, guest)
 }
 
-fn stage_in(setup: &Setup, wss_mib: u64, rate_mib_per_s: u64) -> (Cluster, lab::Guest) {
-    let cluster = Cluster::with(setup);
+fn link_of(rate_bytes_per_s: u64) -> Cluster {
+    let link = lab::Link::Limited { rate_bytes_per_s };
+    let extra = Setup::default().extra + "[limits]\nguest_wait_percent = 0\n";
+    Cluster::with(&Setup { link, extra, ..Setup::default() })
+}
+
+fn writing(wss_mib: u64, rate_mib_per_s: u64) -> GuestSpec {
     let load = Load { fill_mib: wss_mib + 16, wss_mib, rate_mib_per_s, ..Load::default() };
-    let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
-    (cluster, guest)
+    GuestSpec::tiny("vm1", load)
 }
 
 fn rounds(report: &Value) -> &[Value] {
@@ -121,8 +125,9 @@ fn a_guest_that_is_too_fast_is_moved_when_its_processors_are_slowed_down() {
     if !limits_processors() {
         return;
     }
-    // So fast that it needs a good part of its processor for it.
-    let (cluster, guest) = stage_of(5 * RATE, 96, 250);
+    // So fast that it needs a good part of its processor for it. Each processor is held by itself.
+    let cluster = link_of(5 * RATE);
+    let guest = cluster.guest(&GuestSpec { vcpus: 2, ..writing(96, 250) });
     let words = ["migrate", "vm1", "--to", "b", "--verify", "--throttle-cpu", "drain", "--compress", "none"];
     let said = cluster.a.cli(&[&words[..], &["--deltas", "never"]].concat());
     let report = said.last_json();
@@ -132,8 +137,11 @@ fn a_guest_that_is_too_fast_is_moved_when_its_processors_are_slowed_down() {
     let slowing = is_replayed(&report).others.slowing.unwrap();
     assert!(slowing.decisions().any(Option::is_some), "{report:#}");
     cluster.guest_is_whole("b", "vm1");
-    let left = guest.pid();
-    assert!(!Path::new("/sys/fs/cgroup/cpu").join(format!("whimbrel-cpu-{left}")).exists());
+    let of_guest = format!("whimbrel-cpu-{}-", guest.pid());
+    let groups = std::fs::read_dir("/sys/fs/cgroup/cpu").into_iter().flatten().flatten();
+    let left: Vec<_> =
+        groups.map(|group| group.path()).filter(|path| path.to_string_lossy().contains(&of_guest)).collect();
+    assert!(left.is_empty(), "{left:?}");
 }
 
 /// Two limits, and whichever way is expected to keep them.
@@ -206,7 +214,8 @@ impl Drop for Crowd {
 #[test]
 fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     let link = lab::Link::Limited { rate_bytes_per_s: RATE };
-    let (cluster, _guest) = stage_in(&Setup { link, ..Setup::default() }, 32, 200);
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let _guest = cluster.guest(&writing(32, 200));
     let words = ["migrate", "vm1", "--to", "b", "--verify", "--max-rounds", "1000", "--compress", "none"];
     let migration = cluster.a.begin(&words);
     cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");

@@ -9,6 +9,9 @@
 //! What the link carries is what the last two of these parts differ by: what twice as much took longer. From there on it
 //! is followed. A part that takes longer than its pace says stood in a queue, and the next ones are slower; while none does,
 //! they become faster, little by little.
+//!
+//! Pages of zeros take nothing on the wire, and the time that it takes to find them tells nothing of the link. Parts have as
+//! many more pages as there were such among the last ones, and nothing is learnt from one of little else.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,8 +21,11 @@ use crate::trace::{Blank, Decider};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Blank", into = "Blank")]
 pub struct Push {
-    pages: u64,
-    /// The part before.
+    /// How many pages with data are to be in a part.
+    data_pages: u64,
+    /// How many pages there were for each with data.
+    spread: u64,
+    /// The part before that told something.
     last: Option<Part>,
     /// How long a part is to take, once that is known.
     target_ns: Option<u64>,
@@ -35,6 +41,8 @@ pub struct Push {
 pub struct Part {
     /// Pages that went.
     pub pages: u64,
+    /// Those of them that took something on the wire: others are holes, or full of the same few bytes, mostly zeros.
+    pub data_pages: u64,
     /// What they took on the wire, in bytes.
     pub wire_bytes: u64,
     /// How long that took until the last one was acknowledged, in nanoseconds.
@@ -58,7 +66,7 @@ impl Decider for Push {
 
     fn decide(&mut self, part: &Part) -> NextPart {
         self.learn(*part);
-        NextPart { pages: self.pages, pace_bytes_per_s: self.pace_bytes_per_s }
+        NextPart { pages: self.pages(), pace_bytes_per_s: self.pace_bytes_per_s }
     }
 }
 
@@ -71,6 +79,10 @@ impl Push {
     const FIRST_PAGES: u64 = 64;
     /// The largest, in pages: 1 GiB.
     const MOST_PAGES: u64 = 1 << 18;
+    /// One page with data among so many tells of the link: to find the others takes a small part of the time.
+    const TELLING_SPREAD: u64 = 4;
+    /// Parts become no larger for pages without data: what comes next may be nothing but data.
+    const MOST_SPREAD: u64 = 16;
     /// Faster links, in bytes per second, are not what is waited for, and no clock is good enough for their pace.
     const FASTEST: u64 = 500_000_000;
     /// A part stood in a queue if it took so much longer than its pace says, in nanoseconds, or a tenth if that is more.
@@ -78,35 +90,41 @@ impl Push {
 
     /// How many pages the next part has at most.
     pub fn pages(&self) -> u64 {
-        self.pages
+        (self.data_pages * self.spread).min(Self::MOST_PAGES)
     }
 
     /// Learns from a part.
     fn learn(&mut self, part: Part) {
         let part = Part { duration_ns: part.duration_ns.max(1), ..part };
-        // The last one of all, or one of nearly nothing but zeros.
-        if part.pages < self.pages {
+        // The last one of all.
+        if part.pages < self.pages() {
+            return;
+        }
+        let spread = (part.pages + part.data_pages / 2).checked_div(part.data_pages);
+        self.spread = spread.map_or(Self::MOST_SPREAD, |spread| spread.clamp(1, Self::MOST_SPREAD));
+        if self.spread > Self::TELLING_SPREAD {
             return;
         }
         match self.target_ns {
             Some(target_ns) => {
                 self.follow(part);
-                let wanted = u128::from(part.pages) * u128::from(target_ns) / u128::from(part.duration_ns);
+                let wanted =
+                    u128::from(part.data_pages) * u128::from(target_ns) / u128::from(part.duration_ns);
                 let wanted = u64::try_from(wanted).unwrap_or(u64::MAX);
-                self.pages = wanted.clamp(self.pages / 2, self.pages * 2);
+                self.data_pages = wanted.clamp(self.data_pages / 2, self.data_pages * 2);
             }
             None if self.is_no_faster(part) => self.settle(part),
-            None => self.pages *= 2,
+            None => self.data_pages *= 2,
         }
-        self.pages = self.pages.clamp(Self::FIRST_PAGES, Self::MOST_PAGES);
+        self.data_pages = self.data_pages.clamp(Self::FIRST_PAGES, Self::MOST_PAGES);
         self.last = Some(part);
     }
 
     /// Whether a part that took long enough went hardly faster than the smaller one before.
     fn is_no_faster(&self, part: Part) -> bool {
         let Some(last) = self.last else { return false };
-        let now = u128::from(part.pages) * u128::from(last.duration_ns);
-        let before = u128::from(last.pages) * u128::from(part.duration_ns);
+        let now = u128::from(part.data_pages) * u128::from(last.duration_ns);
+        let before = u128::from(last.data_pages) * u128::from(part.duration_ns);
         part.duration_ns >= Self::SHORTEST_NS && now * 20 < before * 21
     }
 
@@ -159,7 +177,8 @@ impl From<Blank> for Push {
 impl Default for Push {
     fn default() -> Self {
         Self {
-            pages: Self::FIRST_PAGES,
+            data_pages: Self::FIRST_PAGES,
+            spread: 1,
             last: None,
             target_ns: None,
             pace_bytes_per_s: None,
@@ -200,7 +219,8 @@ mod tests {
             let sent_ns = push.pace_bytes_per_s.map_or(0, |pace| time_for(wire_bytes, pace));
             let carried_ns = time_for(wire_bytes, self.bytes_per_s);
             let duration_ns = self.long_ms * 1_000_000 + carried_ns.max(sent_ns);
-            push.learn(Part { pages: push.pages(), wire_bytes, duration_ns });
+            let pages = push.pages();
+            push.learn(Part { pages, data_pages: pages, wire_bytes, duration_ns });
             carried_ns.saturating_sub(sent_ns)
         }
     }
@@ -264,7 +284,7 @@ mod tests {
         let mut push = Push::default();
         (0..32).for_each(|_| _ = Link { bytes_per_s: 1_250_000_000, long_ms: 0 }.carry(&mut push));
         let fast = push.pages();
-        push.learn(Part { pages: 1, wire_bytes: PAGE, duration_ns: 1_000_000_000 });
+        push.learn(Part { pages: 1, data_pages: 1, wire_bytes: PAGE, duration_ns: 1_000_000_000 });
         assert_eq!(push.pages(), fast);
         (0..32).for_each(|_| _ = Link { bytes_per_s: 12_500_000, long_ms: 0 }.carry(&mut push));
         assert!(push.pages() < fast / 10, "{fast}, {}", push.pages());
@@ -278,8 +298,68 @@ mod tests {
             [(0, 0), (0, 9_000_000), (1, 9_000_000), (u64::MAX, 1), (0, u64::MAX)]
         {
             for _ in 0..4 {
-                push.learn(Part { pages: push.pages(), wire_bytes, duration_ns });
+                let pages = push.pages();
+                push.learn(Part { pages, data_pages: pages, wire_bytes, duration_ns });
             }
         }
+    }
+
+    /// Pages in the order in which they go: so many MiB of zeros, or of data, and again.
+    struct Layout(Vec<(bool, u64)>);
+
+    impl Layout {
+        /// How long all of it takes, in nanoseconds, where it takes `zero_ns` to find out that a page is one of zeros.
+        fn pushed_over(&self, link: Link, zero_ns: u64) -> u64 {
+            let mib = |&(is_data, mib): &(bool, u64)| std::iter::repeat_n(is_data, (mib << 8) as usize);
+            let mut left = self.0.iter().flat_map(mib).peekable();
+            let (mut push, mut all_ns) = (Push::default(), 0);
+            while left.peek().is_some() {
+                let (mut pages, mut data_pages) = (0, 0);
+                for is_data in left.by_ref().take(push.pages() as usize) {
+                    (pages, data_pages) = (pages + 1, data_pages + u64::from(is_data));
+                }
+                let wire_bytes = 300 + data_pages * PAGE + (pages - data_pages) / 8;
+                let sent_ns = push.pace_bytes_per_s.map_or(0, |pace| time_for(wire_bytes, pace));
+                let carried_ns = time_for(wire_bytes, link.bytes_per_s).max(sent_ns);
+                let duration_ns = link.long_ms * 1_000_000 + carried_ns + (pages - data_pages) * zero_ns;
+                push.learn(Part { pages, data_pages, wire_bytes, duration_ns });
+                all_ns += duration_ns;
+            }
+            all_ns
+        }
+    }
+
+    /// The time that it takes to find them is not what the link carries.
+    #[test]
+    fn pages_of_zeros_make_nothing_slower() {
+        let alternating = |data, zeros| [(true, data), (false, zeros)].repeat(8);
+        let link = Link { bytes_per_s: 125_000_000, long_ms: 1 };
+        for zero_ns in [60, 150, 400] {
+            for layout in [
+                vec![(false, 256), (true, 512)],
+                vec![(true, 64), (false, 512), (true, 448)],
+                alternating(64, 128),
+                alternating(64, 16),
+                alternating(64, 1),
+            ] {
+                let data_bytes: u64 =
+                    layout.iter().filter(|(is_data, _)| *is_data).map(|(_, mib)| mib << 20).sum();
+                let zeros: u64 = layout.iter().filter(|(is_data, _)| !is_data).map(|(_, mib)| mib << 8).sum();
+                let least_ns = time_for(data_bytes, link.bytes_per_s) + zeros * zero_ns;
+                let all_ns = Layout(layout.clone()).pushed_over(link, zero_ns);
+                assert!(all_ns < least_ns * 5 / 4, "{layout:?}, {zero_ns}: {all_ns} instead of {least_ns}");
+            }
+        }
+    }
+
+    /// One page with data among many, all the way: every part is a way there and back.
+    #[test]
+    fn data_here_and_there_among_zeros_goes_in_parts_that_are_larger() {
+        let mut push = Push::default();
+        for _ in 0..4 {
+            let pages = push.pages();
+            push.learn(Part { pages, data_pages: pages / 8, wire_bytes: pages * 512, duration_ns: 1 });
+        }
+        assert_eq!((push.pages(), push.pace_bytes_per_s), (8 * Push::FIRST_PAGES, None));
     }
 }

@@ -1,8 +1,9 @@
 //! A limit on the processor time of some threads of another process.
 //!
-//! The kernel keeps it, by control groups: the threads go into a group of their own, below the one in which they are,
-//! so that whatever limits they have already hold as before. Control groups of either version, with threads in
-//! different groups too: each of these gets a group below it, and its part of the limit.
+//! The kernel keeps it, by control groups: each thread goes into a group of its own, below the one in which it is, so that
+//! whatever limits there are already hold as before. Control groups of either version, with threads in different groups
+//! too. One group for several threads would have some of them wait for many periods: the kernel gives time to whoever asks
+//! first.
 //!
 //! A limited thread runs for a while and waits for a while. Both together take [`PERIOD`], or twice that where the
 //! kernel looks too late and the thread has to make up for it, so nobody stands still for long.
@@ -21,12 +22,12 @@ use crate::{Process, ProcessError};
 /// How often the kernel gives a limited thread new time.
 pub const PERIOD: Duration = Duration::from_millis(20);
 
-/// The kernel gives no less in a period, and each thread of a group gets as much.
+/// The kernel gives no less in a period.
 const LEAST_QUOTA_US: u64 = 1_000;
 
-/// Groups of this crate's have this before the number of the process.
+/// Groups of this crate's have this before the numbers of the process and of the thread.
 const NAME: &str = "whimbrel-cpu-";
-/// And this behind it where the controller was switched on in the group above, and is to be switched off there.
+/// And this behind them where the controller was switched on in the group above, and is to be switched off there.
 const SWITCHED_ON: &str = "-on";
 
 /// How often threads are put back that others in the group have started meanwhile.
@@ -94,17 +95,15 @@ impl Version {
 /// Threads of another process that are held to a limit.
 #[derive(Debug)]
 pub struct CpuLimit {
+    /// One for each.
     groups: Vec<Group>,
-    /// How many threads there are in all of them.
-    threads: u64,
 }
 
-/// A group that was made here.
+/// A group that was made here, for one thread.
 #[derive(Debug)]
 struct Group {
     version: Version,
     path: PathBuf,
-    threads: u64,
 }
 
 impl CpuLimit {
@@ -114,53 +113,51 @@ impl CpuLimit {
     /// The threads are where they were then.
     pub fn begin(process: &Process, threads: &[u32]) -> Result<Self, CpuLimitError> {
         let mounts = Mounts::of_this_process()?;
-        let mut homes: BTreeMap<PathBuf, (Version, Vec<u32>)> = BTreeMap::new();
-        for &thread in threads {
-            let (version, group) = mounts.group_of(process, thread)?;
-            homes.entry(group).or_insert_with(|| (version, Vec::new())).1.push(thread);
-        }
+        let homes = threads.iter().map(|thread| mounts.group_of(process, *thread));
+        let homes = homes.collect::<Result<Vec<_>, _>>()?;
         // Dropped after an error, it puts back who has been moved.
-        let mut this = Self { groups: Vec::new(), threads: threads.len() as u64 };
-        for (home, (version, threads)) in homes {
-            let group = Group::make(version, &home, process.pid(), threads.len() as u64)?;
+        let mut this = Self { groups: Vec::new() };
+        for (thread, (version, home)) in threads.iter().zip(homes) {
+            let group = Group::make(version, &home, &format!("{}{thread}", name_of(process)))?;
             let list = group.path.join(version.threads());
             this.groups.push(group);
-            for thread in threads {
-                write(&list, &thread.to_string())?;
-            }
+            write(&list, &thread.to_string())?;
         }
         Ok(this)
     }
 
-    /// Gives all threads together so much processor time, in microseconds per second; none for as much as they like.
+    /// Gives each thread so much processor time, in microseconds per second; none for as much as it likes.
     pub fn set(&self, us_per_s: Option<u64>) -> Result<(), CpuLimitError> {
-        for group in &self.groups {
-            let of = |all: u64| all.saturating_mul(group.threads) / self.threads.max(1);
-            let quota_us = us_per_s.map(|all| {
-                let period_us = PERIOD.as_micros() as u64;
-                (of(all).saturating_mul(period_us) / 1_000_000).max(LEAST_QUOTA_US * group.threads)
-            });
-            group.set(quota_us)?;
-        }
-        Ok(())
+        let period_us = PERIOD.as_micros() as u64;
+        let quota_us = us_per_s.map(|us| (us.saturating_mul(period_us) / 1_000_000).max(LEAST_QUOTA_US));
+        self.groups.iter().try_for_each(|group| group.set(quota_us))
     }
 
     /// Ends what another one has left: puts the process's threads back where they were. Returns whether there were any.
     pub fn end_left(process: &Process) -> Result<bool, CpuLimitError> {
         let Ok(mounts) = Mounts::of_this_process() else { return Ok(false) };
-        let name = format!("{NAME}{}", process.pid());
-        let names = [name.clone(), name + SWITCHED_ON];
-        let mut found = BTreeMap::new();
+        let name = name_of(process);
+        let is_ours =
+            |path: &Path| path.file_name().is_some_and(|last| last.to_string_lossy().starts_with(&name));
+        let mut homes = BTreeMap::new();
         for thread in process.threads()? {
             // One that ends meanwhile is in no group.
-            if let Ok((version, path)) = mounts.group_of(process, thread)
-                && path.file_name().is_some_and(|last| names.iter().any(|name| *last == **name))
-            {
-                found.insert(path, version);
+            if let Ok((version, mut path)) = mounts.group_of(process, thread) {
+                if is_ours(&path) {
+                    path.pop();
+                }
+                homes.insert(path, version);
             }
         }
-        let groups: Vec<_> =
-            found.into_iter().map(|(path, version)| Group { version, path, threads: 0 }).collect();
+        // Those too in which nobody is, or not any more.
+        let groups: Vec<_> = homes
+            .into_iter()
+            .flat_map(|(home, version)| {
+                let paths: Vec<_> = groups_in(&home).map(|name| home.join(name)).collect();
+                paths.into_iter().map(move |path| Group { version, path })
+            })
+            .filter(|group| is_ours(&group.path))
+            .collect();
         // First of all they run; and what goes wrong with one is no reason to leave another.
         let lifted = groups.iter().map(|group| unless_gone(group.set(None))).fold(Ok(()), Result::and);
         let ended = groups.iter().map(|group| unless_gone(group.end())).fold(Ok(()), Result::and);
@@ -181,8 +178,8 @@ impl Drop for CpuLimit {
 
 impl Group {
     /// Makes a group below another one, or takes one that was left there. It limits nobody.
-    fn make(version: Version, home: &Path, pid: u32, threads: u64) -> Result<Self, CpuLimitError> {
-        let mut name = format!("{NAME}{pid}");
+    fn make(version: Version, home: &Path, name: &str) -> Result<Self, CpuLimitError> {
+        let mut name = name.to_owned();
         if version == Version::Two {
             let has_cpu = |file: &str| {
                 let words = fs::read_to_string(home.join(file)).unwrap_or_default();
@@ -196,7 +193,7 @@ impl Group {
                 name += SWITCHED_ON;
             }
         }
-        let group = Self { version, path: home.join(name), threads };
+        let group = Self { version, path: home.join(name) };
         make_directory(&group.path)?;
         let made = match version {
             Version::One => write(&group.path.join("cpu.cfs_period_us"), &PERIOD.as_micros().to_string()),
@@ -263,6 +260,11 @@ impl Group {
         }
         Ok(())
     }
+}
+
+/// With what the names of a process's groups begin.
+fn name_of(process: &Process) -> String {
+    format!("{NAME}{}-", process.pid())
 }
 
 /// Groups of this crate's below one.
@@ -428,7 +430,7 @@ mod tests {
     fn groups_of_version_two_are_told_what_they_have_to_be() {
         let home = tempfile::tempdir().unwrap();
         let path = |name: &str| home.path().join(name);
-        let group = path("whimbrel-cpu-7-on");
+        let group = path("whimbrel-cpu-7-9-on");
         fs::create_dir(&group).unwrap();
         for file in ["cgroup.controllers", "cgroup.subtree_control"] {
             fs::write(path(file), "memory pids\n").unwrap();
@@ -436,7 +438,7 @@ mod tests {
         for file in ["cgroup.type", "cpu.max", "cgroup.threads"] {
             fs::write(group.join(file), "").unwrap();
         }
-        let make = || Group::make(Version::Two, home.path(), 7, 2);
+        let make = || Group::make(Version::Two, home.path(), "whimbrel-cpu-7-9");
         assert!(matches!(make(), Err(CpuLimitError::NoController { .. })));
         fs::write(path("cgroup.controllers"), "cpu memory pids\n").unwrap();
         let made = make().unwrap();
@@ -455,11 +457,11 @@ mod tests {
         // Another guest's is the last one then, and knows it.
         fs::write(path("cgroup.subtree_control"), "cpu\n").unwrap();
         for file in ["cgroup.type", "cgroup.threads", "cpu.max"] {
-            fs::create_dir_all(path("whimbrel-cpu-8-on")).unwrap();
-            fs::write(path("whimbrel-cpu-8-on").join(file), "").unwrap();
+            fs::create_dir_all(path("whimbrel-cpu-8-8-on")).unwrap();
+            fs::write(path("whimbrel-cpu-8-8-on").join(file), "").unwrap();
         }
-        let another = Group::make(Version::Two, home.path(), 8, 1).unwrap();
-        assert_eq!(another.path, path("whimbrel-cpu-8-on"));
+        let another = Group::make(Version::Two, home.path(), "whimbrel-cpu-8-8").unwrap();
+        assert_eq!(another.path, path("whimbrel-cpu-8-8-on"));
         fs::remove_dir_all(&group).unwrap();
         fs::write(path("cgroup.subtree_control"), "cpu\n").unwrap();
         switch_off(home.path());

@@ -266,7 +266,8 @@ fn push(
         counted.pushed.fetch_add(stats.contents.pages(), Ordering::Relaxed);
         remaining.give_back(&owed);
         let duration_ns = began.elapsed().as_nanos() as u64;
-        let part = Part { pages, wire_bytes: stats.wire_bytes, duration_ns };
+        let (data_pages, wire_bytes) = (stats.contents.data, stats.wire_bytes);
+        let part = Part { pages, data_pages, wire_bytes, duration_ns };
         let next = counted.push().decide_on(part);
         most_pages = next.pages;
         rate.set_pace(next.pace_bytes_per_s);

@@ -26,6 +26,7 @@ pub(crate) struct Slowing {
     /// How long each of the processors had run at the last look, and when that was.
     last: Option<(Vec<Duration>, Instant)>,
     drained: Drained,
+    /// What each may use.
     us_per_s: Option<u64>,
 }
 
@@ -115,10 +116,9 @@ impl Slowing {
             (used_s / since_s * 1e6) as u64
         });
         Ok(Some(CpuObservation {
-            used_us_per_s: used_us_per_s.clone().sum(),
+            used_us_per_s: used_us_per_s.collect(),
             dirtied_bytes_per_s: memory.dirty_rate_bytes_per_s(),
             drained_bytes_per_s,
-            least_us_per_s: CpuDrain::least(used_us_per_s),
         }))
     }
 

@@ -11,7 +11,7 @@ use super::{Held, Seen};
 use crate::trace::Decider;
 
 /// A look at a guest after a round.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuLook {
     /// Why it may have to be slower.
     #[serde(flatten)]
@@ -45,19 +45,14 @@ impl Wish {
 }
 
 /// What was seen of a guest in the last round.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CpuObservation {
-    /// Processor time that its virtual processors used, in microseconds per second: 1,000,000 is one of them all the
-    /// time.
-    pub used_us_per_s: u64,
+    /// Processor time that each of its virtual processors used, in microseconds per second: 1,000,000 is all the time.
+    pub used_us_per_s: Vec<u64>,
     /// How fast it dirtied memory, in bytes of whole pages per second.
     pub dirtied_bytes_per_s: u64,
     /// How fast memory was sent, in the same.
     pub drained_bytes_per_s: u64,
-    /// With how much processor time none of its processors stands still for long, in microseconds per second
-    /// ([`CpuDrain::least`]).
-    #[serde(default)]
-    pub least_us_per_s: u64,
 }
 
 /// Holds a guest to so much processor time that it dirties half of what is sent: then all that is left is half after
@@ -67,9 +62,10 @@ pub struct CpuDrain {
     // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
     held: Held,
-    /// The most that it used while it was not held.
+    /// What each of its processors used when all together used the most, while they were not held; or more, if that was
+    /// seen since.
     #[serde(skip)]
-    usual_us_per_s: u64,
+    usual_us_per_s: Vec<u64>,
     /// The most that it was seen to need.
     #[serde(skip)]
     least_us_per_s: u64,
@@ -85,46 +81,75 @@ impl CpuDrain {
 
     /// With how much all of a guest's processors together do not stand still for long, where each used so much, in
     /// microseconds per second: what it used, of one that works more than that an eighth.
-    pub fn least(used_us_per_s: impl Iterator<Item = u64>) -> u64 {
-        used_us_per_s.map(|used| used.min(Self::LEAST_US_PER_S)).sum()
+    fn least(used_us_per_s: &[u64]) -> u64 {
+        sum(used_us_per_s.iter().map(|used| (*used).min(Self::LEAST_US_PER_S)))
     }
 
     fn hold(&mut self, observed: &CpuObservation) {
-        let &CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s, least_us_per_s } =
-            observed;
+        let CpuObservation { used_us_per_s: each_used, dirtied_bytes_per_s, drained_bytes_per_s } = observed;
         // One that is held uses less, and needs no less for that.
-        self.least_us_per_s = self.least_us_per_s.max(least_us_per_s).max(Self::LEAST_US_PER_S);
-        if self.held.cap.is_none() {
-            self.usual_us_per_s = self.usual_us_per_s.max(used_us_per_s);
+        self.least_us_per_s = self.least_us_per_s.max(Self::least(each_used)).max(Self::LEAST_US_PER_S);
+        let used = sum(each_used.iter().copied());
+        if self.held.cap.is_none() && used > self.usual() {
+            self.usual_us_per_s.clone_from(each_used);
+        }
+        self.usual_us_per_s.resize(each_used.len(), 0);
+        for (usual, used) in self.usual_us_per_s.iter_mut().zip(each_used) {
+            *usual = (*usual).max(*used);
         }
         self.held.hold(&Seen {
-            used: used_us_per_s,
-            dirtied: dirtied_bytes_per_s,
+            used,
+            dirtied: *dirtied_bytes_per_s,
             share: drained_bytes_per_s / 2,
             least: self.least_us_per_s,
-            most: self.usual_us_per_s,
+            most: self.usual(),
         });
     }
 
-    /// What that is of what it usually uses, in hundredths.
+    /// What all of them together usually use.
+    fn usual(&self) -> u64 {
+        sum(self.usual_us_per_s.iter().copied())
+    }
+
+    /// How much each may use for all of them together to use no more than this: the same for each, for nobody knows which
+    /// one will work next; and those that usually use less than that leave it to the others.
+    fn for_each(&self, all_us_per_s: u64) -> u64 {
+        let mut usual = self.usual_us_per_s.clone();
+        usual.sort_unstable();
+        let (mut left, mut others) = (all_us_per_s, usual.len() as u64);
+        for usual in usual {
+            if others == 1 || usual.saturating_mul(others) >= left {
+                break;
+            }
+            (left, others) = (left - usual, others - 1);
+        }
+        (left / others.max(1)).max(Self::LEAST_US_PER_S)
+    }
+
+    /// What that is of what they usually use, in hundredths.
     pub fn percent(&self) -> u64 {
-        let percent = |cap: u64| (u128::from(cap) * 100).checked_div(self.usual_us_per_s.into());
+        let percent = |cap: u64| (u128::from(cap) * 100).checked_div(self.usual().into());
         self.held.cap.and_then(percent).map_or(100, |percent| percent.min(100) as u64)
     }
 }
 
+fn sum(of: impl Iterator<Item = u64>) -> u64 {
+    of.fold(0, u64::saturating_add)
+}
+
 impl Decider for CpuDrain {
     type Observed = CpuLook;
-    /// How much processor time it may use from now on, in microseconds per second; none if it is not held.
+    /// How much processor time each of its processors may use from now on, in microseconds per second; none if they are
+    /// not held.
     type Decision = Option<u64>;
 
     const KEPT: usize = 1000;
 
     fn decide(&mut self, look: &CpuLook) -> Option<u64> {
-        if let Some(seen) = look.seen.filter(|_| look.wish.is_to_be_slow()) {
-            self.hold(&seen);
+        if let Some(seen) = look.seen.as_ref().filter(|_| look.wish.is_to_be_slow()) {
+            self.hold(seen);
         }
-        self.held.cap
+        self.held.cap.map(|all| self.for_each(all))
     }
 }
 
@@ -139,19 +164,23 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A guest that would use so much and dirty so much, on a link that drains 100 MiB a second; what it may use at the
-    /// end, in hundredths, after so many looks.
-    fn held_after(looks: u32, wants_us: u64, dirties: u64) -> (CpuDrain, Option<u64>) {
-        let (mut policy, mut cap) = (CpuDrain::default(), None);
+    fn seen(each_used: &[u64], dirtied_bytes_per_s: u64) -> CpuObservation {
+        CpuObservation {
+            used_us_per_s: each_used.to_vec(),
+            dirtied_bytes_per_s,
+            drained_bytes_per_s: 100 * MIB,
+        }
+    }
+
+    /// A guest whose processors would use so much each and dirty so much together, on a link that drains 100 MiB a second;
+    /// what each may use at the end, after so many looks.
+    fn held_after(looks: u32, wants_us: &[u64], dirties: u64) -> (CpuDrain, Option<u64>) {
+        let (mut policy, mut cap) = (CpuDrain::default(), None::<u64>);
         for _ in 0..looks {
-            let used_us_per_s = cap.map_or(wants_us, |cap| wants_us.min(cap));
-            let dirtied_bytes_per_s = dirties * used_us_per_s / wants_us;
-            let drained_bytes_per_s = 100 * MIB;
-            let processors = wants_us.div_ceil(1_000_000);
-            let least_us_per_s = CpuDrain::least((0..processors).map(|_| used_us_per_s / processors));
-            let seen =
-                CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s, least_us_per_s };
-            cap = decide(&mut policy, seen);
+            let used: Vec<_> =
+                wants_us.iter().map(|wants| cap.map_or(*wants, |cap| cap.min(*wants))).collect();
+            let dirtied = dirties * used.iter().sum::<u64>() / wants_us.iter().sum::<u64>();
+            cap = decide(&mut policy, seen(&used, dirtied));
         }
         (policy, cap)
     }
@@ -159,52 +188,66 @@ mod tests {
     #[test]
     fn a_guest_gets_what_lets_it_dirty_half_of_what_is_sent() {
         // Two processors that dirty twice as much as is sent: a quarter of that is half of it.
-        let (policy, cap) = held_after(1, 2_000_000, 200 * MIB);
-        assert_eq!((cap, policy.percent()), (Some(500_000), 25));
+        let (policy, cap) = held_after(1, &[1_000_000; 2], 200 * MIB);
+        assert_eq!((cap, policy.percent()), (Some(250_000), 25));
         // And there it stays.
-        let (policy, cap) = held_after(40, 2_000_000, 200 * MIB);
-        assert!(cap.is_some_and(|cap| (250_000..=1_000_000).contains(&cap)), "{policy:?}");
+        let (policy, cap) = held_after(40, &[1_000_000; 2], 200 * MIB);
+        assert!(cap.is_some_and(|cap| (125_000..=500_000).contains(&cap)), "{policy:?}");
     }
 
     #[test]
     fn a_guest_that_dirties_little_is_not_held() {
         for dirties in [0, 10, 50] {
-            let (policy, cap) = held_after(40, 1_000_000, dirties * MIB);
+            let (policy, cap) = held_after(40, &[1_000_000], dirties * MIB);
             assert_eq!((cap, policy.percent()), (None, 100));
         }
         // One that is idle uses nothing, and what it dirties comes from elsewhere: nothing helps, and nothing is
         // divided by zero.
-        let idle = CpuObservation { dirtied_bytes_per_s: MIB, ..CpuObservation::default() };
-        let mut policy = CpuDrain::default();
-        assert_eq!((decide(&mut policy, idle), policy.percent()), (Some(125_000), 100));
+        for idle in [&[][..], &[0], &[0, 0]] {
+            let mut policy = CpuDrain::default();
+            let idle = CpuObservation { drained_bytes_per_s: 0, ..seen(idle, MIB) };
+            assert_eq!((decide(&mut policy, idle), policy.percent()), (Some(125_000), 100));
+        }
     }
 
     #[test]
     fn no_processor_that_works_is_held_to_less_than_an_eighth() {
         for processors in [1, 4] {
-            let (policy, cap) = held_after(40, processors * 1_000_000, 100_000 * MIB);
-            assert_eq!((cap, policy.percent()), (Some(processors * 125_000), 12), "{processors}");
+            let (policy, cap) = held_after(40, &vec![1_000_000; processors], 100_000 * MIB);
+            assert_eq!((cap, policy.percent()), (Some(125_000), 12), "{processors}");
         }
     }
 
     #[test]
     fn processors_that_hardly_work_keep_no_other_fast() {
-        let used = std::iter::once(1_000_000).chain([20_000; 7]);
-        assert_eq!(CpuDrain::least(used), 125_000 + 7 * 20_000);
-        assert_eq!(CpuDrain::least(std::iter::empty()), 0);
+        let each = [20_000, 1_000_000, 20_000, 20_000];
+        assert_eq!(CpuDrain::least(&each), 125_000 + 3 * 20_000);
+        assert_eq!(CpuDrain::least(&[]), 0);
+        // Half of what they use, and what they do not use is the other's.
+        let (policy, cap) = held_after(1, &each, 100 * MIB);
+        assert_eq!((cap, policy.percent()), (Some(530_000 - 3 * 20_000), 50));
+    }
+
+    #[test]
+    fn processors_that_work_get_the_same() {
+        assert_eq!(held_after(1, &[900_000, 300_000, 600_000], 100 * MIB).1, Some(300_000));
+        assert_eq!(held_after(1, &[900_000, 100_000, 800_000], 100 * MIB).1, Some(400_000));
+    }
+
+    /// Nobody stands still because it did nothing before; and what it uses is seen.
+    #[test]
+    fn a_processor_that_begins_to_work_gets_as_much_as_the_others() {
+        let (mut policy, cap) = held_after(1, &[1_000_000, 0], 200 * MIB);
+        assert_eq!(cap, Some(250_000));
+        assert_eq!(decide(&mut policy, seen(&[250_000, 250_000], 100 * MIB)), Some(125_000));
     }
 
     #[test]
     fn a_guest_that_has_become_calm_is_let_go() {
-        let (mut policy, cap) = held_after(1, 1_000_000, 400 * MIB);
+        let (mut policy, cap) = held_after(1, &[1_000_000], 400 * MIB);
         assert_eq!(cap, Some(125_000));
-        let calm = CpuObservation {
-            used_us_per_s: 100_000,
-            dirtied_bytes_per_s: MIB,
-            drained_bytes_per_s: 100 * MIB,
-            least_us_per_s: 100_000,
-        };
-        let caps: Vec<_> = (0..12).map(|_| decide(&mut policy, calm)).collect();
+        let calm = seen(&[100_000], MIB);
+        let caps: Vec<_> = (0..12).map(|_| decide(&mut policy, calm.clone())).collect();
         assert_eq!(caps[1..4], [Some(125_000), Some(250_000), Some(250_000)]);
         assert_eq!((caps[8], caps[11], policy.percent()), (Some(1_000_000), None, 100));
     }
@@ -232,17 +275,12 @@ mod tests {
     /// It stays as slow as it was: it is let go by how it writes, not by what is wished for.
     #[test]
     fn nothing_changes_where_nothing_is_known_or_wished_for() {
-        let fast = CpuObservation {
-            used_us_per_s: 1_000_000,
-            dirtied_bytes_per_s: 400 * MIB,
-            drained_bytes_per_s: 100 * MIB,
-            least_us_per_s: 100_000,
-        };
+        let fast = CpuLook { seen: Some(seen(&[1_000_000], 400 * MIB)), ..CpuLook::default() };
         let mut policy = CpuDrain::default();
-        assert_eq!(policy.decide(&CpuLook { seen: Some(fast), ..CpuLook::default() }), None);
-        let cap = decide(&mut policy, fast);
+        assert_eq!(policy.decide(&fast), None);
+        let cap = decide(&mut policy, seen(&[1_000_000], 400 * MIB));
         assert!(cap.is_some());
         assert_eq!(policy.decide(&CpuLook::default()), cap);
-        assert_eq!(policy.decide(&CpuLook { seen: Some(fast), ..CpuLook::default() }), cap);
+        assert_eq!(policy.decide(&fast), cap);
     }
 }

@@ -97,14 +97,14 @@ proptest! {
     fn of_slower_processors(
         seen in several((
             (any::<bool>(), any::<bool>(), 0..3_u32, number(), number()),
-            prop::option::of((number(), number(), number())),
+            prop::option::of((prop::collection::vec(number(), 0..4), number(), number())),
         )),
         lifted in several(0..40_usize),
     ) {
         let of = |((is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns), seen)| CpuLook {
             wish: Wish { is_chosen, is_asked_for, passes, expected_downtime_ns, max_downtime_ns },
             seen: Option::map(seen, |(used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s)| {
-                CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s, least_us_per_s: 250_000 }
+                CpuObservation { used_us_per_s, dirtied_bytes_per_s, drained_bytes_per_s }
             }),
         };
         is_replayed(&traced(CpuDrain::default(), seen.into_iter().map(of).collect(), &lifted));
@@ -136,10 +136,12 @@ proptest! {
 
     #[test]
     fn of_what_is_pushed(
-        seen in several((1..1_u64 << 18, number(), number())),
+        seen in several((1..1_u64 << 18, number(), number(), number())),
         cuts in several(0..40_usize),
     ) {
-        let of = |(pages, wire_bytes, duration_ns)| Part { pages, wire_bytes, duration_ns };
+        let of = |(pages, data, wire_bytes, duration_ns)| {
+            Part { pages, data_pages: u64::min(data, pages), wire_bytes, duration_ns }
+        };
         is_replayed(&traced(Push::default(), seen.into_iter().map(of).collect(), &cuts));
     }
 }
@@ -167,13 +169,12 @@ fn who_begins_anew_does_so_again() {
     let fast = CpuLook {
         wish: Wish { is_chosen: true, ..Wish::default() },
         seen: Some(CpuObservation {
-            used_us_per_s: 1_000_000,
+            used_us_per_s: vec![1_000_000],
             dirtied_bytes_per_s: 400 << 20,
             drained_bytes_per_s: 100 << 20,
-            least_us_per_s: 100_000,
         }),
     };
-    let mut trace = traced(CpuDrain::default(), vec![fast, CpuLook::default(), fast], &[1]);
+    let mut trace = traced(CpuDrain::default(), vec![fast.clone(), CpuLook::default(), fast], &[1]);
     assert_eq!(trace.decisions().copied().collect::<Vec<_>>(), [Some(125_000), None, Some(125_000)]);
     is_replayed(&trace);
     trace.entries[1].anew = false;
@@ -187,7 +188,11 @@ fn a_decision_that_would_be_another_one_now_is_told() {
     let seen = vec![Happened::Aim(Aim::default()), looks(0), Happened::Held { held: Held::Slower }, looks(1)];
     let stop = traced(AnyPolicy::from(ByRounds::default()), seen, &[]);
     is_replayed(&stop);
-    let push = traced(Push::default(), vec![Part { pages: 64, wire_bytes: 9, duration_ns: 9 }; 3], &[]);
+    let push = traced(
+        Push::default(),
+        vec![Part { pages: 64, data_pages: 64, wire_bytes: 9, duration_ns: 9 }; 3],
+        &[],
+    );
     let others = Others { push: Some(push), ..Others::default() };
     let mut traces = Traces { stop: vec![stop], others };
     assert_eq!(traces.replay(), traces);

@@ -28,7 +28,7 @@ fn all_of_it_holds_with_groups_of_version_two() {
     let initrd = initrd(folder.path());
     let log = folder.path().join("serial");
     let status = Command::new("qemu-system-x86_64")
-        .args(["-accel", "tcg", "-cpu", "max,mpx=off", "-smp", "2", "-m", "512", "-nodefaults", "-no-reboot"])
+        .args(["-accel", "tcg", "-cpu", "max", "-smp", "2", "-m", "512", "-nodefaults", "-no-reboot"])
         .args(["-display", "none", "-append", "console=ttyS0 quiet panic=-1"])
         .arg("-kernel")
         .arg(kernel)

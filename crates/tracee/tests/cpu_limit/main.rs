@@ -7,6 +7,7 @@ mod common;
 mod guest;
 mod version_two;
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -34,10 +35,16 @@ fn waits(group: &Path) -> u64 {
     counts.lines().find_map(|line| line.strip_prefix("nr_throttled ")?.parse().ok()).unwrap()
 }
 
+/// A victim of threads that do not mind how slow they are.
+fn victim() -> Victim {
+    Victim::start(&["general-registers", "nanosleep", "pipe", "plain-calls"])
+}
+
 /// A victim whose threads are limited; none where no control group limits processors.
 fn limited() -> Option<(Victim, Vec<u32>, CpuLimit)> {
-    let victim = Victim::start(&[]);
-    let threads: Vec<u32> = victim.threads.values().copied().take(3).collect();
+    let victim = victim();
+    let main = victim.process.pid();
+    let threads: Vec<u32> = victim.threads.values().copied().filter(|thread| *thread != main).collect();
     match CpuLimit::begin(&victim.process, &threads) {
         Ok(limit) => Some((victim, threads, limit)),
         Err(CpuLimitError::Unsupported) if !guest::is_this_one() => {
@@ -68,15 +75,16 @@ fn threads_are_limited_and_put_back_where_they_were() {
         assert_eq!(quota(), "-1\n");
         limit.set(Some(250_000)).unwrap();
         assert_eq!(quota(), "5000\n");
-        // A millisecond for each of the three.
         limit.set(Some(0)).unwrap();
-        assert_eq!(quota(), "3000\n");
+        assert_eq!(quota(), "1000\n");
     }
+    let groups: BTreeSet<_> = threads.iter().map(|thread| directory(&victim.process, *thread)).collect();
+    assert_eq!(groups.len(), threads.len(), "each is held by itself");
     drop(limit);
     for thread in &threads {
         assert_eq!(group_of(&victim.process, *thread), before);
     }
-    assert!(!group.exists());
+    assert!(groups.iter().all(|group| !group.exists()));
     assert!(!CpuLimit::end_left(&victim.process).unwrap());
     victim.assert_goes_on();
     victim.assert_well();
@@ -87,13 +95,15 @@ fn what_one_that_died_has_left_is_ended() {
     let Some((mut victim, threads, limit)) = limited() else { return };
     limit.set(Some(50_000)).unwrap();
     let group = directory(&victim.process, threads[0]);
-    // As if this process had been killed.
+    // As if this process had been killed; and as if that had been before a thread had gone into its group.
     std::mem::forget(limit);
+    let empty = group.with_file_name(format!("whimbrel-cpu-{}-1", victim.process.pid()));
+    fs::create_dir(&empty).unwrap();
     assert!(CpuLimit::end_left(&victim.process).unwrap());
     for thread in &threads {
         assert!(!group_of(&victim.process, *thread).contains("whimbrel"));
     }
-    assert!(!group.exists());
+    assert!(!group.exists() && !empty.exists());
     victim.assert_goes_on();
     victim.assert_well();
 }

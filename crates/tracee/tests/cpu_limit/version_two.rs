@@ -5,8 +5,7 @@ use std::path::{Path, PathBuf};
 
 use whimbrel_tracee::{CpuLimit, CpuLimitError};
 
-use crate::common::Victim;
-use crate::{directory, group_of, guest, limited};
+use crate::{directory, group_of, guest, limited, victim};
 
 /// A file of a group.
 fn says(group: &Path, file: &str) -> String {
@@ -88,7 +87,7 @@ fn threads_in_groups_of_their_own_go_back_to_them() {
         return;
     }
     let home = PathBuf::from(guest::SLICE).join("vm.scope");
-    let mut victim = Victim::start(&[]);
+    let mut victim = victim();
     let threads: Vec<u32> = victim.threads.values().copied().take(2).collect();
     let groups: Vec<Others> =
         threads.iter().map(|thread| Others::make(home.join(format!("vcpu{thread}")))).collect();
@@ -105,7 +104,7 @@ fn threads_in_groups_of_their_own_go_back_to_them() {
     limit.set(Some(250_000)).unwrap();
     for (group, thread) in groups.iter().zip(&threads) {
         let limited = directory(&victim.process, *thread);
-        assert_eq!((limited.parent(), says(&limited, "cpu.max").as_str()), (Some(&*group.0), "2500 20000"));
+        assert_eq!((limited.parent(), says(&limited, "cpu.max").as_str()), (Some(&*group.0), "5000 20000"));
     }
     victim.assert_goes_on();
     // As if this process had been killed.
@@ -135,7 +134,7 @@ fn a_group_without_the_controller_is_named() {
     }
     let slice = Others::make(PathBuf::from(guest::ROOT).join("others.slice"));
     let scope = Others::make(slice.0.join("vm.scope"));
-    let victim = Victim::start(&[]);
+    let victim = victim();
     let threads: Vec<u32> = victim.threads.values().copied().collect();
     tell(&scope.0, "cgroup.procs", &victim.process.pid().to_string());
     let before = group_of(&victim.process, threads[0]);

@@ -116,3 +116,19 @@ fn no_throttle_outlives_an_agent_that_nobody_starts_again() {
     cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "drain"]].concat());
     cluster.guest_is_whole("b", "vm1");
 }
+
+/// There is nothing to become slower where no disk is copied, and so no reason to go on for ever.
+#[test]
+fn a_guest_without_disks_to_copy_gets_as_many_rounds_as_any_other() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let load = Load { fill_mib: 48, wss_mib: 32, rate_mib_per_s: 200, ..Load::default() };
+    let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
+    let words = ["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--on-limit", "abort"];
+    let said = cluster.a.cli(&[&words[..], &["--max-downtime", "1"]].concat());
+    assert_eq!(said.code, 1, "{said:?}");
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(report["reason"].as_str().unwrap().contains("rounds"), "{report:#}");
+    assert_eq!(report["objective"]["max_rounds"], 30, "{report:#}");
+    assert!(guest.serial().check().unwrap().ok);
+}

@@ -129,6 +129,14 @@ impl Aims {
         }
     }
 
+    /// No disk is copied: there are no writes that could become slower, and so no reason for more rounds than usual.
+    pub(crate) fn throttles_nothing(&mut self, limits: &ConfigLimits) {
+        if self.throttle_writes != ThrottleWrites::Off && self.max_rounds == u32::MAX {
+            self.max_rounds = limits.max_rounds;
+        }
+        self.throttle_writes = ThrottleWrites::Off;
+    }
+
     /// Whether pages have to be able to come after the guest.
     pub(crate) fn needs_post_copy(&self) -> bool {
         self.policy == StopPolicy::Hybrid || self.on_limit == OnLimit::PostCopy
@@ -285,8 +293,8 @@ pub(crate) struct Driver {
     unjournalled: Option<SourceState>,
     /// QEMU was asked to record its guest's writes no more, and has not answered.
     still_records: bool,
-    /// HELD was sent: the destination may have all that it needs.
-    held_said: bool,
+    /// The destination may have all that it needs: HELD was sent, and no pages come after the guest.
+    may_have_all: bool,
     proposal: Option<Proposal>,
     /// Its questions to the register.
     register: owners::Desk,
@@ -350,7 +358,7 @@ impl Driver {
             effects_failed: false,
             unjournalled: None,
             still_records: false,
-            held_said: false,
+            may_have_all: false,
             proposal: None,
             register: owners::Desk::default(),
             offering: Arc::default(),

@@ -54,9 +54,11 @@ impl Daemon {
         self.place(record.id(), driven)?.work(move || {
             // What cannot be looked at is not gone; to take it for gone could run the guest twice.
             let vm = until_known(&context, &id, || look_at_source(&context, &id, details.as_ref()));
-            let found = match vm {
-                Some(vm) => driver.found_with(vm, details.as_ref()),
-                None => left_of_source(details.as_ref(), &context.boot_id),
+            let found = if let Some(vm) = vm {
+                driver.found_with(vm, details.as_ref())
+            } else {
+                let found = left_of_source(details.as_ref(), &context.boot_id);
+                driver.found_gone(found, details.as_ref())
             };
             driver.run_on(found);
         });

@@ -14,9 +14,9 @@ use proto::message::Proposal;
 use tracing::{error, info, warn};
 
 use self::effects::EffectError;
-use super::Driver;
 use super::inbox::Notice;
 use super::vm::{SourceVm, VmError};
+use super::{Details, Driver};
 use crate::config::Timeouts;
 use crate::machine::Machine;
 use crate::owners;
@@ -79,7 +79,7 @@ impl Driver {
             SourceState::Prepared { .. } | SourceState::Stopped { .. } => true,
             // Nor must a destination that has not all of a guest that is gone here: it has no reason to give up while
             // this side asks it again and again.
-            SourceState::Bereft { incarnation: None, .. } => !self.held_said,
+            SourceState::Bereft { incarnation: None, .. } => !self.may_have_all,
             _ => false,
         };
         if waits_for_nothing {
@@ -102,9 +102,19 @@ impl Driver {
         found
     }
 
+    /// The QEMU that an agent before this one was moving is gone: whether the destination may have all of its guest. Where
+    /// this host was not booted anew, the journal has COMMITTED if it was ever written.
+    pub(crate) fn found_gone(&mut self, found: Found, details: Option<&Details>) -> Found {
+        self.may_have_all = found != Found::Gone || details.is_none_or(|details| details.later.is_none());
+        found
+    }
+
     /// A migration that an agent before this one left behind.
     pub(crate) fn run_on(mut self, found: Found) -> SourceState {
         self.take(&SourceEvent::Restarted(found));
+        if matches!(self.state, SourceState::Bereft { incarnation: None, .. }) && !self.may_have_all {
+            self.take(&SourceEvent::Failed);
+        }
         self.settle()
     }
 

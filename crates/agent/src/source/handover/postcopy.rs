@@ -23,9 +23,10 @@ impl Driver {
         self.proposal = proposal;
     }
 
-    /// As [`found`](Self::found); pages that the destination's guest needs can be read again.
+    /// As [`found`](Self::found); pages that the destination's guest may need can be read again.
     pub(crate) fn found_with(&mut self, vm: SourceVm, details: Option<&Details>) -> Found {
-        if let Some(regions) = details.and_then(|details| details.later.as_ref()) {
+        let later = details.and_then(|details| details.later.as_ref());
+        if let Some(regions) = later.filter(|_| self.may_be_needed()) {
             let regions: Vec<_> = regions.iter().map(ram::KeptRegion::region).collect();
             // This driver has nothing else to do yet, and the destination's guest may wait for it.
             while vm.is_alive() {
@@ -69,17 +70,20 @@ impl Driver {
         }
     }
 
-    /// Makes connections anew where the destination may need pages and there are none.
-    pub(super) fn serve_again(&mut self) {
-        let is_cut = self.later.as_ref().is_some_and(Later::is_cut);
-        // Whoever has the guest in the end, to read what is here harms nobody.
-        let may_need = matches!(
+    /// Whether the destination may need pages that are here. Whoever has the guest in the end, to read them harms nobody.
+    fn may_be_needed(&self) -> bool {
+        matches!(
             self.state,
             SourceState::Committed { .. }
                 | SourceState::Reclaiming { .. }
                 | SourceState::Bereft { incarnation: Some(_), .. }
-        );
-        if !is_cut || !may_need {
+        )
+    }
+
+    /// Makes connections anew where the destination may need pages and there are none.
+    pub(super) fn serve_again(&mut self) {
+        let is_cut = self.later.as_ref().is_some_and(Later::is_cut);
+        if !is_cut || !self.may_be_needed() {
             return;
         }
         self.generation = self.generation.next();

@@ -1,5 +1,7 @@
 //! A source's driver against a peer that says what the test wants.
 
+mod lost;
+
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
@@ -239,52 +241,6 @@ fn a_peer_that_breaks_the_protocol_before_committed_ends_the_migration() {
     assert_eq!(driver.settle(), SourceState::Aborted);
     assert_eq!(world.state(), State::Source(SourceState::Aborted));
     assert!(qemu.monitor().running, "the guest goes on");
-}
-
-/// The destination has not all of it, and never will: nobody waits for the other.
-#[test]
-fn a_guest_that_is_lost_before_all_of_it_was_sent_is_nobodys() {
-    let world = World::new();
-    let (mut driver, _, controls) = driver(&world, STOPPED, None);
-    driver.control = Some(driver.connect_control().unwrap());
-    let mut peer = world.accept();
-    driver.because("QEMU ended");
-    driver.phases_ended(&SourceEvent::QemuDied);
-    assert_eq!(driver.settle(), SourceState::Aborted);
-    assert_eq!(world.state(), State::Source(SourceState::Aborted));
-    assert!(matches!(peer.hung_up()[..], [Message::Inquire { .. }, Message::Abort { .. }]));
-    let (outcome, reason) = controls.report(|report| (report.outcome, report.reason.clone()));
-    assert_eq!(outcome, Outcome::Aborted);
-    assert_eq!(reason.as_deref(), Some("QEMU ended"), "nobody is asked any more");
-}
-
-/// The destination may be ready with the only copy.
-#[test]
-fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
-    let world = World::new();
-    let (mut driver, ..) = driver(&world, STOPPED, None);
-    driver.control = Some(driver.connect_control().unwrap());
-    let mut peer = world.accept();
-    driver.held_said = true;
-    driver.phases_ended(&SourceEvent::QemuDied);
-    let settled = thread::spawn(move || driver.settle());
-    peer.hear_until(|message| matches!(message, Message::Inquire { .. }));
-    peer.say(&Message::Ready {
-        epoch: Epoch(1),
-        incarnation: incarnation(),
-        digest: String::new(),
-        load_us: 0,
-    });
-    peer.hear_until(|message| matches!(message, Message::Go { .. }));
-    peer.say(&Message::Running {
-        epoch: Epoch(1),
-        continue_us: 0,
-        since_us: 0,
-        resumed_us: None,
-        agent_cpu_us: None,
-        untrusted: None,
-    });
-    assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
 
 #[test]

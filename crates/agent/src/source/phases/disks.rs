@@ -37,10 +37,14 @@ impl Driver {
     /// Everything that will go over the streams. Writes to disks are recorded from here on.
     pub(super) fn cargo(&mut self, copied: &[CopiedDisk]) -> Result<Cargo, Failure> {
         let failed = |error: CargoError| Failure::local("cannot read what is to be sent", &error);
+        if copied.is_empty() {
+            let aims = self.controls.change(|aims| aims.throttles_nothing(&self.context.config.limits));
+            self.controls.report(|report| report.objective = aims.objective());
+        }
         let throttling = Throttling::new(self.controls.aims().throttle_writes);
         let vm = self.vm.as_ref().ok_or_else(gone)?;
-        let is_throttled = throttling.is_some() && !copied.is_empty();
-        let guard = is_throttled.then(|| guard_of_writes(&self.context, vm)).transpose().map_err(failed)?;
+        let guard = throttling.as_ref().map(|_| guard_of_writes(&self.context, vm));
+        let guard = guard.transpose().map_err(failed)?;
         let disks = if copied.is_empty() { None } else { Some(self.record(copied, guard).map_err(failed)?) };
         let vm = self.vm.as_ref().ok_or_else(gone)?;
         let cargo = Cargo::new(vm, disks, throttling).map_err(failed)?;

@@ -262,7 +262,7 @@ impl Driver {
         self.hold()?;
         let run = !matches!(self.state, SourceState::Stopped { run: false });
         // Even if saying it fails, it may have been heard.
-        self.held_said = true;
+        self.may_have_all = self.later.is_none();
         self.say(&Message::Held { epoch: self.terms.epoch(), run })?;
         match self.hear(self.standstill_ends())? {
             Message::Ready { epoch, incarnation, digest: loaded, load_us } => {

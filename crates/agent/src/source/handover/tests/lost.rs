@@ -1,0 +1,72 @@
+//! A guest that is lost at its source before COMMITTED.
+
+use super::*;
+
+/// The destination has not all of it, and never will: nobody waits for the other.
+#[test]
+fn a_guest_that_is_lost_before_all_of_it_was_sent_is_nobodys() {
+    let world = World::new();
+    let (mut driver, _, controls) = driver(&world, STOPPED, None);
+    driver.control = Some(driver.connect_control().unwrap());
+    let mut peer = world.accept();
+    driver.because("QEMU ended");
+    driver.phases_ended(&SourceEvent::QemuDied);
+    assert_eq!(driver.settle(), SourceState::Aborted);
+    assert_eq!(world.state(), State::Source(SourceState::Aborted));
+    assert!(matches!(peer.hung_up()[..], [Message::Inquire { .. }, Message::Abort { .. }]));
+    let (outcome, reason) = controls.report(|report| (report.outcome, report.reason.clone()));
+    assert_eq!(outcome, Outcome::Aborted);
+    assert_eq!(reason.as_deref(), Some("QEMU ended"), "nobody is asked any more");
+}
+
+/// The destination may be ready with the only copy.
+#[test]
+fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
+    let world = World::new();
+    let (mut driver, ..) = driver(&world, STOPPED, None);
+    driver.control = Some(driver.connect_control().unwrap());
+    let mut peer = world.accept();
+    driver.may_have_all = true;
+    driver.phases_ended(&SourceEvent::QemuDied);
+    let settled = thread::spawn(move || driver.settle());
+    peer.hear_until(|message| matches!(message, Message::Inquire { .. }));
+    peer.say(&Message::Ready {
+        epoch: Epoch(1),
+        incarnation: incarnation(),
+        digest: String::new(),
+        load_us: 0,
+    });
+    peer.hear_until(|message| matches!(message, Message::Go { .. }));
+    peer.say(&Message::Running {
+        epoch: Epoch(1),
+        continue_us: 0,
+        since_us: 0,
+        resumed_us: None,
+        agent_cpu_us: None,
+        untrusted: None,
+    });
+    assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
+}
+
+/// What the destination still needs is gone with QEMU: it could not run the guest, and is not to begin.
+#[test]
+fn a_guest_that_is_lost_before_committed_is_nobodys_where_pages_were_to_come_after_it() {
+    let regions = [None, Some(vec![])];
+    for (later, is_lost) in regions.into_iter().zip([false, true]) {
+        let world = World::new();
+        let (mut driver, ..) = driver(&world, STOPPED, None);
+        let (boot_id, process) = (world.context.boot_id.clone(), None);
+        let details = Details { boot_id, accepted: true, later, process };
+        let found = driver.found_gone(Found::Gone, Some(&details));
+        let settled = thread::spawn(move || driver.run_on(found));
+        let mut peer = world.accept();
+        if is_lost {
+            assert_eq!(settled.join().unwrap(), SourceState::Aborted);
+            assert!(matches!(peer.hung_up()[..], [Message::Inquire { .. }, Message::Abort { .. }]));
+        } else {
+            peer.hear_until(|message| matches!(message, Message::Inquire { .. }));
+            peer.say(&Message::Refused { epoch: Epoch(1), reason: String::new() });
+            assert_eq!(settled.join().unwrap(), SourceState::Aborted);
+        }
+    }
+}

@@ -9,6 +9,9 @@
 //! by itself: a second descriptor stays inside the process ([`crate::Injector::leave_userfaultfd`]), and with it the
 //! threads wait on when the agent dies, until another one takes over ([`MissingPages::take_over`]).
 //! [`MissingPages::end`] is for when every page is there.
+//!
+//! A range may be unmapped meanwhile, as QEMU does with the memory of a device that is unplugged: nobody can wait there, and
+//! whatever is mapped there later is nobody's business here.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -18,7 +21,7 @@ use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 
 use crate::abi::{self, UFFD_MSG_BYTES};
 use crate::range::{AddressRange, PAGE_SIZE, merge_from};
-use crate::{Process, ProcessError};
+use crate::{Process, ProcessError, maps};
 
 /// Waits that are read at once.
 const MOST_MESSAGES: usize = 64;
@@ -50,9 +53,15 @@ pub enum MissingError {
     /// The process has ended.
     #[error("the process has ended")]
     Ended,
-    /// Nobody waits for pages here: it was unmapped, or never registered, or is in two mappings.
+    /// Nobody waits for pages here: it was never registered, or is in two mappings.
     #[error("nobody waits for pages of {range}, or it is in several mappings")]
     Lost {
+        /// The range.
+        range: AddressRange,
+    },
+    /// It was unmapped since.
+    #[error("{range} is not mapped any more")]
+    Unmapped {
         /// The range.
         range: AddressRange,
     },
@@ -72,6 +81,7 @@ pub enum MissingError {
 /// Ranges of another process in which threads wait for pages that are not there.
 #[derive(Debug)]
 pub struct MissingPages {
+    process: Process,
     uffd: OwnedFd,
     ranges: Vec<AddressRange>,
 }
@@ -82,8 +92,8 @@ impl MissingPages {
     ///
     /// # Errors
     /// Nobody waits for anything then: what was registered is not any more.
-    pub fn begin(uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, MissingError> {
-        let mut this = Self { uffd, ranges: Vec::new() };
+    pub fn begin(process: &Process, uffd: OwnedFd, ranges: &[AddressRange]) -> Result<Self, MissingError> {
+        let mut this = Self { process: process.try_clone()?, uffd, ranges: Vec::new() };
         for &range in ranges {
             if let Err(error) = this.register(range) {
                 // No page was called missing yet, so nobody can read one as zeros.
@@ -112,8 +122,9 @@ impl MissingPages {
         }
     }
 
-    /// Goes on where another one ended, with the descriptor that was left inside the process. Waits that the other one
-    /// has read and not answered are told again: everybody is woken once (design, trap 15).
+    /// Goes on where another one ended that had begun, with the descriptor that was left inside the process. Waits that the
+    /// other one has read and not answered are told again: everybody is woken once (design, trap 15). Nothing is registered
+    /// anew: what is not registered any more was unmapped, and something else may be there now.
     ///
     /// # Errors
     /// If the process is gone, or has no such descriptor. Threads that wait go on waiting.
@@ -126,12 +137,9 @@ impl MissingPages {
         let failed =
             |source: io::Error| MissingError::Io { action: "take over the waits for", range, source };
         let uffd = pidfd_getfd(process, descriptor, PidfdGetfdFlags::empty());
-        let mut this = Self { uffd: uffd.map_err(|error| failed(error.into()))?, ranges: Vec::new() };
-        for &range in ranges {
-            // What is registered stays so; the other one may have ended before it had registered all.
-            this.register(range)?;
-            this.wake(range)?;
-        }
+        let uffd = uffd.map_err(|error| failed(error.into()))?;
+        let this = Self { process: process.try_clone()?, uffd, ranges: ranges.to_vec() };
+        ranges.iter().try_for_each(|range| this.wake(*range))?;
         Ok(this)
     }
 
@@ -178,11 +186,40 @@ impl MissingPages {
                 // The process is changing its map at this moment.
                 Some(nix::libc::EAGAIN) => std::thread::yield_now(),
                 Some(nix::libc::ESRCH) => return Err(MissingError::Ended),
-                Some(nix::libc::ENOENT) => return Err(MissingError::Lost { range: left }),
+                Some(nix::libc::ENOENT) => return Err(self.why_nobody_waits(left)),
                 _ => return Err(MissingError::Io { action: "place pages of", range: left, source }),
             }
         }
         Ok(new)
+    }
+
+    /// Why no page can be placed in a range.
+    fn why_nobody_waits(&self, range: AddressRange) -> MissingError {
+        let Some(all) = self.ranges.iter().find(|all| all.contains(range.start)) else {
+            return MissingError::Lost { range };
+        };
+        match self.parts_of(*all) {
+            Ok(parts) => {
+                let mapped: u64 = parts.iter().map(|(part, _)| part.len()).sum();
+                let is_registered = parts.iter().any(|(_, is_registered)| *is_registered);
+                // All of it there and not registered: somebody else has done that, who had pages read as zeros.
+                let is_unmapped = mapped < all.len() && !is_registered;
+                if is_unmapped { MissingError::Unmapped { range } } else { MissingError::Lost { range } }
+            }
+            Err(error) => error.into(),
+        }
+    }
+
+    /// What is mapped in a range, and whether threads wait for pages of it.
+    fn parts_of(&self, range: AddressRange) -> Result<Vec<(AddressRange, bool)>, ProcessError> {
+        let mappings = maps::detailed_mappings(&self.process)?;
+        let parts = mappings.iter().filter_map(|mapping| {
+            let part =
+                AddressRange::new(mapping.range.start.max(range.start), mapping.range.end.min(range.end));
+            let is_registered = mapping.details.as_ref().is_some_and(|details| details.has_flag("um"));
+            (!part.is_empty()).then_some((part, is_registered))
+        });
+        Ok(parts.collect())
     }
 
     /// Whoever waits for the page at this address is told of once more.
@@ -247,12 +284,21 @@ impl MissingPages {
     /// Nobody waits any more. To be called when every page is there: what is not reads as zeros from here on.
     /// To be called again after an error.
     pub fn end(&self) -> Result<(), MissingError> {
-        let mut result = Ok(());
-        for &range in &self.ranges {
-            let done = abi::uffd_unregister(&self.uffd, range.start, range.len());
-            result =
-                result.and(done.map_err(|source| MissingError::Io { action: "let go of", range, source }));
+        let each = self.ranges.iter().map(|range| self.let_go(*range));
+        each.fold(Ok(()), Result::and)
+    }
+
+    fn let_go(&self, range: AddressRange) -> Result<(), MissingError> {
+        let unregister = |range: AddressRange| abi::uffd_unregister(&self.uffd, range.start, range.len());
+        let failed = |source| MissingError::Io { action: "let go of", range, source };
+        match unregister(range) {
+            // Nothing is mapped there any more, or something of which no page can be waited for.
+            Err(source) if source.raw_os_error() == Some(nix::libc::EINVAL) => {
+                let parts = self.parts_of(range)?;
+                let mut registered = parts.iter().filter(|(_, is_registered)| *is_registered);
+                registered.try_for_each(|(part, _)| unregister(*part).map_err(failed))
+            }
+            done => done.map_err(failed),
         }
-        result
     }
 }

@@ -38,7 +38,7 @@ impl Stage {
         let range = victim.map(kind, LEN);
         first(&mut victim, range);
         let LeftUserfaultfd { here, there } = injector().leave_userfaultfd(&victim.process).unwrap();
-        let missing = MissingPages::begin(here, &[range]).unwrap();
+        let missing = MissingPages::begin(&victim.process, here, &[range]).unwrap();
         assert_eq!((victim.userfaultfds(), victim.registered()), (1, vec![range]));
         Self { victim, range, missing, there, silence: UnixStream::pair().unwrap() }
     }
@@ -164,6 +164,25 @@ fn another_one_takes_over() {
     }
 }
 
+/// As the memory of a device that is unplugged: the others wait on, whoever takes over takes nothing else for it, and it
+/// holds nobody up in the end.
+#[test]
+fn memory_that_is_unmapped_meanwhile_is_nobody_s() {
+    for kind in KINDS {
+        let mut stage = Stage::new(kind);
+        let Stage { mut victim, range: first, there, silence, .. } = stage;
+        victim.ask(&format!("unmap 0 {LEN}"));
+        let missing = MissingPages::take_over(&victim.process, there, &[first]).unwrap();
+        let gone = missing.place(first.start, &content(0)).unwrap_err();
+        assert!(matches!(gone, MissingError::Unmapped { .. }), "{gone:?}");
+        assert!(matches!(missing.place_zeros(first), Err(MissingError::Unmapped { .. })));
+        assert!(!victim.is_registered());
+        missing.end().unwrap();
+        stage = Stage { victim, range: first, missing, there, silence };
+        stage.end();
+    }
+}
+
 /// Disks are read straight into memory: it is the kernel that touches the pages.
 #[test]
 fn the_kernel_waits_too() {
@@ -212,7 +231,7 @@ fn nonsense_is_refused() {
     assert!(matches!(stage.missing.place(stage.range.start + 1, &page), Err(MissingError::Unaligned { .. })));
     // Somebody else's.
     let LeftUserfaultfd { here, there } = injector().leave_userfaultfd(&stage.victim.process).unwrap();
-    let error = MissingPages::begin(here, &[stage.range]).unwrap_err();
+    let error = MissingPages::begin(&stage.victim.process, here, &[stage.range]).unwrap_err();
     assert!(matches!(error, MissingError::Taken { .. }), "{error:?}");
     injector().close_left(&stage.victim.process, there).unwrap();
     assert!(MissingPages::take_over(&stage.victim.process, there, &[stage.range]).is_err());

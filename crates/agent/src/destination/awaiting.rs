@@ -172,7 +172,7 @@ pub(super) fn try_out(
     }
     let LeftUserfaultfd { here, there } = injector.leave_userfaultfd(&vm.process)?;
     let ranges = ranges(&ram::regions(&vm.blocks));
-    let tried = MissingPages::begin(here, &ranges).and_then(|waits| waits.end());
+    let tried = MissingPages::begin(&vm.process, here, &ranges).and_then(|waits| waits.end());
     injector.close_left(&vm.process, there)?;
     Ok(tried?)
 }
@@ -212,7 +212,7 @@ impl Awaiting {
         };
         let ledger = Ledger::create(&trace.ledger, &awaited)?;
         keep(&trace)?;
-        let placer = MissingPages::begin(here, &ranges(&regions))?;
+        let placer = MissingPages::begin(&vm.process, here, &ranges(&regions))?;
         take_away(&context.injector, &vm.process, (&regions, writers), runs_of(&awaited))?;
         are_away((&regions, writers), runs_of(&awaited))?;
         let this = Self::over(placer, trace, regions, awaited, ledger, mailbox, false)?;

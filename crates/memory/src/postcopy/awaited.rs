@@ -192,6 +192,17 @@ impl<P: Placer> Awaited<P> {
         kept.map_err(RamError::Present)
     }
 
+    /// A block was unmapped, as that of a device that was unplugged: none of it can be touched, and none has to come.
+    fn is_gone(&self, block: usize, sets: &mut Pages) -> Result<(), RamError> {
+        let region = &self.blocks[block].region;
+        warn!(
+            block = region.name,
+            pages = sets.awaited.count(),
+            "memory for which pages were to come was unmapped"
+        );
+        self.are_there(block, sets, 0..region.bytes.div_ceil(PAGE_BYTES))
+    }
+
     /// The blocks as something to receive into.
     pub fn writers(self: &Arc<Self>) -> Vec<Box<dyn BlockWriter>>
     where
@@ -264,10 +275,14 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
             let (start, end) = (run.start * PAGE_BYTES, run.end * PAGE_BYTES);
             let bytes = &data[(start - offset) as usize..(end - offset) as usize];
             let address = self.block().region.address + start;
-            let Ok(new) = self.all.placer.place(address, bytes) else {
-                // Some of them may be there now: which, is found out one by one.
-                self.place_singly(&mut sets, run, address, bytes)?;
-                continue;
+            let new = match self.all.placer.place(address, bytes) {
+                Ok(new) => new,
+                Err(MissingError::Unmapped { .. }) => return self.all.is_gone(self.block, &mut sets),
+                Err(_) => {
+                    // Some of them may be there now: which, is found out one by one.
+                    self.place_singly(&mut sets, run, address, bytes)?;
+                    continue;
+                }
             };
             self.all.were_missing(self.block, &run, new);
             self.all.are_there(self.block, &mut sets, run)?;
@@ -283,13 +298,17 @@ impl<P: Placer> BlockWriter for PlacingWriter<P> {
         let placed = if self.block().places_zeros { &sets.awaited } else { &sets.asked };
         let runs: Vec<_> = placed.runs_within(pages.clone()).collect();
         for run in runs {
-            let Ok(new) = self.all.placer.place_zeros(self.addresses(&run)) else {
-                for page in run {
-                    let page = page..page + 1;
-                    self.all.placer.place_zeros(self.addresses(&page))?;
-                    self.all.are_there(self.block, &mut sets, page)?;
+            let new = match self.all.placer.place_zeros(self.addresses(&run)) {
+                Ok(new) => new,
+                Err(MissingError::Unmapped { .. }) => return self.all.is_gone(self.block, &mut sets),
+                Err(_) => {
+                    for page in run {
+                        let page = page..page + 1;
+                        self.all.placer.place_zeros(self.addresses(&page))?;
+                        self.all.are_there(self.block, &mut sets, page)?;
+                    }
+                    continue;
                 }
-                continue;
             };
             self.all.were_missing(self.block, &run, new);
             self.all.are_there(self.block, &mut sets, run)?;

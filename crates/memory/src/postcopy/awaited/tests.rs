@@ -197,3 +197,37 @@ fn zeros_that_were_placed_before_an_error_are_nobody_elses() {
     writer.drop_pages(7 * PAGE_BYTES..30 * PAGE_BYTES).unwrap();
     assert_eq!((awaited.pages(), awaited.untrusted()), (0, None));
 }
+
+/// Memory of which a block was unmapped.
+struct Unplugged(Memory);
+
+impl Placer for Unplugged {
+    fn place(&self, address: u64, pages: &[u8]) -> Result<u64, MissingError> {
+        if address < BASE {
+            return Err(MissingError::Unmapped { range: AddressRange::with_len(address, PAGE_BYTES) });
+        }
+        self.0.place(address, pages)
+    }
+
+    fn place_zeros(&self, range: AddressRange) -> Result<u64, MissingError> {
+        self.place(range.start, &vec![0; range.len() as usize])
+    }
+}
+
+#[test]
+fn nothing_has_to_come_for_a_block_that_was_unmapped() {
+    for zeros in [false, true] {
+        let regions = vec![region("rom", BASE / 2, 8), region("ram", BASE, 8)];
+        let sets = vec![set(8, &[1, 2, 7]), set(8, &[3])];
+        let awaited = Arc::new(Awaited::new(Unplugged(Memory::default()), regions, sets, || ()));
+        let writers = awaited.writers();
+        if zeros {
+            writers[0].drop_pages(PAGE_BYTES..2 * PAGE_BYTES).unwrap();
+        } else {
+            writers[0].write(PAGE_BYTES, &[5; PAGE]).unwrap();
+        }
+        assert_eq!((awaited.pages(), awaited.untrusted()), (1, None), "what is there has to come");
+        writers[1].write(3 * PAGE_BYTES, &[6; PAGE]).unwrap();
+        assert_eq!(awaited.pages(), 0);
+    }
+}

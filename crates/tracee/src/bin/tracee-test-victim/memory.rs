@@ -70,6 +70,12 @@ impl Memory {
         assert_eq!(result, 0, "madvise {advice}: {}", std::io::Error::last_os_error());
     }
 
+    fn unmap(&self, offset: usize, len: usize) {
+        // SAFETY: memory of `map`, which nobody uses any more.
+        let result = unsafe { libc::munmap((self.base + offset) as *mut libc::c_void, len) };
+        assert_eq!(result, 0, "munmap");
+    }
+
     fn remap(&self, offset: usize, len: usize) {
         assert!(offset + len <= self.len, "beyond the mapping");
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
@@ -176,6 +182,7 @@ pub(super) fn serve(_: &[String]) {
             "fork-write" => memory.fork(false, offset, len, seed),
             "fork-stay" => memory.fork(true, offset, len, seed),
             "remap" => memory.remap(offset, len),
+            "unmap" => memory.unmap(offset, len),
             "direct-read" => direct = Some(DirectRead::submit(memory, words[1])),
             "direct-wait" => direct = direct.take().and_then(DirectRead::wait),
             "storm" => storm.extend((1..3).map(|seed| start_storm(memory, seed, calm.clone()))),

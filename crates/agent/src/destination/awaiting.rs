@@ -20,8 +20,8 @@ use std::time::Duration;
 use ::memory::ram::{RamError, RamRegion};
 use ::memory::{Awaited, BlockWriter, DirtyBitmap, Ledger, Switch, TakesAway, decode_set, encode_set};
 use link::{Connection, Handle, Incoming, LinkError, Reader, Writer};
-use proto::awaited::{BadAwaited, decode_page};
-use proto::limits::{BLOB_BYTES, PAGE_BYTES, WANTED_PAGES};
+use proto::awaited::{BadAwaited, ENTRY_BYTES, decode_page};
+use proto::limits::{AWAITED_BYTES, BLOB_BYTES, CHUNK_BYTES, PAGE_BYTES, WANTED_PAGES};
 use proto::message::{Finding, Message, Severity, WantedPage};
 use serde::{Deserialize, Serialize};
 use tracee::{AddressRange, Injector, LeftUserfaultfd, MissingError, MissingPages, Process};
@@ -54,6 +54,9 @@ pub(crate) enum AwaitError {
     /// Memory of which no page can be taken away.
     #[error("of RAM block {0} no page can be taken away: it is of huge pages, or a private file")]
     Block(String),
+    /// More than a list can name.
+    #[error("there is more memory than one list of pages can name")]
+    TooMuch,
     /// Its memory is locked.
     #[error("QEMU's memory is locked (`mem-lock`), so that no page can be taken away")]
     Locked,
@@ -154,6 +157,9 @@ pub(super) fn try_out(
     vm: &Arriving,
     writers: &[Box<dyn BlockWriter>],
 ) -> Result<(), AwaitError> {
+    if longest_list(writers.iter().map(|writer| writer.bytes())) > AWAITED_BYTES {
+        return Err(AwaitError::TooMuch);
+    }
     let is_fixed = |writer: &dyn BlockWriter| writer.is_ram() && writer.takes_away() == TakesAway::Never;
     if let Some(writer) = writers.iter().find(|writer| is_fixed(&***writer)) {
         return Err(AwaitError::Block(writer.name().to_owned()));
@@ -175,6 +181,11 @@ pub(super) fn try_out(
     let tried = MissingPages::begin(&vm.process, here, &ranges).and_then(|waits| waits.end());
     injector.close_left(&vm.process, there)?;
     Ok(tried?)
+}
+
+/// How long a list of pages of blocks of such sizes may become, in bytes.
+fn longest_list(blocks: impl Iterator<Item = u64>) -> u64 {
+    blocks.map(|bytes| bytes.div_ceil(CHUNK_BYTES) * ENTRY_BYTES as u64).sum()
 }
 
 /// Why not, for people.
@@ -418,5 +429,17 @@ impl PageStream {
             handle.shutdown();
             drop(placing.join());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The other side would refuse the list when the guest stands still already.
+    #[test]
+    fn more_memory_than_a_list_can_name_is_said_before_the_stop() {
+        assert!(longest_list([4 << 40, 1 << 40].into_iter()) < AWAITED_BYTES);
+        assert!(longest_list([4 << 40, 4 << 40].into_iter()) > AWAITED_BYTES);
     }
 }

@@ -6,34 +6,44 @@
 //! a link that is long it has to be larger, or most of the time nothing would be sent: it grows for as long as twice as much
 //! goes noticeably faster.
 //!
-//! What the link carries is what the last two of these parts differ by: what twice as much took longer. From there on it
-//! is followed. A part that takes longer than its pace says stood in a queue, and the next ones are slower; while none does,
-//! they become faster, little by little.
+//! From there on every other part is half as large: what the larger ones take longer is what the link, or the pace, takes
+//! for the other half, and the rest is the way there and back, however that changes. A pace beyond what the link carries is
+//! set to that; else the next parts go faster, little by little. Parts are so long that the ways are a small part of them.
 //!
 //! Pages of zeros take nothing on the wire, and the time that it takes to find them tells nothing of the link. Parts have as
 //! many more pages as there were such among the last ones, and nothing is learnt from one of little else.
+
+use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
 
 use crate::trace::{Blank, Decider};
 
 /// How many pages are pushed at once, and how fast.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "Blank", into = "Blank")]
 pub struct Push {
-    /// How many pages with data are to be in a part.
+    /// How many pages with data are to be in a large part.
     data_pages: u64,
     /// How many pages there were for each with data.
     spread: u64,
-    /// The part before that told something.
+    /// The part before that told something, until parts are long enough.
     last: Option<Part>,
-    /// How long a part is to take, once that is known.
-    target_ns: Option<u64>,
+    /// The last ones since.
+    followed: VecDeque<Followed>,
+    /// Whether parts are long enough.
+    is_settled: bool,
     pace_bytes_per_s: Option<u64>,
-    /// What a part takes beside its pace at least: the way there and back.
-    least_beside_ns: u64,
-    /// Parts in a row that stood in no queue.
+    /// Parts in a row that found no pace beyond what the link carries.
     on_time: u32,
+}
+
+/// A part that is followed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Followed {
+    wire_bytes: u64,
+    duration_ns: u64,
+    is_small: bool,
 }
 
 /// A part that was pushed.
@@ -85,12 +95,20 @@ impl Push {
     const MOST_SPREAD: u64 = 16;
     /// Faster links, in bytes per second, are not what is waited for, and no clock is good enough for their pace.
     const FASTEST: u64 = 500_000_000;
-    /// A part stood in a queue if it took so much longer than its pace says, in nanoseconds, or a tenth if that is more.
-    const LATE_NS: u64 = 1_500_000;
+    /// So many parts are looked at together: the quickest of either size tells, for any may have been held up.
+    const FOLLOWED: usize = 8;
+    /// A part is so many times as long as the way there and back.
+    const WAYS: u64 = 8;
 
     /// How many pages the next part has at most.
     pub fn pages(&self) -> u64 {
-        (self.data_pages * self.spread).min(Self::MOST_PAGES)
+        let data_pages = if self.is_small() { self.data_pages / 2 } else { self.data_pages };
+        (data_pages * self.spread).min(Self::MOST_PAGES)
+    }
+
+    /// Whether the next part is one of half the size.
+    fn is_small(&self) -> bool {
+        self.is_settled && self.followed.back().is_none_or(|last| !last.is_small)
     }
 
     /// Learns from a part.
@@ -105,16 +123,12 @@ impl Push {
         if self.spread > Self::TELLING_SPREAD {
             return;
         }
-        match self.target_ns {
-            Some(target_ns) => {
-                self.follow(part);
-                let wanted =
-                    u128::from(part.data_pages) * u128::from(target_ns) / u128::from(part.duration_ns);
-                let wanted = u64::try_from(wanted).unwrap_or(u64::MAX);
-                self.data_pages = wanted.clamp(self.data_pages / 2, self.data_pages * 2);
-            }
-            None if self.is_no_faster(part) => self.settle(part),
-            None => self.data_pages *= 2,
+        if self.is_settled {
+            self.follow(part);
+        } else if self.is_no_faster(part) {
+            self.settle(part);
+        } else {
+            self.data_pages *= 2;
         }
         self.data_pages = self.data_pages.clamp(Self::FIRST_PAGES, Self::MOST_PAGES);
         self.last = Some(part);
@@ -130,7 +144,7 @@ impl Push {
 
     /// Parts are long enough; what the link carries is known.
     fn settle(&mut self, part: Part) {
-        self.target_ns = Some(part.duration_ns);
+        self.is_settled = true;
         let rate = per_second(part.wire_bytes, part.duration_ns);
         let more = self.last.map_or(0, |last| {
             let (bytes, ns) = (
@@ -143,28 +157,53 @@ impl Push {
         let carries = more.clamp(rate, rate.saturating_add(rate / 4));
         if (1..=Self::FASTEST).contains(&carries) {
             self.pace_bytes_per_s = Some(carries - carries / 32);
-            self.target_ns = Some(part.duration_ns.max(Self::SHORTEST_PACED_NS));
-            self.least_beside_ns = part.duration_ns.saturating_sub(time_for(part.wire_bytes, carries));
         }
     }
 
-    /// The pace follows the link.
+    /// The pace follows the link, and the size of parts both.
     fn follow(&mut self, part: Part) {
-        let Some(pace) = self.pace_bytes_per_s else { return };
-        let planned_ns = time_for(part.wire_bytes, pace);
-        let beside_ns = part.duration_ns.saturating_sub(planned_ns);
-        self.least_beside_ns = self.least_beside_ns.min(beside_ns);
-        let is_late = beside_ns - self.least_beside_ns > Self::LATE_NS.max(planned_ns / 10);
-        self.on_time = if is_late { 0 } else { self.on_time.saturating_add(1) };
-        let next = if is_late {
-            let rate = per_second(part.wire_bytes, part.duration_ns - self.least_beside_ns);
-            // A host or a link that hung for a moment will not do so again.
-            (rate - rate / 32).max(pace / 2)
-        } else {
-            // The longer it goes well the larger the steps: a link may have become much faster.
-            pace.saturating_add(pace >> (6 - (self.on_time / 8).min(3)))
+        let Part { wire_bytes, duration_ns, .. } = part;
+        self.followed.drain(..(self.followed.len() + 1).saturating_sub(Self::FOLLOWED));
+        self.followed.push_back(Followed { wire_bytes, duration_ns, is_small: self.is_small() });
+        let (Some(small), Some(large)) = (self.quickest(true), self.quickest(false)) else { return };
+        // Sizes may just have changed.
+        if large.wire_bytes <= small.wire_bytes.saturating_add(small.wire_bytes / 4) {
+            return;
+        }
+        let (more_bytes, more_ns) =
+            (large.wire_bytes - small.wire_bytes, large.duration_ns.saturating_sub(small.duration_ns));
+        // What both the link and the pace let through.
+        let rate = if more_ns == 0 { u64::MAX } else { per_second(more_bytes, more_ns) };
+        if let Some(pace) = self.pace_bytes_per_s {
+            let is_beyond = rate < pace - pace / 8;
+            self.on_time = if is_beyond { 0 } else { self.on_time.saturating_add(1) };
+            let next = if is_beyond {
+                // A host or a link that hung for a moment will not do so again.
+                rate.max(pace / 2)
+            } else {
+                // The longer it goes well the larger the steps: a link may have become much faster.
+                pace.saturating_add(pace >> (6 - (self.on_time / 8).min(3)))
+            };
+            self.pace_bytes_per_s = (1..=Self::FASTEST).contains(&next).then_some(next);
+        }
+        let way_ns = small.duration_ns.saturating_sub(time_for(small.wire_bytes, rate));
+        let shortest_ns =
+            if self.pace_bytes_per_s.is_some() { Self::SHORTEST_PACED_NS } else { Self::SHORTEST_NS };
+        let long_ns = shortest_ns.max(way_ns.saturating_mul(Self::WAYS));
+        let goes = self.pace_bytes_per_s.unwrap_or(rate);
+        let bytes = u128::from(goes) * u128::from(long_ns) / 1_000_000_000;
+        let pages = (bytes * u128::from(part.data_pages)).checked_div(wire_bytes.into()).unwrap_or(0);
+        let pages = u64::try_from(pages).unwrap_or(u64::MAX);
+        self.data_pages = pages.clamp(self.data_pages / 2, self.data_pages * 2);
+    }
+
+    /// The part of a size that was held up least.
+    fn quickest(&self, is_small: bool) -> Option<Followed> {
+        let beside_ns = |part: &&Followed| {
+            let paced_ns = self.pace_bytes_per_s.map_or(0, |pace| time_for(part.wire_bytes, pace));
+            i128::from(part.duration_ns) - i128::from(paced_ns)
         };
-        self.pace_bytes_per_s = (1..=Self::FASTEST).contains(&next).then_some(next);
+        self.followed.iter().filter(|part| part.is_small == is_small).min_by_key(beside_ns).copied()
     }
 }
 
@@ -180,9 +219,9 @@ impl Default for Push {
             data_pages: Self::FIRST_PAGES,
             spread: 1,
             last: None,
-            target_ns: None,
+            followed: VecDeque::new(),
+            is_settled: false,
             pace_bytes_per_s: None,
-            least_beside_ns: u64::MAX,
             on_time: 0,
         }
     }
@@ -229,7 +268,8 @@ mod tests {
     fn settled(link: Link) -> (u64, f64) {
         let mut push = Push::default();
         (0..256).for_each(|_| _ = link.carry(&mut push));
-        let bytes = push.pages() * PAGE;
+        // One of either size.
+        let bytes = push.data_pages / 2 * 3 * PAGE / 2;
         let rate = push.pace_bytes_per_s.unwrap_or(u64::MAX).min(link.bytes_per_s);
         let part_ns = time_for(bytes, rate);
         let share = time_for(bytes, link.bytes_per_s) as f64 / (part_ns + link.long_ms * 1_000_000) as f64;
@@ -257,7 +297,7 @@ mod tests {
             let mut push = Push::default();
             (0..16).for_each(|_| _ = link.carry(&mut push));
             let queue_ns = (0..256).map(|_| link.carry(&mut push)).max().unwrap();
-            let most_ns = Push::LATE_NS.max(2 * time_for(push.pages() * PAGE, link.bytes_per_s) / 10);
+            let most_ns = time_for(push.data_pages * PAGE, link.bytes_per_s) / 4;
             assert!(queue_ns <= most_ns, "{long_ms}: {queue_ns}");
         }
     }
@@ -270,6 +310,51 @@ mod tests {
             let share = push.pace_bytes_per_s.unwrap() as f64 / bytes_per_s as f64;
             assert!((0.9..1.2).contains(&share), "{bytes_per_s}: {share}");
         }
+    }
+
+    /// How much of what a link carries goes, over 64 MiB and more, while the ways there and back take so long each.
+    fn share_of(bytes_per_s: u64, mut way_ns: impl FnMut(u64) -> u64) -> f64 {
+        let (mut push, mut sent, mut all_ns) = (Push::default(), 0, 0);
+        for part in 0..2_000 {
+            let pages = push.pages();
+            let wire_bytes = pages * PAGE;
+            let sent_ns = push.pace_bytes_per_s.map_or(0, |pace| time_for(wire_bytes, pace));
+            let duration_ns = way_ns(part) + time_for(wire_bytes, bytes_per_s).max(sent_ns);
+            push.learn(Part { pages, data_pages: pages, wire_bytes, duration_ns });
+            (sent, all_ns) = (sent + wire_bytes, all_ns + duration_ns);
+        }
+        per_second(sent, all_ns) as f64 / bytes_per_s as f64
+    }
+
+    /// Longer ways are no slower link: a queue of somebody else's, a busy host.
+    #[test]
+    fn ways_that_become_longer_do_not_make_what_is_pushed_slower() {
+        const MS: u64 = 1_000_000;
+        for bytes_per_s in [12_500_000, 125_000_000, 1_250_000_000] {
+            for (before, after) in [(300_000, 2 * MS), (300_000, 5 * MS), (MS, 31 * MS), (31 * MS, MS)] {
+                let share = share_of(bytes_per_s, |part| if part < 32 { before } else { after });
+                assert!(share > 0.7, "{bytes_per_s}, {before} to {after} ns: {share}");
+            }
+            // A different one each time, a millisecond in the mean, and now and then much more.
+            let mut random = 1_u64;
+            let share = share_of(bytes_per_s, |part| {
+                random =
+                    random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                let uniform = ((random >> 11) as f64 + 1.0) / (1_u64 << 53) as f64;
+                let held_up = if part % 100 == 99 { 50 * MS } else { 0 };
+                300_000 + held_up + (-uniform.ln() * MS as f64) as u64
+            });
+            assert!(share > 0.6, "{bytes_per_s}: {share}");
+        }
+    }
+
+    /// As a limit on the rate that lets a burst through first.
+    #[test]
+    fn a_burst_at_the_beginning_does_not_mislead() {
+        let bytes_per_s = 20_000_000;
+        let mut burst_ns = 50_000_000_u64;
+        let share = share_of(bytes_per_s, |_| std::mem::take(&mut burst_ns) / 50);
+        assert!(share > 0.85, "{share}");
     }
 
     #[test]

@@ -53,7 +53,12 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     }
     let growth = lines_by(results, "size-", |case| case.memory_mib as f64, Quantity::Moving);
     if !growth.is_empty() {
-        let axes = Axes { title: "time after the start, by size of the guest", x: "memory, MiB", y: "ms" };
+        let axes = Axes {
+            title: "time after the start, by size of the guest",
+            x: "memory, MiB",
+            y: "ms",
+            least_y: 1.0,
+        };
         draw("sizes", &|canvas| lines(canvas, &axes, &growth))?;
     }
     let rate = |case: &Case| match case.program {
@@ -66,6 +71,7 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
             title: "downtime by write rate, 128 MiB rewritten",
             x: "written, MiB/s",
             y: "downtime, ms",
+            least_y: 1.0,
         };
         draw("writing", &|canvas| lines(canvas, &axes, &writing))?;
     }
@@ -161,7 +167,7 @@ fn slowdowns(result: &CaseResult) -> Vec<Bar> {
     let bar = |one: Contender| {
         let spread = nas::slowdown(result, one, |_| true)?;
         // Faster than alone is chance.
-        let spread = Spread { least: spread.least.max(0.0), ..spread };
+        let spread = Spread { least: spread.least.max(0.0), most: spread.most.max(0.0), ..spread };
         let parts = vec![("slowdown", spread.median.max(0.0))];
         Some(Bar { label: format!("{}: {one}", result.case.name), parts, spread: Some(spread) })
     };
@@ -259,12 +265,14 @@ pub(crate) struct Axes<'a> {
     pub(crate) title: &'a str,
     pub(crate) x: &'a str,
     pub(crate) y: &'a str,
+    /// Up to where the vertical one goes at least: pictures that are compared have the same.
+    pub(crate) least_y: f64,
 }
 
 pub(crate) fn lines(canvas: &Canvas<'_>, axes: &Axes<'_>, lines: &[Line]) -> Drawn {
     let all = || lines.iter().flat_map(|line| &line.points);
     let most_x = all().map(|point| point.0).fold(1.0, f64::max) * 1.05;
-    let most_y = all().map(|point| point.1).fold(1.0, f64::max) * 1.1;
+    let most_y = all().map(|point| point.1).fold(axes.least_y, f64::max) * 1.1;
     let mut chart = ChartBuilder::on(canvas)
         .caption(axes.title, ("sans-serif", 18))
         .margin(12)

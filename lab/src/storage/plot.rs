@@ -13,7 +13,7 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
     let mut drawn = Vec::new();
     let mut picture = |name: &str, title: &str, y: &str, content: &[Line]| -> Result<()> {
         if content.iter().any(|line| line.points.len() > 1) {
-            let axes = Axes { title, x: "since the clients' start, s", y };
+            let axes = Axes { title, x: "since the clients' start, s", y, least_y: 1.0 };
             drawn.push(draw(directory, name, &|canvas| lines(canvas, &axes, content))?);
         }
         Ok(())

@@ -49,12 +49,12 @@ fn headings<T: std::fmt::Display>(first: &str, rest: impl IntoIterator<Item = T>
     format!("| {first} | {} |\n|{}\n", rest.join(" | "), "---|".repeat(rest.len() + 1))
 }
 
-/// Figure 1 of one contender.
+/// Figure 1 of one contender, and what it cost the guest.
 fn latency(results: &Results, contender: Contender, text: &mut String) {
     let columns = ACTIVE_MIB.map(|mib| format!("{mib} MiB"));
     let _ = write!(
         text,
-        "\n**Total time by active memory, s** (Isci et al., Fig. 1): {contender}\n\n{}",
+        "\n**Total time by active memory, s, and downtime** (Isci et al., Fig. 1): {contender}\n\n{}",
         headings("buffer, link, packets, cap", columns)
     );
     for configuration in CONFIGURATIONS {
@@ -68,10 +68,12 @@ fn latency(results: &Results, contender: Contender, text: &mut String) {
     }
 }
 
-/// Total time of a contender in seconds, and how many of its migrations ended where not all did.
+/// Total time of a contender in seconds and its downtime, and how many of its migrations ended where not all did.
 fn total(point: &CaseResult, contender: Contender) -> String {
     let (ended, all) = point.ended(contender);
-    let spread = point.spread(contender, Quantity::Total).map(|spread| spread_of(spread, 1e3));
+    let downtime = point.spread(contender, Quantity::Downtime).map_or(0.0, |spread| spread.median);
+    let spread = point.spread(contender, Quantity::Total);
+    let spread = spread.map(|spread| format!("{}; {downtime:.0} ms", spread_of(spread, 1e3)));
     match (ended == all, spread) {
         (true, spread) => spread.unwrap_or_default(),
         (false, spread) => format!("{} {ended}/{all} ended", spread.unwrap_or_default()).trim().to_owned(),
@@ -156,9 +158,9 @@ pub(super) mod tests {
         some.cases[0].runs[1].measured = None;
         let text = tables(&some);
         for line in [
-            "| 1: 1 KiB, 1 Gb/s, 1500 B, slow start | **1.0** (1.0–1.0) |  |  |  |",
+            "| 1: 1 KiB, 1 Gb/s, 1500 B, slow start | **1.0** (1.0–1.0); 10 ms |  |  |  |",
             "| 1: 1 KiB, 1 Gb/s, 1500 B, slow start | 0/1 ended |  |  |  |",
-            "| 7: 32 KiB, 10 Gb/s, 8000 B, unlimited |  | **1.0** (1.0–1.0) |  |  |",
+            "| 7: 32 KiB, 10 Gb/s, 8000 B, unlimited |  | **1.0** (1.0–1.0); 10 ms |  |  |",
         ] {
             assert!(text.lines().any(|found| found == line), "{line} is not in\n{text}");
         }

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::page::{STOPPERS, contenders_of_latency, result};
 use super::point::{ACTIVE_MIB, CONFIGURATIONS, ITERATIONS, KERNELS, kernel_case_name};
 use crate::bench::plot::{Axes, Line, draw, lines};
-use crate::bench::{Quantity, Results};
+use crate::bench::{CaseResult, Quantity, Results};
 use crate::error::Result;
 
 /// Draws the results into a directory: a file for each picture for which there is something to draw. Returns their
@@ -19,9 +19,10 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
         }
         Ok(())
     };
+    let longest_s = longest(results, |name| name.starts_with("fig1"), Quantity::Total) / 1e3;
     for contender in contenders_of_latency(results) {
         let title = format!("{contender}: total time by active memory, in seven configurations");
-        let axes = Axes { title: &title, x: "active memory, MiB", y: "total, s" };
+        let axes = Axes { title: &title, x: "active memory, MiB", y: "total, s", least_y: longest_s };
         let line = CONFIGURATIONS.map(|configuration| {
             let points = ACTIVE_MIB.into_iter().filter_map(|mib| {
                 let point = result(results, &configuration.case_name(mib))?;
@@ -31,9 +32,10 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
         });
         picture(&format!("sweep-1-{contender}"), &axes, line.into())?;
     }
+    let longest_ms = longest(results, |name| name.starts_with("fig5"), Quantity::Downtime);
     for (name, stopper) in STOPPERS {
         let title = format!("{name}: downtime of NAS kernels that are stopped after so many iterations");
-        let axes = Axes { title: &title, x: "iterations", y: "downtime, ms" };
+        let axes = Axes { title: &title, x: "iterations", y: "downtime, ms", least_y: longest_ms };
         let line = KERNELS.map(|kernel| {
             let points = ITERATIONS.into_iter().filter_map(|passes| {
                 let point = result(results, &kernel_case_name(kernel))?;
@@ -44,6 +46,15 @@ pub fn plots(results: &Results, directory: &Path) -> Result<Vec<String>> {
         picture(&format!("sweep-5-{name}"), &axes, line.into())?;
     }
     Ok(drawn)
+}
+
+/// The longest median that anybody has of those that are drawn beside one another.
+fn longest(results: &Results, is_one: impl Fn(&str) -> bool, quantity: Quantity) -> f64 {
+    let of = |result: &CaseResult| {
+        let all = result.contenders().into_iter().filter_map(|one| result.spread(one, quantity));
+        all.map(|spread| spread.median).fold(1.0, f64::max)
+    };
+    results.cases.iter().filter(|result| is_one(&result.case.name)).map(of).fold(1.0, f64::max)
 }
 
 #[cfg(test)]

@@ -1,9 +1,11 @@
 //! What all parts of an agent share.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use engine::precopy::CostHistory;
 use link::Endpoint;
+use proto::HostId;
 use tracee::Injector;
 
 use crate::arrivals::Arrivals;
@@ -44,13 +46,21 @@ pub(crate) struct Context {
     pub(crate) emulators: Emulators,
     /// Templates of this host.
     pub(crate) templates: Arc<Templates>,
-    /// Parts of the downtime that do not depend on memory, as measured here.
-    pub(crate) fixed_costs: Mutex<CostHistory>,
+    /// Parts of the downtime that do not depend on memory, as measured here: by destination, and whether disks were copied,
+    /// whose last writes have to reach stable storage then.
+    pub(crate) fixed_costs: Mutex<BTreeMap<(HostId, bool), CostHistory>>,
 }
 
 impl Context {
-    /// Parts of the downtime that do not depend on memory, as measured by the migrations before.
-    pub(crate) fn fixed_costs(&self) -> MutexGuard<'_, CostHistory> {
-        self.fixed_costs.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Parts of the downtime that do not depend on memory, as measured by the migrations before to this destination, with
+    /// disks that were copied or without.
+    pub(crate) fn fixed_costs<T>(
+        &self,
+        destination: &HostId,
+        copies_disks: bool,
+        use_it: impl FnOnce(&mut CostHistory) -> T,
+    ) -> T {
+        let mut all = self.fixed_costs.lock().unwrap_or_else(PoisonError::into_inner);
+        use_it(all.entry((destination.clone(), copies_disks)).or_default())
     }
 }

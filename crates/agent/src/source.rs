@@ -31,7 +31,7 @@ use std::time::Instant;
 
 use engine::handover::Terms;
 use engine::handover::source::{SourceEvent, SourceReport, SourceState};
-use engine::precopy::Sampling;
+use engine::precopy::{CostHistory, Sampling};
 use proto::message::Proposal;
 use proto::{Generation, VmName};
 
@@ -97,8 +97,10 @@ impl Aims {
     pub(crate) fn new(request: &MigrateRequest, limits: &ConfigLimits) -> Self {
         let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
         let throttle_writes = request.throttle_writes.unwrap_or(limits.throttle_writes);
-        // A guest whose writes become slower and slower gets there in the end.
-        let usual_rounds = if throttle_writes == ThrottleWrites::Off { limits.max_rounds } else { u32::MAX };
+        let usual_rounds = match throttle_writes {
+            ThrottleWrites::Off => limits.max_rounds,
+            ThrottleWrites::Drain | ThrottleWrites::Threshold => Self::rounds_of_throttled(limits),
+        };
         let policy = request.policy.unwrap_or(limits.policy);
         let is_sla = policy == StopPolicy::Sla;
         let max_total_ms = request.max_total_ms.unwrap_or(limits.max_total_ms);
@@ -129,9 +131,15 @@ impl Aims {
         }
     }
 
+    /// A guest whose writes become slower and slower gets there in the end.
+    fn rounds_of_throttled(limits: &ConfigLimits) -> u32 {
+        limits.max_rounds.saturating_mul(10)
+    }
+
     /// No disk is copied: there are no writes that could become slower, and so no reason for more rounds than usual.
     pub(crate) fn throttles_nothing(&mut self, limits: &ConfigLimits) {
-        if self.throttle_writes != ThrottleWrites::Off && self.max_rounds == u32::MAX {
+        let is_throttled = self.throttle_writes != ThrottleWrites::Off;
+        if is_throttled && self.max_rounds == Self::rounds_of_throttled(limits) {
             self.max_rounds = limits.max_rounds;
         }
         self.throttle_writes = ThrottleWrites::Off;
@@ -314,6 +322,12 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
+    /// What migrations like this one have measured.
+    fn fixed_costs<T>(&self, use_it: impl FnOnce(&mut CostHistory) -> T) -> T {
+        let copies_disks = self.controls.report(|report| !report.disks.is_empty());
+        self.context.fixed_costs(&self.terms.destination, copies_disks, use_it)
+    }
+
     /// The source's side of a migration, new ([`SourceState::Idle`]) or as the journal has it. `vm` is absent if its
     /// QEMU is gone.
     pub(crate) fn new(

@@ -63,6 +63,9 @@ pub struct RoundObservation {
     pub unknown_pages: u64,
     /// Pages that the round sent, those of zeros among them.
     pub pages_sent: u64,
+    /// Those of them that went as next to nothing, because they are zeros or the like: they tell nothing of the link.
+    #[serde(default)]
+    pub empty_pages: u64,
     /// Those of them that went as less than what is in them: as what changed of them, as where the destination has them
     /// already, or as nothing because the guest does not use them.
     #[serde(default)]
@@ -70,6 +73,9 @@ pub struct RoundObservation {
     /// Pages that were dirty before the round and that it did not send, because it was to be a short one.
     #[serde(default)]
     pub left_pages: u64,
+    /// Those of them that are of disks.
+    #[serde(default)]
+    pub left_of_disks: u64,
     /// Pages of those sent that had been sent shortly before, too, once all of memory went ([`Sampling::history`]).
     #[serde(default)]
     pub resent_pages: u64,
@@ -94,6 +100,18 @@ impl RoundObservation {
     /// What the wire carried, in bytes per second; 0 for a round that took no time.
     pub fn link_rate_bytes_per_s(&self) -> u64 {
         per_second(self.bytes_sent.into(), self.duration_ns)
+    }
+
+    /// What was seen of memory, without disks: what of the round it was is not told apart.
+    #[must_use]
+    pub fn of_memory(&self) -> Self {
+        Self {
+            dirty_pages: self.dirty_pages.saturating_sub(self.disk_pages),
+            left_pages: self.left_pages.saturating_sub(self.left_of_disks),
+            disk_pages: 0,
+            left_of_disks: 0,
+            ..*self
+        }
     }
 
     /// How fast the guest writes to new pages, in bytes of whole pages per second.

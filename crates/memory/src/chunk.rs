@@ -53,6 +53,11 @@ impl Contents {
     pub fn pages(&self) -> u64 {
         self.data + self.zero + self.hole + self.reference + self.delta + self.filled + self.soft
     }
+
+    /// Those of which nothing but a few bytes goes, whoever the destination is: their number says nothing of a link.
+    pub fn empty(&self) -> u64 {
+        self.zero + self.hole + self.filled
+    }
 }
 
 /// Reused memory in which one frame after the other is built.

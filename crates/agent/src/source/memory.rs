@@ -379,7 +379,7 @@ pub(crate) fn policy(aims: &Aims, ways: Ways, fixed: FixedCost) -> Traced {
             let policy = ByPattern::new(goal, on_limit, fixed).sampling(aims.sampling);
             // The longer it takes the less a guest may write whose writes are throttled.
             let is_throttled = aims.throttle_writes != ThrottleWrites::Off;
-            Traced::new(if is_throttled { policy.with_patience(u32::MAX) } else { policy })
+            Traced::new(if is_throttled { policy.throttling_writes() } else { policy })
         }
         StopPolicy::Target => Traced::new(ByTarget::new(goal, on_limit)),
         StopPolicy::Rounds => Traced::new(ByRounds::default()),
@@ -406,6 +406,8 @@ pub(crate) struct SentRound {
     pub(crate) pass: u32,
     /// Dirty pages that it left to the next.
     pub(crate) left_pages: u64,
+    /// Those of them that are of disks.
+    pub(crate) left_of_disks: u64,
     /// Pages of it that were sent shortly before, too.
     pub(crate) resent_pages: u64,
 }
@@ -435,8 +437,10 @@ pub(crate) fn observe(
         unknown_pages: dirty.unknown,
         disk_pages: dirty.of_disks,
         pages_sent: stats.contents.pages(),
+        empty_pages: stats.contents.empty(),
         spared_pages: stats.contents.delta + stats.contents.reference + stats.contents.soft,
         left_pages: sent.left_pages,
+        left_of_disks: sent.left_of_disks,
         resent_pages: sent.resent_pages,
         bytes_sent: stats.wire_bytes,
         duration_ns: stats.duration_us.saturating_mul(1000),

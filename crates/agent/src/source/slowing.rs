@@ -101,15 +101,13 @@ impl Slowing {
 
     /// What the guest used since the last time, and what the round says of it; none as long as that is not known.
     fn see(&mut self, round: &RoundObservation) -> Result<Option<CpuObservation>, SlowingError> {
-        self.drained.learn(round.pages_sent, round.spared_pages, round.duration_ns / 1000);
+        let pages = round.pages_sent.saturating_sub(round.empty_pages);
+        self.drained.learn(pages, round.spared_pages, round.duration_ns / 1000);
         let ran = self.threads.iter().map(|thread| self.process.thread_cpu_time(*thread));
         let ran = ran.collect::<Result<Vec<_>, _>>()?;
         let now = Instant::now();
         let Some((ran_before, then)) = self.last.replace((ran.clone(), now)) else { return Ok(None) };
         let Some(drained_bytes_per_s) = self.drained.bytes_per_s() else { return Ok(None) };
-        // Slower processors write less to disks, too, but those have a throttle of their own.
-        let memory =
-            RoundObservation { dirty_pages: round.dirty_pages.saturating_sub(round.disk_pages), ..*round };
         let since_s = (now - then).as_secs_f64().max(1e-6);
         let used_us_per_s = ran.iter().zip(&ran_before).map(|(ran, before)| {
             let used_s = ran.saturating_sub(*before).as_secs_f64();
@@ -117,7 +115,8 @@ impl Slowing {
         });
         Ok(Some(CpuObservation {
             used_us_per_s: used_us_per_s.collect(),
-            dirtied_bytes_per_s: memory.dirty_rate_bytes_per_s(),
+            // Slower processors write less to disks, too, but those have a throttle of their own.
+            dirtied_bytes_per_s: round.of_memory().dirty_rate_bytes_per_s(),
             drained_bytes_per_s,
         }))
     }

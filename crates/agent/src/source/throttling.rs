@@ -78,7 +78,8 @@ impl Throttling {
     /// A round, or a part of one, was sent.
     pub(crate) fn drained(&mut self, stats: &RoundStats) {
         let there = stats.contents.reference + stats.contents.delta;
-        self.drained.learn(stats.contents.pages(), there, stats.duration_us);
+        let pages = stats.contents.pages() - stats.contents.empty();
+        self.drained.learn(pages, there, stats.duration_us);
     }
 
     /// How many of so many pages go between two looks: what takes two seconds, but not more parts than a report can

@@ -74,10 +74,10 @@ impl CostHistory {
 
 /// What the rounds so far say of the time that pages take.
 ///
-/// *Rate* is guest memory moved per second, pages of zeros included: it already contains what compression, checksums
-/// and the other side's writing make of the link. It is the lower one of two: the last round's, which follows a link
+/// *Rate* is guest memory moved per second, pages of zeros left out, which go in next to no time: it already contains what
+/// compression, checksums and the other side's writing make of the link. It is the lower one of two: the last round's, which follows a link
 /// that has become slower at once; and a mean in which each round weighs half of the next, which a single round that
-/// went into buffers (or was all zeros, as first rounds often are) does not deceive. The mean divides sums by sums, so
+/// went into buffers does not deceive. The mean divides sums by sums, so
 /// that a round of ten pages, which is all latency, does not count as much as one of a gigabyte.
 ///
 /// Choosing the lower one errs towards another round, and that round measures again.
@@ -99,14 +99,15 @@ pub(super) struct Forecast {
 impl Forecast {
     /// Learns from a round.
     pub(super) fn learn(&mut self, observed: &RoundObservation) {
-        self.sum_bytes = self.sum_bytes / 2 + guest_bytes(observed.pages_sent);
+        let Some(pages) = telling_pages(observed) else { return };
+        self.sum_bytes = self.sum_bytes / 2 + guest_bytes(pages);
         self.sum_ns = self.sum_ns / 2 + u128::from(observed.duration_ns);
-        let is_full = observed.spared_pages <= observed.pages_sent / 2;
+        let is_full = observed.spared_pages <= pages / 2;
         if is_full {
-            self.full_bytes = self.full_bytes / 2 + guest_bytes(observed.pages_sent);
+            self.full_bytes = self.full_bytes / 2 + guest_bytes(pages);
             self.full_ns = self.full_ns / 2 + u128::from(observed.duration_ns);
         } else if self.full_bytes == 0 {
-            self.full_bytes = guest_bytes(observed.pages_sent.saturating_sub(observed.spared_pages));
+            self.full_bytes = guest_bytes(pages.saturating_sub(observed.spared_pages));
             self.full_ns = observed.duration_ns.into();
         }
     }
@@ -116,7 +117,8 @@ impl Forecast {
     pub(super) fn pages_ns(&self, observed: &RoundObservation) -> u64 {
         let left = guest_bytes(observed.dirty_pages);
         let at = |bytes, ns| time_for(left, bytes, ns);
-        let last = at(guest_bytes(observed.pages_sent), observed.duration_ns.into());
+        let last =
+            telling_pages(observed).and_then(|pages| at(guest_bytes(pages), observed.duration_ns.into()));
         let mean = at(self.sum_bytes, self.sum_ns);
         let full = time_for(guest_bytes(observed.unknown_pages), self.full_bytes, self.full_ns);
         let expected = match (last, mean) {
@@ -125,6 +127,14 @@ impl Forecast {
         };
         expected.max(full.unwrap_or(0))
     }
+}
+
+/// Pages of a round that tell how fast pages go; none where nearly all were empty, so that it was finding that out that took
+/// the time.
+fn telling_pages(observed: &RoundObservation) -> Option<u64> {
+    const TELLING_SHARE: u64 = 32;
+    let pages = observed.pages_sent.saturating_sub(observed.empty_pages);
+    (observed.empty_pages == 0 || pages >= observed.pages_sent / TELLING_SHARE).then_some(pages)
 }
 
 /// What the next round would take off the time for the last pages, which is now `pages_ns`.

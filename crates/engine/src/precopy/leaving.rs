@@ -8,7 +8,12 @@ use super::{Decision, GiveUp, Limit, RoundObservation};
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Leaving {
     last_disks_ns: Option<u64>,
+    /// Looks in a row that found no less.
+    no_less: u32,
 }
+
+/// So many looks in a row that find no less are no accident: after a short round one hiccup is enough for a single one.
+const CERTAIN_LOOKS: u32 = 3;
 
 /// A part of the downtime that is not felt, beside what it takes in any case.
 const LITTLE: u64 = 8;
@@ -31,10 +36,13 @@ impl Leaving {
         let expected_downtime_ns = downtime_ns(observed, pages_ns, fixed);
         let is_little = disks_ns <= fixed.downtime_ns(0) / LITTLE;
         let is_less = self.last_disks_ns.is_none_or(|last| disks_ns < last - last / 8);
-        self.last_disks_ns = Some(disks_ns);
-        if !is_little && is_less {
+        // The least: a look that found much more for a moment says nothing of the next one.
+        self.last_disks_ns = Some(self.last_disks_ns.map_or(disks_ns, |last| last.min(disks_ns)));
+        self.no_less = if is_less { 0 } else { self.no_less + 1 };
+        let would_take_too_long = expected_downtime_ns > max_downtime_ns;
+        if !is_little && (is_less || would_take_too_long && self.no_less < CERTAIN_LOOKS) {
             Decision::NextRound { expected_downtime_ns, most_pages: None, slow: false, disks_alone: true }
-        } else if is_little || expected_downtime_ns <= max_downtime_ns {
+        } else if is_little || !would_take_too_long {
             Decision::PostCopy { expected_downtime_ns }
         } else {
             let (limit, fixed_ns) = (Limit::Disks, fixed.downtime_ns(0));
@@ -91,6 +99,10 @@ mod tests {
         );
         let mut leaving = Leaving::default();
         decided(&mut leaving, 40_000);
+        for more in [90_000, 40_000] {
+            let next = decided(&mut leaving, more);
+            assert!(matches!(next, Decision::NextRound { disks_alone: true, .. }), "{next:?}");
+        }
         let Decision::GiveUp { reason } = decided(&mut leaving, 40_000) else { panic!("too long") };
         assert_eq!(reason.limit, Limit::Disks);
         assert!(reason.to_string().contains("--throttle-writes"), "{reason}");

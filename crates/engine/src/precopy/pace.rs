@@ -52,9 +52,13 @@ impl Pace {
         self.pages
     }
 
-    /// What a round takes beside sending, in nanoseconds; 0 as long as that is not known.
+    /// What a round takes beside sending, in nanoseconds; 0 as long as that is not known. Rounds of nearly the same length
+    /// do not tell.
     pub(super) fn beside_ns(&self) -> u64 {
-        self.line().map_or(0, |line| line.beside_ns as u64)
+        let pages = || self.samples.iter().map(|(pages, _)| *pages);
+        let (least, most) = (pages().min().unwrap_or(0), pages().max().unwrap_or(0));
+        let line = self.line().filter(|_| most - least >= most / 4);
+        line.map_or(0, |line| line.beside_ns as u64)
     }
 
     /// The line through the samples; none if they make no line that could be.
@@ -135,6 +139,19 @@ mod tests {
         }
         assert!((7_400..=7_600).contains(&said), "{said}");
         assert!((pace.beside_ns() as i64 - (SECOND / 4) as i64).abs() < 1_000_000, "{}", pace.beside_ns());
+    }
+
+    /// Rounds that differ by chance would say that all of their time goes beside sending.
+    #[test]
+    fn rounds_of_nearly_the_same_length_do_not_tell_what_goes_beside() {
+        let mut pace = Pace::default();
+        pace.learn(&sent(10_000, SECOND), 10_000 * PAGE_BYTES, SECOND);
+        for (more_pages, more_ns) in [(0, 0), (100, 1), (50, 2), (120, 3), (10, 0), (90, 4), (30, 1), (70, 2)]
+        {
+            pace.learn(&sent(10_000 + more_pages, SECOND + more_ns * 1_000_000), 0, SECOND);
+        }
+        assert!(pace.line().is_some_and(|line| line.beside_ns > 0.5e9), "{pace:?}");
+        assert_eq!(pace.beside_ns(), 0);
     }
 
     #[test]

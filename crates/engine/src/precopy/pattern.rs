@@ -134,6 +134,8 @@ pub struct ByPattern {
     on_limit: OnLimit,
     fixed: FixedCost,
     patience_rounds: u32,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    throttles_writes: bool,
     sampling: Sampling,
     // What was learnt. Not part of a trace, which begins with a policy that has seen nothing.
     #[serde(skip)]
@@ -171,6 +173,7 @@ impl ByPattern {
             on_limit,
             fixed,
             patience_rounds: Self::PATIENCE_ROUNDS,
+            throttles_writes: false,
             sampling: Sampling::default(),
             forecast: Forecast::default(),
             pace: Pace::default(),
@@ -182,6 +185,13 @@ impl ByPattern {
             stuck_ns: 0,
             leaving: Leaving::default(),
         }
+    }
+
+    /// For a guest whose writes to disks become slower as long as they have to: rounds in which most of what is dirty is of
+    /// disks lead further in the end.
+    #[must_use]
+    pub fn throttling_writes(self) -> Self {
+        Self { throttles_writes: true, ..self }
     }
 
     /// Takes another patience, in rounds.
@@ -273,7 +283,9 @@ impl Policy for ByPattern {
         let is_certain = pattern == Some(Pattern::Stable) || self.stuck_rounds >= CERTAIN_ROUNDS;
         let was_seen = self.stuck_ns.saturating_mul(SEEN_BEFORE) >= pages_ns;
         let is_over = is_stuck && pattern.is_some() && is_certain && was_seen;
-        let has_patience = self.stuck_rounds < self.patience_rounds
+        let waits_for_disks = self.throttles_writes && observed.disk_pages >= observed.dirty_pages / 2;
+        let has_patience = waits_for_disks
+            || self.stuck_rounds < self.patience_rounds
             || self.stuck_ns / u64::from(self.patience_rounds.max(1)) < pages_ns;
         let limit = if is_last {
             Some(Limit::Rounds)

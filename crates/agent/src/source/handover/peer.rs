@@ -102,12 +102,16 @@ impl Driver {
         let downtime = Downtime::from_measured(measured);
         let known =
             downtime.stop_us + downtime.last_pages_us + downtime.verify_us + measured.save_to_ready_us;
-        self.context.fixed_costs().learn(FixedCost {
-            stop_ns: downtime.stop_us * 1000,
-            save_ns: measured.save_us * 1000,
-            load_ns: measured.save_to_ready_us * 1000,
-            continue_ns: downtime.total_us.saturating_sub(known) * 1000,
-        });
+        // Where pages come after the guest, loading waits for some of them.
+        if self.later.is_none() {
+            let cost = FixedCost {
+                stop_ns: downtime.stop_us * 1000,
+                save_ns: measured.save_us * 1000,
+                load_ns: measured.save_to_ready_us * 1000,
+                continue_ns: downtime.total_us.saturating_sub(known) * 1000,
+            };
+            self.fixed_costs(|history| history.learn(cost));
+        }
         self.controls.report(|report| report.downtime = Some(downtime));
         self.telemetry.update(|progress| progress.downtime_us = Some(downtime.total_us));
         self.note("running", "");

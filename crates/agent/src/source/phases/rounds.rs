@@ -6,7 +6,7 @@ use ::memory::{
     Cut, DataStream, DirtyBitmap, Interrupted, Owed, Place, Readable, RoundStats, ScanStats, Sender, Sent,
 };
 use engine::handover::source::SourceEvent;
-use engine::precopy::{Decision, Held, Outlook, RoundObservation, Trace, Traced, Ways};
+use engine::precopy::{CostHistory, Decision, Held, Outlook, RoundObservation, Trace, Traced, Ways};
 use engine::throttle::processors::Wish;
 use tracing::info;
 
@@ -129,10 +129,11 @@ impl Driver {
                         (course.most_pages, course.disks_alone) = (most_pages, disks_alone);
                     }
                     (Next::Stop { .. }, Some(softening)) if softening.has_put_off() => {
+                        // It is waited for the guest.
+                        self.lift_slowing();
                         looked.readable = self.take_back(softening, looked.readable)?;
                         // The guest writes to what it keeps of each page that it gives back, for as long as that takes:
                         // neither that nor this round says anything of the rounds that follow.
-                        self.lift_slowing();
                         course = self.new_course(course.passes);
                         self.take_notices()?;
                         self.telemetry.begins(course.passes + 1, Later::default());
@@ -184,6 +185,8 @@ impl Driver {
             let refused_pages = sent.stats.as_ref().map_or(0, |stats| stats.refused_pages);
             // What was refused had its turn.
             let left_pages = later_pages + owed.pages().saturating_sub(refused_pages);
+            let left_of_disks =
+                cargo.disk_pages(&owed) + later.as_ref().map_or(0, |later| cargo.disk_pages(later));
             course.sent(sent.stats.as_ref(), &owed);
             if let Some(later) = &later {
                 owed.take_back(later);
@@ -199,7 +202,7 @@ impl Driver {
             }
             sent_before = sent.stats.map(|stats| {
                 self.tell_of_part(of_pass, left_pages, resent_pages);
-                memory::SentRound { stats, scanned_at, pass, left_pages, resent_pages }
+                memory::SentRound { stats, scanned_at, pass, left_pages, left_of_disks, resent_pages }
             });
         }
     }
@@ -208,7 +211,7 @@ impl Driver {
     fn new_course(&self, passes: u32) -> Course {
         let aims = self.controls.aims();
         let ways = Ways { slow_down: self.slowing.is_some(), post_copy: self.may_post_copy };
-        let policy = memory::policy(&aims, ways, self.context.fixed_costs().estimate());
+        let policy = memory::policy(&aims, ways, self.fixed_costs(|history| history.estimate()));
         self.controls.report(|report| report.traces.stop.push(policy.trace().clone()));
         Course::new(policy, aims.sampling, passes)
     }
@@ -255,7 +258,7 @@ impl Driver {
                 Ok(Next::Stop { expected_downtime, ending: Ending::PostCopy })
             }
             Decision::GiveUp { reason } => {
-                self.context.fixed_costs().forget();
+                self.fixed_costs(CostHistory::forget);
                 Err(Failure::new(SourceEvent::Failed, reason.to_string()))
             }
         }

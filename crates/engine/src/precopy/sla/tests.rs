@@ -197,15 +197,23 @@ fn disks_that_become_no_less_leave_the_other_ways() {
         assert!(matches!(ahead, Decision::NextRound { disks_alone: true, .. }), "{ahead:?}");
         policy
     };
+    // It may be a hiccup: two more rounds of disks alone.
+    let is_no_less_by_chance = |policy: &mut BySla| {
+        for number in [3, 4] {
+            let ahead = policy.decide(&look(number, 900_000, 1_000_000, u64::from(number) * 1_000));
+            assert!(matches!(ahead, Decision::NextRound { disks_alone: true, .. }), "{ahead:?}");
+        }
+    };
     for on_limit in [OnLimit::Abort, OnLimit::Stop] {
         let mut policy = ahead(on_limit);
-        let goes_on = policy.decide(&look(3, 900_000, 1_000_000, 3_000));
+        is_no_less_by_chance(&mut policy);
+        let goes_on = policy.decide(&look(5, 900_000, 1_000_000, 5_000));
         assert!(matches!(goes_on, Decision::NextRound { disks_alone: false, .. }), "{goes_on:?}");
         assert_eq!(
             policy.outlook().map(|outlook| (outlook.chosen, outlook.is_kept)),
             Some((Way::PreCopy, false))
         );
-        let end = policy.decide(&look(4, 950_000, 1_000_000, 59_500));
+        let end = policy.decide(&look(6, 950_000, 1_000_000, 59_500));
         match on_limit {
             OnLimit::Stop => assert!(matches!(end, Decision::StopAndCopy { .. }), "{end:?}"),
             _ => assert!(matches!(end, Decision::GiveUp { .. }), "{end:?}"),
@@ -213,7 +221,8 @@ fn disks_that_become_no_less_leave_the_other_ways() {
     }
     // The guest has become calm: rounds come to an end now.
     let mut policy = ahead(OnLimit::Abort);
-    let calm = policy.decide(&look(3, 39_000, 40_000, 3_000));
+    is_no_less_by_chance(&mut policy);
+    let calm = policy.decide(&look(5, 39_000, 40_000, 5_000));
     assert!(matches!(calm, Decision::NextRound { disks_alone: false, .. }), "{calm:?}");
     assert_eq!(policy.outlook().map(|outlook| (outlook.chosen, outlook.is_kept)), Some((Way::PreCopy, true)));
 }

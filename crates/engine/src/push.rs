@@ -13,8 +13,6 @@
 //! Pages of zeros take nothing on the wire, and the time that it takes to find them tells nothing of the link. Parts have as
 //! many more pages as there were such among the last ones, and nothing is learnt from one of little else.
 
-use std::collections::VecDeque;
-
 use serde::{Deserialize, Serialize};
 
 use crate::trace::{Blank, Decider};
@@ -30,11 +28,11 @@ pub struct Push {
     /// The part before that told something, until parts are long enough.
     last: Option<Part>,
     /// The last ones since.
-    followed: VecDeque<Followed>,
+    followed: Vec<Followed>,
     /// Whether parts are long enough.
     is_settled: bool,
     pace_bytes_per_s: Option<u64>,
-    /// Parts in a row that found no pace beyond what the link carries.
+    /// Looks in a row that found no pace beyond what the link carries.
     on_time: u32,
 }
 
@@ -95,8 +93,8 @@ impl Push {
     const MOST_SPREAD: u64 = 16;
     /// Faster links, in bytes per second, are not what is waited for, and no clock is good enough for their pace.
     const FASTEST: u64 = 500_000_000;
-    /// So many parts are looked at together: the quickest of either size tells, for any may have been held up.
-    const FOLLOWED: usize = 8;
+    /// So many parts, at one pace, are looked at together: the quickest of either size tells, for any may have been held up.
+    const FOLLOWED: usize = 6;
     /// A part is so many times as long as the way there and back.
     const WAYS: u64 = 8;
 
@@ -108,7 +106,7 @@ impl Push {
 
     /// Whether the next part is one of half the size.
     fn is_small(&self) -> bool {
-        self.is_settled && self.followed.back().is_none_or(|last| !last.is_small)
+        self.is_settled && self.followed.len().is_multiple_of(2)
     }
 
     /// Learns from a part.
@@ -163,9 +161,14 @@ impl Push {
     /// The pace follows the link, and the size of parts both.
     fn follow(&mut self, part: Part) {
         let Part { wire_bytes, duration_ns, .. } = part;
-        self.followed.drain(..(self.followed.len() + 1).saturating_sub(Self::FOLLOWED));
-        self.followed.push_back(Followed { wire_bytes, duration_ns, is_small: self.is_small() });
-        let (Some(small), Some(large)) = (self.quickest(true), self.quickest(false)) else { return };
+        self.followed.push(Followed { wire_bytes, duration_ns, is_small: self.is_small() });
+        if self.followed.len() < Self::FOLLOWED {
+            return;
+        }
+        let (small, large) = (self.quickest(true), self.quickest(false));
+        // What comes next goes at another pace.
+        self.followed.clear();
+        let (Some(small), Some(large)) = (small, large) else { return };
         // Sizes may just have changed.
         if large.wire_bytes <= small.wire_bytes.saturating_add(small.wire_bytes / 4) {
             return;
@@ -182,7 +185,7 @@ impl Push {
                 rate.max(pace / 2)
             } else {
                 // The longer it goes well the larger the steps: a link may have become much faster.
-                pace.saturating_add(pace >> (6 - (self.on_time / 8).min(3)))
+                pace.saturating_add(pace >> (5 - (self.on_time / 4).min(2)))
             };
             self.pace_bytes_per_s = (1..=Self::FASTEST).contains(&next).then_some(next);
         }
@@ -219,7 +222,7 @@ impl Default for Push {
             data_pages: Self::FIRST_PAGES,
             spread: 1,
             last: None,
-            followed: VecDeque::new(),
+            followed: Vec::new(),
             is_settled: false,
             pace_bytes_per_s: None,
             on_time: 0,
@@ -297,7 +300,8 @@ mod tests {
             let mut push = Push::default();
             (0..16).for_each(|_| _ = link.carry(&mut push));
             let queue_ns = (0..256).map(|_| link.carry(&mut push)).max().unwrap();
-            let most_ns = time_for(push.data_pages * PAGE, link.bytes_per_s) / 4;
+            let part_ns = Push::SHORTEST_PACED_NS.max(Push::WAYS * long_ms * 1_000_000);
+            let most_ns = part_ns * 3 / 10;
             assert!(queue_ns <= most_ns, "{long_ms}: {queue_ns}");
         }
     }

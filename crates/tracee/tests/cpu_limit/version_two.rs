@@ -12,6 +12,11 @@ fn says(group: &Path, file: &str) -> String {
     fs::read_to_string(group.join(file)).unwrap().trim_end().to_owned()
 }
 
+/// The group in which victims are; none but in the guest.
+fn home() -> Option<PathBuf> {
+    guest::is_this_one().then(|| PathBuf::from(guest::SLICE).join("vm.scope"))
+}
+
 fn tell(group: &Path, file: &str, text: &str) {
     fs::write(group.join(file), text).unwrap();
 }
@@ -35,10 +40,7 @@ impl Drop for Others {
 /// The group in which the victim is, which is as it was when the limit is over.
 #[test]
 fn the_group_is_as_it_was() {
-    if !guest::is_this_one() {
-        return;
-    }
-    let home = PathBuf::from(guest::SLICE).join("vm.scope");
+    let Some(home) = home() else { return };
     let looks = || ["cgroup.type", "cgroup.subtree_control", "cpu.max"].map(|file| says(&home, file));
     tell(&home, "cpu.max", "70000 100000");
     let before = looks();
@@ -62,10 +64,7 @@ fn the_group_is_as_it_was() {
 /// Two guests in one group: the last of them switches off what the first has switched on.
 #[test]
 fn the_end_of_one_limit_leaves_another_guest_s() {
-    if !guest::is_this_one() {
-        return;
-    }
-    let home = PathBuf::from(guest::SLICE).join("vm.scope");
+    let Some(home) = home() else { return };
     let (mut first, _, first_limit) = limited().unwrap();
     let (mut second, threads, second_limit) = limited().unwrap();
     let group = directory(&second.process, threads[0]);
@@ -83,10 +82,7 @@ fn the_end_of_one_limit_leaves_another_guest_s() {
 /// As libvirt has it: each thread in a group of its own, with a limit of its own.
 #[test]
 fn threads_in_groups_of_their_own_go_back_to_them() {
-    if !guest::is_this_one() {
-        return;
-    }
-    let home = PathBuf::from(guest::SLICE).join("vm.scope");
+    let Some(home) = home() else { return };
     let mut victim = victim();
     let threads: Vec<u32> = victim.threads.values().copied().take(2).collect();
     let groups: Vec<Others> =

@@ -64,6 +64,8 @@ pub(crate) struct Aims {
     pub(crate) max_total_ms: Option<u64>,
     /// Most rounds of pre-copy.
     pub(crate) max_rounds: u32,
+    /// Whether nobody has said how many these are to be.
+    pub(crate) has_usual_rounds: bool,
     /// How often all that is dirty goes before the rest comes after the guest, where that is the policy.
     pub(crate) hybrid_passes: u32,
     /// What to do when the rounds are used up.
@@ -97,9 +99,10 @@ impl Aims {
     pub(crate) fn new(request: &MigrateRequest, limits: &ConfigLimits) -> Self {
         let bandwidth = request.bandwidth_bytes_per_s.unwrap_or(limits.bandwidth_bytes_per_s);
         let throttle_writes = request.throttle_writes.unwrap_or(limits.throttle_writes);
+        // A guest whose writes become slower and slower gets there in the end.
         let usual_rounds = match throttle_writes {
             ThrottleWrites::Off => limits.max_rounds,
-            ThrottleWrites::Drain | ThrottleWrites::Threshold => Self::rounds_of_throttled(limits),
+            ThrottleWrites::Drain | ThrottleWrites::Threshold => limits.max_rounds.saturating_mul(10),
         };
         let policy = request.policy.unwrap_or(limits.policy);
         let is_sla = policy == StopPolicy::Sla;
@@ -115,6 +118,7 @@ impl Aims {
             max_downtime_ms: request.max_downtime_ms.unwrap_or(limits.max_downtime_ms),
             max_total_ms: Some(max_total_ms).filter(|ms| *ms > 0 && is_sla),
             max_rounds: request.max_rounds.unwrap_or(usual_rounds),
+            has_usual_rounds: request.max_rounds.is_none(),
             hybrid_passes: request.hybrid_passes.unwrap_or(limits.hybrid_passes),
             on_limit: request.on_limit.unwrap_or(limits.on_limit),
             streams: request.streams.unwrap_or(limits.streams),
@@ -131,15 +135,9 @@ impl Aims {
         }
     }
 
-    /// A guest whose writes become slower and slower gets there in the end.
-    fn rounds_of_throttled(limits: &ConfigLimits) -> u32 {
-        limits.max_rounds.saturating_mul(10)
-    }
-
     /// No disk is copied: there are no writes that could become slower, and so no reason for more rounds than usual.
     pub(crate) fn throttles_nothing(&mut self, limits: &ConfigLimits) {
-        let is_throttled = self.throttle_writes != ThrottleWrites::Off;
-        if is_throttled && self.max_rounds == Self::rounds_of_throttled(limits) {
+        if self.has_usual_rounds {
             self.max_rounds = limits.max_rounds;
         }
         self.throttle_writes = ThrottleWrites::Off;

@@ -200,6 +200,7 @@ impl Control for Users {
             }
             aims.max_downtime_ms = limits.max_downtime_ms.unwrap_or(aims.max_downtime_ms);
             aims.max_rounds = limits.max_rounds.unwrap_or(aims.max_rounds);
+            aims.has_usual_rounds &= limits.max_rounds.is_none();
             if let Some(ms) = limits.max_total_ms {
                 aims.max_total_ms = Some(ms).filter(|ms| *ms > 0);
             }

@@ -130,6 +130,7 @@ impl Daemon {
             max_downtime_ms: limits.max_downtime_ms,
             max_total_ms: None,
             max_rounds: limits.max_rounds,
+            has_usual_rounds: true,
             hybrid_passes: limits.hybrid_passes,
             on_limit: limits.on_limit,
             streams: limits.streams,

@@ -79,12 +79,16 @@ impl Driver {
             SourceState::Prepared { .. } | SourceState::Stopped { .. } => true,
             // Nor must a destination that has not all of a guest that is gone here: it has no reason to give up while
             // this side asks it again and again.
-            SourceState::Bereft { incarnation: None, .. } => !self.may_have_all,
-            _ => false,
+            _ => self.is_nobodys(),
         };
         if waits_for_nothing {
             self.take(&SourceEvent::Failed);
         }
+    }
+
+    /// Whether the guest is gone here, and the destination cannot have all of it either.
+    fn is_nobodys(&self) -> bool {
+        matches!(self.state, SourceState::Bereft { incarnation: None, .. }) && !self.may_have_all
     }
 
     /// The migration has begun, and this side cannot go on with it: its last word.
@@ -112,7 +116,7 @@ impl Driver {
     /// A migration that an agent before this one left behind.
     pub(crate) fn run_on(mut self, found: Found) -> SourceState {
         self.take(&SourceEvent::Restarted(found));
-        if matches!(self.state, SourceState::Bereft { incarnation: None, .. }) && !self.may_have_all {
+        if self.is_nobodys() {
             self.take(&SourceEvent::Failed);
         }
         self.settle()

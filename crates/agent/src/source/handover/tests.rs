@@ -27,6 +27,7 @@ fn aims() -> Aims {
         max_downtime_ms: 30,
         max_total_ms: None,
         max_rounds: 30,
+        has_usual_rounds: true,
         hybrid_passes: 1,
         on_limit: OnLimit::Stop,
         streams: 1,

@@ -70,11 +70,8 @@ fn whatever_memory_is_made_of() {
     let large = GuestSpec { memory_mib: 3584, ..spec() };
     let nodes = GuestSpec { numa_nodes: 2, memory_mib: 256, ..spec() };
     let shared = GuestSpec { ram: Ram::Memfd, ..spec() };
-    // A guest of much memory takes its time to say what is free, and what it says is of use for the part of memory that is
-    // being sent when it was asked.
-    let extra = Setup::default().extra + "[limits]\nsampling_ms = 20000\n";
     for spec in [large, nodes, shared] {
-        let cluster = Cluster::with(&Setup { extra: extra.clone(), ..Setup::default() });
+        let cluster = Cluster::new();
         let guest = cluster.guest(&spec);
         somebody_is_there(&guest);
         let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "30Mi", "--compress", "none"]);

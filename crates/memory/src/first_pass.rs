@@ -73,11 +73,10 @@ impl FirstPass {
         }
     }
 
-    /// The guest says which of its memory need not go at all: in each part anew, some time after it began. So parts are as long
-    /// as is usual from the first one on, and go through memory in order: the quiet parts of it are those that are free.
-    pub fn guest_is_asked(&mut self) {
-        self.part = self.usual;
-        self.is_in_order = true;
+    /// Whether the guest will say which of its memory need not go at all, and has not said it yet. Until then parts go through
+    /// memory in order: far from where the guest writes is what is free.
+    pub fn free_is_unknown(&mut self, is_unknown: bool) {
+        self.is_in_order = is_unknown;
     }
 
     /// A look has found these pages of each block of memory written, which are the first ones, and so much is owed. Whether
@@ -247,15 +246,18 @@ mod tests {
 
     const MIB: u64 = 256;
 
+    /// What is quiet may be free, and is kept for later as long as that is not known.
     #[test]
-    fn parts_of_a_guest_that_is_asked_are_long_and_in_order() {
+    fn parts_go_in_order_until_the_guest_has_said_what_is_free() {
         let mut pass = FirstPass::new(USUAL);
-        pass.guest_is_asked();
         let (mut owed, mut found) = (DirtyBitmap::full(1 << 30), DirtyBitmap::new(1 << 30));
         found.set(0..40);
         assert!(pass.see(&Owed::of(vec![owed.clone()]), &[found.clone()]));
         owed.remove(&found);
-        assert_eq!((pass.part(Duration::ZERO), pass.take_part()), (USUAL, Some(&[owed][..])));
+        pass.free_is_unknown(true);
+        assert_eq!(pass.take_part(), Some(&[owed.clone()][..]));
+        pass.free_is_unknown(false);
+        assert!(pass.take_part().is_some_and(|part| part[0].count() < owed.count()));
     }
 
     /// 128 of 528 MiB are written to over and over, wherever they are, at 150 MiB a second: of these next to nothing goes

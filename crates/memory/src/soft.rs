@@ -3,10 +3,11 @@
 //! # When a page may be left out
 //!
 //! The guest is asked after the marks of a round were cleared ([`Soft::begin`], after
-//! [`Owed::clear_marks`](crate::Owed::clear_marks)), and what it says counts for that round alone. A page that it says is
-//! free was so at some moment after the marks were cleared. If it was written after that moment, it has a mark, and the
-//! next round sends it. If it was not, nobody has looked at what is in it: whoever takes a free page writes to it first. So
-//! it may be anything at the destination (design, trap 16).
+//! [`Owed::clear_marks`](crate::Owed::clear_marks)). A page that it says is free was so at some moment after that. If it was
+//! written after that moment, it has a mark. If it was not, nobody has looked at what is in it: whoever takes a free page
+//! writes to it first. So it may be anything at the destination (design, trap 16), until a look finds a mark of it: then it
+//! counts as free no more ([`Soft::told`]), and that look owes it. An answer may take as long as several rounds, and what
+//! looks have found since it was asked for counts as not free whatever it says.
 //!
 //! It is not simply left out but sent as a hole, which costs next to nothing and makes it zeros there: a kernel that
 //! fills what it frees with zeros, and trusts in that, finds zeros. One that fills it with something else, and looks
@@ -29,15 +30,19 @@ use std::sync::Mutex;
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
+use crate::round::{DirtyLog, ScanError, ScanStats};
 
 /// What the guest says of its memory, shared by whoever asks it and all streams.
 pub struct Soft(Mutex<State>);
 
 struct State {
-    /// Which of the answers is waited for. An earlier one is worth nothing: pages were written since.
+    /// Which of the answers is waited for. An earlier one is worth nothing: it is not known what was written since.
     answer: u64,
     has_ended: bool,
+    /// Was free, and has had no mark since.
     free: Vec<DirtyBitmap>,
+    /// What looks have found since the answer was asked for.
+    written: Vec<DirtyBitmap>,
     cache: Vec<DirtyBitmap>,
     /// Pages that went as holes, and not as anything else since.
     left_out: Vec<DirtyBitmap>,
@@ -47,30 +52,50 @@ impl Soft {
     /// Nothing is known yet. The first blocks of a migration have these lengths in bytes; of others nothing is left out.
     pub fn new(block_bytes: impl IntoIterator<Item = u64>) -> Self {
         let none: Vec<_> = block_bytes.into_iter().map(DirtyBitmap::new).collect();
-        let (free, cache) = (none.clone(), none.clone());
+        let (free, written, cache) = (none.clone(), none.clone(), none.clone());
         // Anywhere: an answer that was asked for in another migration may still be under way in the guest, and come with it.
         let answer = RandomState::new().hash_one(none.len());
-        Self(Mutex::new(State { answer, has_ended: false, free, cache, left_out: none }))
+        Self(Mutex::new(State { answer, has_ended: false, free, written, cache, left_out: none }))
     }
 
-    /// The marks of a round were cleared: what was said before is forgotten. Returns the number of the answer to a
-    /// question that is asked from here on.
+    /// The marks of a round were cleared. Returns the number of the answer to a question that is asked from here on.
     pub fn begin(&self) -> u64 {
         let mut state = lock(&self.0);
-        let State { answer, free, cache, .. } = &mut *state;
-        free.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
+        let State { answer, written, cache, .. } = &mut *state;
+        written.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
         *answer = answer.wrapping_add(1);
         *answer
+    }
+
+    /// The same log, which tells this of all marks that are taken from it. As long as anything is left out no mark may be
+    /// taken by another way.
+    pub fn told<'a>(&'a self, log: &'a mut dyn DirtyLog) -> impl DirtyLog + 'a {
+        Told { soft: self, log }
+    }
+
+    /// A look has found these pages of the first blocks written.
+    fn written(&self, found: &[DirtyBitmap]) {
+        let mut state = lock(&self.0);
+        let State { free, written, .. } = &mut *state;
+        free.iter_mut().zip(found).for_each(|(free, found)| free.remove(found));
+        written.iter_mut().zip(found).for_each(|(written, found)| written.insert(found));
     }
 
     /// The guest says that it does not use these pages of a block.
     pub fn add_free(&self, answer: u64, block: usize, pages: Range<u64>) {
         let mut state = lock(&self.0);
-        if state.answer == answer
-            && !state.has_ended
-            && let Some(free) = state.free.get_mut(block)
+        let State { answer: waited_for, has_ended, free, written, .. } = &mut *state;
+        if *waited_for == answer
+            && !*has_ended
+            && let Some((free, written)) = free.get_mut(block).zip(written.get(block))
         {
-            free.set(within(pages, free));
+            let pages = within(pages, free);
+            let mut from = pages.start;
+            for not_free in written.runs_within(pages.clone()) {
+                free.set(from..not_free.start);
+                from = not_free.end;
+            }
+            free.set(from..pages.end);
         }
     }
 
@@ -84,13 +109,12 @@ impl Soft {
         }
     }
 
-    /// The guest was cut short, or went wrong: what it said is not relied on.
-    pub fn forget(&self, answer: u64) {
+    /// The guest was cut short, or went wrong: nothing that it said is relied on any more.
+    pub fn forget(&self) {
         let mut state = lock(&self.0);
-        if state.answer == answer {
-            let State { free, cache, .. } = &mut *state;
-            free.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
-        }
+        state.answer = state.answer.wrapping_add(1);
+        let State { free, cache, .. } = &mut *state;
+        free.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
     }
 
     /// What the guest could give back.
@@ -117,7 +141,7 @@ impl Soft {
     /// From here on everything is sent: the guest stands still.
     pub fn end(&self) {
         lock(&self.0).has_ended = true;
-        self.begin();
+        self.forget();
     }
 
     /// What the destination has as zeros, and the source may not.
@@ -136,6 +160,23 @@ impl Soft {
             left_out.remove_from_chunk(chunk, pages);
             left_out.insert_into_chunk(chunk, soft);
         }
+    }
+}
+
+/// A log whose marks are told to whoever leaves pages out.
+struct Told<'a> {
+    soft: &'a Soft,
+    log: &'a mut dyn DirtyLog,
+}
+
+impl DirtyLog for Told<'_> {
+    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+        let mut found: Vec<_> = into.iter().map(DirtyBitmap::emptied).collect();
+        let taken = self.log.take(&mut found);
+        // Also after an error: what was taken will not be found again.
+        self.soft.written(&found);
+        into.iter_mut().zip(&found).for_each(|(into, found)| into.insert(found));
+        taken
     }
 }
 
@@ -158,8 +199,39 @@ mod tests {
 
     const CHUNK: u64 = 2 << 20;
 
+    /// A log that has these pages of its first block.
+    struct Log(Vec<Range<u64>>, bool);
+
+    impl DirtyLog for Log {
+        fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
+            self.0.drain(..).for_each(|pages| into[0].set(pages));
+            let source = || crate::LogError::Disk("broken".into());
+            if self.1 {
+                Err(ScanError { block: "ram".to_owned(), source: source() })
+            } else {
+                Ok(ScanStats::default())
+            }
+        }
+    }
+
+    fn look(soft: &Soft, found: Range<u64>, fails: bool) {
+        let mut into = [DirtyBitmap::new(2 * CHUNK)];
+        into[0].set(1000..1001);
+        let is_told = soft.told(&mut Log(vec![found.clone()], fails)).take(&mut into);
+        assert_eq!((is_told.is_err(), into[0].runs().collect::<Vec<_>>()), (fails, vec![found, 1000..1001]));
+    }
+
+    /// Whether just these pages are free.
+    fn is_free(soft: &Soft, pages: &[Range<u64>]) -> bool {
+        let mut these = DirtyBitmap::new(2 * CHUNK);
+        for pages in pages {
+            these.set(pages.clone());
+        }
+        lock(&soft.0).free[0] == these
+    }
+
     #[test]
-    fn an_answer_counts_for_the_round_that_it_was_asked_for() {
+    fn what_is_free_is_so_until_a_look_finds_it_written() {
         let soft = Soft::new([2 * CHUNK]);
         let first = soft.begin();
         soft.add_free(first, 0, 500..520);
@@ -168,17 +240,24 @@ mod tests {
         let mut some = DirtyBitmap::new(2 * CHUNK);
         some.set(510..600);
         assert_eq!(soft.free_of(&[some]), 10);
+        look(&soft, 505..507, false);
+        assert!(is_free(&soft, &[500..505, 507..520]));
+        // What the guest said of them may be older than what was written to them.
+        soft.add_free(first, 0, 500..521);
+        assert!(is_free(&soft, &[500..505, 507..521]));
+        look(&soft, 510..511, true);
+        assert!(is_free(&soft, &[500..505, 507..510, 511..521]), "also where the log fails half-way");
         let second = soft.begin();
-        assert_eq!(soft.pages(), (0, 0));
         soft.add_free(first, 0, 0..5);
         soft.add_cache(first, 0, 0..5);
+        assert!(is_free(&soft, &[500..505, 507..510, 511..521]), "not asked for any more");
+        soft.add_free(second, 0, 505..508);
+        assert!(is_free(&soft, &[500..510, 511..521]), "free again since it was asked");
+        assert_eq!(soft.pages(), (20, 0));
+        soft.forget();
         assert_eq!(soft.pages(), (0, 0));
         soft.add_free(second, 0, 0..5);
-        assert_eq!(soft.pages(), (5, 0));
-        soft.forget(first);
-        assert_eq!(soft.pages(), (5, 0));
-        soft.forget(second);
-        assert_eq!(soft.pages(), (0, 0));
+        assert_eq!(soft.pages(), (0, 0), "whoever went wrong once is not believed");
     }
 
     #[test]

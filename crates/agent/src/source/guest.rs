@@ -62,6 +62,8 @@ struct Desk {
 #[derive(Debug, Default)]
 struct Papers {
     waiting: Option<(Question, mpsc::Sender<()>)>,
+    /// A question was asked, and its answer is not complete.
+    is_answering: bool,
     /// Nobody will ask any more.
     is_closed: bool,
     /// Nobody will answer any more.
@@ -82,7 +84,10 @@ impl Desk {
                 return None;
             }
             match papers.waiting.take() {
-                Some(question) => return Some(question),
+                Some(question) => {
+                    papers.is_answering = true;
+                    return Some(question);
+                }
                 None => papers = self.changed.wait(papers).unwrap_or_else(PoisonError::into_inner),
             }
         }
@@ -106,9 +111,9 @@ impl Guest {
         Ok(Self { desk, connection: mine, soft, cache })
     }
 
-    /// Asks, as soon as an earlier answer has come, unless the guest does not answer at all. The marks of the round for which
-    /// the answer counts have been cleared; a question that waits for an earlier round is not asked any more. Returns who
-    /// is told when the answer is complete, or never will be.
+    /// Asks, as soon as an earlier answer has come, unless the guest does not answer at all. Marks have been cleared right
+    /// before; the earlier answer does not count from here on, and a question that waits for it is not asked any more.
+    /// Returns who is told when the answer is complete, or never will be.
     pub(super) fn ask(&self, give_back: bool) -> Option<Receiver<()>> {
         let (done, told) = mpsc::channel();
         let question = Question { id: self.soft.begin(), give_back, cache: self.cache };
@@ -124,6 +129,17 @@ impl Guest {
     /// A question that still waits is not asked any more.
     pub(super) fn withdraw(&self) {
         self.desk.papers().waiting = None;
+    }
+
+    /// Whether an answer is waited for that may still come.
+    pub(super) fn is_asked(&self) -> bool {
+        let papers = self.desk.papers();
+        papers.waiting.is_some() || papers.is_answering
+    }
+
+    /// Whether an answer was complete.
+    pub(super) fn has_answered(&self) -> bool {
+        self.desk.papers().heard.answers > 0
     }
 
     pub(super) fn heard(&self) -> Heard {
@@ -176,6 +192,7 @@ impl Asking {
             let began = Instant::now();
             let answered = self.ask(question);
             let mut papers = self.desk.papers();
+            papers.is_answering = false;
             match &answered {
                 Ok(()) => {
                     papers.heard.answers += 1;
@@ -189,7 +206,7 @@ impl Asking {
             }
             drop(papers);
             if answered.is_err() {
-                self.soft.forget(question.id);
+                self.soft.forget();
             }
             drop(done);
             if answered.is_err() {
@@ -358,7 +375,9 @@ mod tests {
     fn what_the_guest_says_counts() {
         let (guest, soft, mut far) = guest(Cache::Cold, PATIENCE);
         let done = guest.ask(false).unwrap();
+        assert!(guest.is_asked() && !guest.has_answered());
         let question = hears(&mut far);
+        assert!(guest.is_asked());
         assert_eq!((question.give_back, question.cache), (false, Cache::Cold));
         let id = question.id;
         says(
@@ -368,16 +387,16 @@ mod tests {
         says(&mut far, &format!("end {id}\n"));
         // The end of the channel is what tells.
         assert!(done.recv().is_err());
-        assert_eq!(soft.pages(), (5, 1));
+        assert_eq!((soft.pages(), guest.has_answered(), guest.is_asked()), ((5, 1), true, false));
         assert_eq!(soft.cache()[1].runs().next(), Some(9..10));
         let heard = guest.heard();
         assert_eq!(
             (heard.answers, heard.poisoned, heard.notes),
             (1, false, vec!["in the guest: slow today".to_owned()])
         );
-        // The next round.
+        // What was free is so as long as no look finds it written.
         let _done = guest.ask(true).unwrap();
-        assert_eq!(soft.pages(), (0, 0));
+        assert_eq!(soft.pages(), (5, 0));
         assert!(hears(&mut far).give_back);
     }
 
@@ -443,7 +462,7 @@ mod tests {
         assert!(guest.ask(false).is_none());
     }
 
-    /// A question of a round that is over is not asked.
+    /// A question that another one has come after is not asked, and the answer to the one before does not count any more.
     #[test]
     fn the_last_question_is_the_one_that_is_asked() {
         let (guest, soft, mut far) = guest(Cache::None, PATIENCE);

@@ -282,12 +282,14 @@ impl Cargo {
             ram: self.ram.as_mut(),
             ram_blocks: self.ram_bytes.len(),
             disks: self.disks.as_mut().zip(Some(qmp)),
+            soft: self.saving.soft.as_deref(),
         }
     }
 
     /// The log of memory alone, for which QEMU is not asked.
     pub(crate) fn ram_log(&mut self) -> impl DirtyLog + '_ {
-        Log { ram: self.ram.as_mut(), ram_blocks: self.ram_bytes.len(), disks: None }
+        let soft = self.saving.soft.as_deref();
+        Log { ram: self.ram.as_mut(), ram_blocks: self.ram_bytes.len(), disks: None, soft }
     }
 
     /// Adds what was written to the disks.
@@ -345,6 +347,8 @@ struct Log<'a> {
     ram: Option<&'a mut TrackedRam>,
     ram_blocks: usize,
     disks: Option<(&'a mut DiskLog, &'a mut Qmp)>,
+    /// Who leaves pages of memory out until they are written.
+    soft: Option<&'a Soft>,
 }
 
 impl DirtyLog for Log<'_> {
@@ -356,7 +360,10 @@ impl DirtyLog for Log<'_> {
             stats = log.take(qmp, disks)?;
         }
         if let Some(log) = &mut self.ram {
-            let scan = log.take(ram)?;
+            let scan = match self.soft {
+                Some(soft) => soft.told(*log).take(ram)?,
+                None => log.take(ram)?,
+            };
             stats = ScanStats {
                 pages: stats.pages + scan.pages,
                 duration_us: stats.duration_us + scan.duration_us,

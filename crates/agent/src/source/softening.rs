@@ -20,7 +20,7 @@ const ANSWER: Duration = Duration::from_secs(30);
 const FIRST_ANSWER: Duration = Duration::from_secs(3);
 /// How often it is looked meanwhile whether something else has happened.
 const LOOK: Duration = Duration::from_millis(50);
-/// A round of fewer pages (64 MiB) is over before the guest has answered, and asking costs it more than sending costs us.
+/// Where a round sends fewer pages (64 MiB), asking costs the guest more than sending costs us.
 const WORTH_ASKING: u64 = 1 << 14;
 /// From one question to the next: to answer takes the guest some processor time.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -83,7 +83,7 @@ impl Driver {
         }
     }
 
-    /// Asks for a round whose marks have been cleared, and that sends so many pages at most. In the first one, in which all of
+    /// Asks before a round whose marks have been cleared, and that sends so many pages at most. In the first one, in which all of
     /// memory goes, what could be given back later is put off.
     pub(super) fn ask_guest(
         &mut self,
@@ -100,14 +100,12 @@ impl Driver {
             softening.put_off = (put_off.pages() > 0).then_some(put_off);
             return Ok(readable);
         }
-        let is_due = softening.asked.is_none_or(|asked| asked.elapsed() >= PAUSE);
-        if is_first || (is_due && readable.pages().min(most_pages) >= WORTH_ASKING) {
+        let is_due =
+            softening.asked.is_none_or(|asked| asked.elapsed() >= PAUSE && !softening.guest.is_asked());
+        if is_due && (is_first || readable.pages().min(most_pages) >= WORTH_ASKING) {
             softening.asked = Some(Instant::now());
             // Those pages are left out that have not been sent when the guest says so.
             drop(softening.guest.ask(false));
-        } else {
-            // What was said before does not count any more.
-            softening.soft.begin();
         }
         Ok(readable)
     }
@@ -148,6 +146,11 @@ impl Driver {
 }
 
 impl Softening {
+    /// Whether nothing was heard yet of what memory is free.
+    pub(super) fn knows_nothing(&self) -> bool {
+        !self.guest.has_answered() && self.guest.is_asked()
+    }
+
     /// Whether anything is put off, that has to be taken back before the stop.
     pub(super) fn has_put_off(&self) -> bool {
         self.put_off.is_some()

@@ -66,9 +66,6 @@ pub struct CpuDrain {
     /// seen since.
     #[serde(skip)]
     usual_us_per_s: Vec<u64>,
-    /// The most that it was seen to need.
-    #[serde(skip)]
-    least_us_per_s: u64,
 }
 
 impl CpuDrain {
@@ -79,16 +76,14 @@ impl CpuDrain {
     /// The same of one, in microseconds per second.
     const LEAST_US_PER_S: u64 = 1_000_000 / Self::LEAST_SHARE;
 
-    /// With how much all of a guest's processors together do not stand still for long, where each used so much, in
-    /// microseconds per second: what it used, of one that works more than that an eighth.
-    fn least(used_us_per_s: &[u64]) -> u64 {
-        sum(used_us_per_s.iter().map(|used| (*used).min(Self::LEAST_US_PER_S)))
+    /// With how much all of a guest's processors together do not stand still for long, where each usually uses so much, in
+    /// microseconds per second: that, of one that works more than an eighth of the time an eighth.
+    fn least(usual_us_per_s: &[u64]) -> u64 {
+        sum(usual_us_per_s.iter().map(|usual| (*usual).min(Self::LEAST_US_PER_S)))
     }
 
     fn hold(&mut self, observed: &CpuObservation) {
         let CpuObservation { used_us_per_s: each_used, dirtied_bytes_per_s, drained_bytes_per_s } = observed;
-        // One that is held uses less, and needs no less for that.
-        self.least_us_per_s = self.least_us_per_s.max(Self::least(each_used)).max(Self::LEAST_US_PER_S);
         let used = sum(each_used.iter().copied());
         if self.held.cap.is_none() && used > self.usual() {
             self.usual_us_per_s.clone_from(each_used);
@@ -101,7 +96,7 @@ impl CpuDrain {
             used,
             dirtied: *dirtied_bytes_per_s,
             share: drained_bytes_per_s / 2,
-            least: self.least_us_per_s,
+            least: Self::least(&self.usual_us_per_s).max(Self::LEAST_US_PER_S),
             most: self.usual(),
         });
     }
@@ -240,6 +235,16 @@ mod tests {
         let (mut policy, cap) = held_after(1, &[1_000_000, 0], 200 * MIB);
         assert_eq!(cap, Some(250_000));
         assert_eq!(decide(&mut policy, seen(&[250_000, 250_000], 100 * MIB)), Some(125_000));
+    }
+
+    /// What works moves from one to another: the least is what lets each have its eighth, not what both once used together.
+    #[test]
+    fn a_program_that_moves_between_processors_is_held_to_an_eighth_all_the_same() {
+        let mut policy = CpuDrain::default();
+        decide(&mut policy, seen(&[217_000, 152_000], MIB));
+        decide(&mut policy, seen(&[51_000, 405_000], 100 * MIB));
+        let caps: Vec<_> = (0..4).map(|_| decide(&mut policy, seen(&[26_000, 204_000], 98 * MIB))).collect();
+        assert_eq!(caps.last(), Some(&Some(125_000)), "{caps:?}");
     }
 
     #[test]

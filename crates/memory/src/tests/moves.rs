@@ -159,6 +159,7 @@ impl Move {
         let (rounds, breaks) = (1 + dice.below(5), dice.below(6));
         let mut complete = Vec::new();
         let mut place = Place::default();
+        let (mut answer, mut late) = (None, Vec::new());
         loop {
             let last = guest.is_none();
             let this = sender.take().unwrap_or_else(|| {
@@ -166,7 +167,10 @@ impl Move {
                 let fragile = u64::from(outcome.breaks) < breaks;
                 self.connect(generation, &mut receiver, fragile, dice)
             });
-            let (cleared, found) = owed.clear_marks_and_tell(&mut self.log, usize::MAX).unwrap();
+            let (cleared, found) = match &self.saving.soft {
+                Some(soft) => owed.clear_marks_and_tell(&mut soft.told(&mut self.log), usize::MAX).unwrap(),
+                None => owed.clear_marks_and_tell(&mut self.log, usize::MAX).unwrap(),
+            };
             let readable = cleared.drain(|| always(|| self.land_dma())).unwrap();
             if let Some(packing) = &self.saving.packing {
                 packing.set_ways(some_way(dice), some_way(dice));
@@ -180,9 +184,18 @@ impl Move {
                 }
             }
             if let Some(soft) = &self.saving.soft {
-                let answer = soft.begin();
+                // An answer may take several rounds.
+                if answer.is_none() || dice.one_in(2) {
+                    answer = Some(soft.begin());
+                    late.clear();
+                }
+                let answer = answer.unwrap();
                 if last {
                     soft.end();
+                }
+                // Was free in the round before, and may have been written since.
+                for (block, free) in late.drain(..) {
+                    soft.add_free(answer, block, free);
                 }
                 // Not in use at this moment, whatever is in them; the guest may take them at any time.
                 for _ in 0..dice.below(6) {
@@ -191,7 +204,11 @@ impl Move {
                     let first = dice.below(pages);
                     let free = first..(first + dice.below(300)).min(pages);
                     free.clone().for_each(|page| self.source.0[block].guest_frees(page));
-                    soft.add_free(answer, block, free);
+                    if dice.one_in(3) {
+                        late.push((block, free.clone()));
+                    } else {
+                        soft.add_free(answer, block, free);
+                    }
                     // An answer that comes too late.
                     soft.add_free(answer.wrapping_sub(1), block, 0..first);
                 }

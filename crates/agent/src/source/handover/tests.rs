@@ -71,6 +71,18 @@ fn incarnation() -> Incarnation {
     Incarnation { boot_id: "b".to_owned(), pid: 7, start_time_ticks: 9, generation: Generation(1) }
 }
 
+/// The guest runs at the destination.
+fn running() -> Message {
+    Message::Running {
+        epoch: Epoch(1),
+        continue_us: 0,
+        since_us: 0,
+        resumed_us: None,
+        agent_cpu_us: None,
+        untrusted: None,
+    }
+}
+
 fn committed() -> SourceState {
     SourceState::Committed { incarnation: incarnation(), run: true, ran: false }
 }
@@ -257,14 +269,7 @@ fn a_peer_that_breaks_the_protocol_after_committed_loses_its_connection_and_noth
     let mut peer = world.accept();
     peer.hear_until(is_go);
     assert_eq!(world.state(), State::Source(committed()));
-    peer.say(&Message::Running {
-        epoch: Epoch(1),
-        continue_us: 0,
-        since_us: 0,
-        resumed_us: None,
-        agent_cpu_us: None,
-        untrusted: None,
-    });
+    peer.say(&running());
     assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
 
@@ -282,14 +287,7 @@ fn go_waits_until_it_was_looked_whether_qemu_is_held() {
         report.events.iter().any(|event| event.detail.contains("this side's stopped copy is gone"))
     });
     assert!(looked, "GO went out before anybody looked");
-    peer.say(&Message::Running {
-        epoch: Epoch(1),
-        continue_us: 0,
-        since_us: 0,
-        resumed_us: None,
-        agent_cpu_us: None,
-        untrusted: None,
-    });
+    peer.say(&running());
     settled.join().unwrap();
 }
 

@@ -59,9 +59,9 @@ impl Course {
         }
     }
 
-    /// The guest is asked which of its memory need not go.
-    pub(super) fn guest_is_asked(&mut self) {
-        self.first_pass.guest_is_asked();
+    /// Whether the guest was asked which of its memory need not go, and has not answered.
+    pub(super) fn free_is_unknown(&mut self, is_unknown: bool) {
+        self.first_pass.free_is_unknown(is_unknown);
     }
 
     /// After a look in the first pass: what was written to is none of it any more. The pass ends when nothing is left.

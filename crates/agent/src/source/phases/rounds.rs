@@ -107,9 +107,6 @@ impl Driver {
         let (mut sender, mut owed) = (sender, owed);
         let mut sent_before: Option<memory::SentRound> = None;
         let mut softening = self.meet_guest(cargo);
-        if softening.is_some() {
-            course.guest_is_asked();
-        }
         let mut is_first = true;
         loop {
             let mut looked = self.look_at(owed, course.passes == 0 || self.may_post_copy, cargo)?;
@@ -162,6 +159,7 @@ impl Driver {
             if let Some(softening) = &mut softening {
                 let most_pages = course.most_pages.unwrap_or(u64::MAX);
                 looked.readable = self.ask_guest(softening, looked.readable, is_first, most_pages)?;
+                course.free_is_unknown(softening.knows_nothing());
             }
             self.throttle(cargo)?;
             self.take_notices()?;

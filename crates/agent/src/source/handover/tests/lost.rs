@@ -37,14 +37,7 @@ fn a_guest_that_is_lost_after_all_of_it_was_sent_may_be_there() {
         load_us: 0,
     });
     peer.hear_until(|message| matches!(message, Message::Go { .. }));
-    peer.say(&Message::Running {
-        epoch: Epoch(1),
-        continue_us: 0,
-        since_us: 0,
-        resumed_us: None,
-        agent_cpu_us: None,
-        untrusted: None,
-    });
+    peer.say(&running());
     assert!(matches!(settled.join().unwrap(), SourceState::Done { .. }));
 }
 

@@ -21,8 +21,8 @@
 //! ```
 //!
 //! A RANGE is `FIRST+COUNT`, the first page's number and how many pages there are, both hexadecimal; each kind's ranges
-//! ascend. No line is longer than [`LINE_BYTES`]. An answer that is not ended, or to another question than the last one, is
-//! worth nothing.
+//! ascend. No line is longer than [`LINE_BYTES`]. An answer counts as it comes; when it goes wrong, nothing of it counts any
+//! more, nor does anything of an answer to another question than the last one.
 
 use std::fmt;
 use std::ops::Range;

@@ -48,7 +48,7 @@ fn what_was_wished_for_is_done() {
 /// On a link that is waited for, without being told to; and nobody is told twice.
 #[test]
 fn a_slow_link_is_reason_enough() {
-    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
+    let link = lab::Link::Limited { rate_bytes_per_s: 8 << 20 };
     // On a busy machine copying would give way, and whoever gives way has no time to compress.
     let extra = Setup::default().extra + "[limits]\nguest_wait_percent = 0\n";
     let cluster = Cluster::with(&Setup { link, extra, ..Setup::default() });

@@ -194,7 +194,8 @@ fn a_copy_whose_other_may_have_run_is_kept_for_the_operator() {
     until("the source has heard of it", || doubt.cluster.a.log().contains(told));
     doubt.wait_for("a", "committed");
     // However often the destination says so, people are told once.
-    let repeats = || doubt.cluster.faults.as_ref().unwrap().seen()["source/committed/crashed:after-effects"];
+    let seen = || doubt.cluster.faults.as_ref().unwrap().seen();
+    let repeats = || seen().get("source/committed/crashed:after-effects").copied().unwrap_or(0);
     let first = repeats();
     until("it is said again", || repeats() > first + 2);
     let log = doubt.cluster.a.log();

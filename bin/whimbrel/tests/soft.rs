@@ -47,7 +47,7 @@ fn what_is_free_is_not_sent() {
         let guest = cluster.guest(&littered(version));
         somebody_is_there(&guest);
         // So slow that the guest has answered long before all is sent.
-        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "40Mi", "--compress", "none"]);
+        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "15Mi", "--compress", "none"]);
         let left_out = of_rounds(&report, "soft_pages");
         assert!(left_out > 48 * PAGES_OF_MIB, "{report:#}");
         assert!(soft(&report, "answers") > 0 && report["soft"]["notes"] == json!([]), "{report:#}");
@@ -62,6 +62,26 @@ fn what_is_free_is_not_sent() {
     }
 }
 
+/// Memory that was free, and that the guest takes while it is moved: nothing of what it writes there is left out.
+#[test]
+fn what_is_in_use_again_is_sent() {
+    let link = lab::Link::Limited { rate_bytes_per_s: 10 << 20 };
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let guest = cluster.guest(&littered(QemuVersion::Newer));
+    somebody_is_there(&guest);
+    let words = ["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop", "--compress", "none"];
+    let migration = cluster.a.begin(&words);
+    // The guest has been asked before the first of several parts went.
+    cluster.wait_for_progress(|progress| progress["round"].as_u64() >= Some(2));
+    guest.serial().set("fill=88").unwrap();
+    let said = migration.wait_with_output().unwrap();
+    assert!(said.status.success(), "{said:?}");
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert_eq!(report["verification"]["different_chunks"], 0, "{report:#}");
+    assert!(of_rounds(&report, "soft_pages") > 0 && soft(&report, "answers") > 0, "{report:#}");
+    cluster.guest_is_whole("b", "vm1");
+}
+
 /// Below and above 4 GiB, in several blocks, in shared memory: what is left out is what the guest meant, or its own check
 /// would find zeros.
 #[test]
@@ -74,7 +94,7 @@ fn whatever_memory_is_made_of() {
         let cluster = Cluster::new();
         let guest = cluster.guest(&spec);
         somebody_is_there(&guest);
-        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "30Mi", "--compress", "none"]);
+        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "15Mi", "--compress", "none"]);
         assert!(of_rounds(&report, "soft_pages") > 48 * PAGES_OF_MIB, "{report:#}");
         cluster.guest_is_whole("b", "vm1");
     }
@@ -91,7 +111,7 @@ fn kernels_that_care_for_free_pages() {
         }
         let guest = cluster.guest(&spec);
         somebody_is_there(&guest);
-        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "60Mi", "--compress", "none"]);
+        let report = cluster.migrate("vm1", "a", "b", &["--bandwidth", "15Mi", "--compress", "none"]);
         assert_eq!(report["soft"]["poisoned"], is_poisoned, "{report:#}");
         assert_eq!(of_rounds(&report, "soft_pages") == 0, is_poisoned, "{report:#}");
         cluster.guest_is_whole("b", "vm1");
@@ -178,7 +198,9 @@ fn page_cache_of_a_disk_that_is_copied() {
 #[test]
 fn what_is_free_is_not_sent_before_the_guest_nor_after_it() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() });
+    // Were copying to give way to a guest that waits for processors, its disks might become no less.
+    let extra = Setup::default().extra + "[limits]\nguest_wait_percent = 0\n";
+    let cluster = Cluster::with(&Setup { pool: true, link, extra, ..Setup::default() });
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
     disk::known_content(&qemu, &image, "qcow2", 48).unwrap();

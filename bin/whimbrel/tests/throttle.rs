@@ -5,7 +5,9 @@
 mod common;
 
 use common::replay::is_replayed;
-use common::{Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Setup, has_event, until};
+use common::{
+    Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Setup, SmallFileSystem, has_event, until,
+};
 use lab::disk;
 use serde_json::{Value, json};
 
@@ -14,9 +16,12 @@ const WRITE_BYTES: u64 = 16 << 10;
 
 /// A guest that writes as fast as it can, and how a link is asked for that carries a quarter of that, however fast the
 /// host is.
-fn diabolical() -> (Cluster, Guest, [String; 4]) {
+fn diabolical() -> (Cluster, Guest, [String; 4], SmallFileSystem) {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
-    let image = cluster.lab.shared_directory().unwrap().join("disk.raw");
+    // In memory: a machine's storage stands still now and then.
+    let directory = cluster.lab.shared_directory().unwrap();
+    let storage = SmallFileSystem::mount(&directory, "64m");
+    let image = directory.join("disk.raw");
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     disk::known_content(&qemu, &image, "raw", 32).unwrap();
     let load = Load { fill_mib: 16, wss_mib: 4, disk_threads: 0, disk_writers: 8, ..Load::default() };
@@ -26,18 +31,20 @@ fn diabolical() -> (Cluster, Guest, [String; 4]) {
         second_monitor: true,
         ..GuestSpec::tiny("vm1", load)
     };
-    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
+    spec.devices.push(Device::Disk(Disk { direct: false, ..Disk::new("disk0", &image, "raw") }));
     let guest = cluster.guest(&spec);
     let serial = guest.serial();
-    let (one, two) = (serial.next_tick().unwrap(), serial.next_tick().unwrap());
+    serial.wait_for_disk_writes().unwrap();
+    let one = serial.next_tick().unwrap();
+    let two = std::iter::repeat_with(|| serial.next_tick().unwrap()).nth(2).unwrap();
     let writes_per_s = (two.disk_writes - one.disk_writes) * 1000 / (two.uptime_ms - one.uptime_ms);
     let bandwidth = (writes_per_s * WRITE_BYTES / 4).clamp(1_000_000, 10_000_000).to_string();
-    (cluster, guest, ["--disks", "copy", "--bandwidth", &bandwidth].map(str::to_owned))
+    (cluster, guest, ["--disks", "copy", "--bandwidth", &bandwidth].map(str::to_owned), storage)
 }
 
 #[test]
 fn a_guest_that_writes_faster_than_the_link_carries_is_moved_when_it_is_throttled() {
-    let (cluster, _guest, slowly) = diabolical();
+    let (cluster, _guest, slowly, _storage) = diabolical();
     let slowly = slowly.each_ref().map(String::as_str);
     let migrate = ["migrate", "vm1", "--to", "b", "--max-rounds", "5"];
     let left_alone = cluster.a.cli(&[&migrate[..], &slowly].concat());
@@ -57,7 +64,7 @@ fn a_guest_that_writes_faster_than_the_link_carries_is_moved_when_it_is_throttle
 /// The paper's rule: the more the guest has written, the longer its next write takes.
 #[test]
 fn a_guest_is_throttled_by_what_it_has_written() {
-    let (cluster, _guest, slowly) = diabolical();
+    let (cluster, _guest, slowly, _storage) = diabolical();
     let slowly = slowly.each_ref().map(String::as_str);
     let report =
         cluster.migrate("vm1", "a", "b", &[&slowly[..], &["--throttle-writes", "threshold"]].concat());
@@ -81,7 +88,7 @@ fn throttles(guest: &Guest) -> u64 {
 /// Whatever ends the migration: the guest is let go.
 #[test]
 fn no_throttle_outlives_the_migration() {
-    let (mut cluster, guest, slowly) = diabolical();
+    let (mut cluster, guest, slowly, _storage) = diabolical();
     let slowly = slowly.each_ref().map(String::as_str);
     let migrate = ["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--detach"];
     for is_cancelled in [true, false] {
@@ -102,7 +109,7 @@ fn no_throttle_outlives_the_migration() {
 /// The agent dies, and nobody starts it again.
 #[test]
 fn no_throttle_outlives_an_agent_that_nobody_starts_again() {
-    let (mut cluster, guest, slowly) = diabolical();
+    let (mut cluster, guest, slowly, _storage) = diabolical();
     let slowly = slowly.each_ref().map(String::as_str);
     let migrate = ["migrate", "vm1", "--to", "b", "--throttle-writes", "drain", "--detach"];
     cluster.a.cli(&[&migrate[..], &slowly].concat()).ok();

@@ -98,7 +98,7 @@ fn an_image_is_not_let_go_of_while_it_is_written() {
     let image = directory.path().join("disk");
     create(&image, Format::Raw, MIB).unwrap();
     let socket = directory.path().join("image.sock");
-    let server = Server::start(&image, Format::Raw, &socket, 2, Duration::from_millis(300)).unwrap();
+    let server = Server::start(&image, Format::Raw, &socket, 2, Duration::from_secs(5)).unwrap();
     let _client = server.client().unwrap();
     let error = server.finish().unwrap_err();
     assert!(error.to_string().contains("a connection is left"), "{error}");

@@ -315,7 +315,8 @@ fn clients_that_are_no_agents() {
 
 #[test]
 fn a_peer_that_hangs_in_the_handshake() {
-    let settings = Settings { handshake: Duration::from_millis(200), handshakes: 1, ..Settings::default() };
+    // Long enough for the one that does not hang.
+    let settings = Settings { handshake: Duration::from_secs(2), handshakes: 1, ..Settings::default() };
     for ((client, server), beginning) in both_endpoints().into_iter().zip([[22, 3, 1], [1, 0, 0]]) {
         let server = Server::new(server.with_settings(settings));
         // The only place is taken by one that says nothing, then by one that stops in the middle.

@@ -6,8 +6,9 @@
 //! [`Owed::clear_marks`](crate::Owed::clear_marks)). A page that it says is free was so at some moment after that. If it was
 //! written after that moment, it has a mark. If it was not, nobody has looked at what is in it: whoever takes a free page
 //! writes to it first. So it may be anything at the destination (design, trap 16), until a look finds a mark of it: then it
-//! counts as free no more ([`Soft::told`]), and that look owes it. An answer may take as long as several rounds, and what
-//! looks have found since it was asked for counts as not free whatever it says.
+//! counts as free no more, and that look owes it. An answer may take as long as several rounds, and what looks have found
+//! since it was asked for counts as not free whatever it says. When it is complete, what it does not name is free no more
+//! either ([`Soft::end_answer`]): a guest that was wrong once is not held to it.
 //!
 //! It is not simply left out but sent as a hole, which costs next to nothing and makes it zeros there: a kernel that
 //! fills what it frees with zeros, and trusts in that, finds zeros. One that fills it with something else, and looks
@@ -30,7 +31,6 @@ use std::sync::Mutex;
 
 use crate::dirty::{ChunkPages, DirtyBitmap};
 use crate::lock;
-use crate::round::{DirtyLog, ScanError, ScanStats};
 
 /// What the guest says of its memory, shared by whoever asks it and all streams.
 pub struct Soft(Mutex<State>);
@@ -41,6 +41,8 @@ struct State {
     has_ended: bool,
     /// Was free, and has had no mark since.
     free: Vec<DirtyBitmap>,
+    /// What the answer that is waited for has called free so far.
+    named: Vec<DirtyBitmap>,
     /// What looks have found since the answer was asked for.
     written: Vec<DirtyBitmap>,
     cache: Vec<DirtyBitmap>,
@@ -52,50 +54,52 @@ impl Soft {
     /// Nothing is known yet. The first blocks of a migration have these lengths in bytes; of others nothing is left out.
     pub fn new(block_bytes: impl IntoIterator<Item = u64>) -> Self {
         let none: Vec<_> = block_bytes.into_iter().map(DirtyBitmap::new).collect();
-        let (free, written, cache) = (none.clone(), none.clone(), none.clone());
         // Anywhere: an answer that was asked for in another migration may still be under way in the guest, and come with it.
         let answer = RandomState::new().hash_one(none.len());
-        Self(Mutex::new(State { answer, has_ended: false, free, written, cache, left_out: none }))
+        Self(Mutex::new(State {
+            answer,
+            has_ended: false,
+            free: none.clone(),
+            named: none.clone(),
+            written: none.clone(),
+            cache: none.clone(),
+            left_out: none,
+        }))
     }
 
-    /// The marks of a round were cleared. Returns the number of the answer to a question that is asked from here on.
+    /// The marks of a round were cleared. Returns the number of the answer to a question that is asked from here on. What is
+    /// still to come of an earlier one does not count, nor does any page cache that one has named.
     pub fn begin(&self) -> u64 {
         let mut state = lock(&self.0);
-        let State { answer, written, cache, .. } = &mut *state;
-        written.iter_mut().chain(cache).for_each(DirtyBitmap::clear_all);
+        let State { answer, named, written, cache, .. } = &mut *state;
+        named.iter_mut().chain(written).chain(cache).for_each(DirtyBitmap::clear_all);
         *answer = answer.wrapping_add(1);
         *answer
     }
 
-    /// The same log, which tells this of all marks that are taken from it. As long as anything is left out no mark may be
-    /// taken by another way.
-    pub fn told<'a>(&'a self, log: &'a mut dyn DirtyLog) -> impl DirtyLog + 'a {
-        Told { soft: self, log }
-    }
-
-    /// A look has found these pages of the first blocks written.
-    fn written(&self, found: &[DirtyBitmap]) {
+    /// A look has found these pages of a block written. As long as anything is left out, whoever takes marks of memory tells of
+    /// them here ([`TrackedRam::tell`](crate::TrackedRam::tell)).
+    pub(crate) fn written(&self, block: usize, found: &DirtyBitmap) {
         let mut state = lock(&self.0);
-        let State { free, written, .. } = &mut *state;
-        free.iter_mut().zip(found).for_each(|(free, found)| free.remove(found));
-        written.iter_mut().zip(found).for_each(|(written, found)| written.insert(found));
+        let State { has_ended: false, free, written, .. } = &mut *state else { return };
+        if let Some((free, written)) = free.get_mut(block).zip(written.get_mut(block)) {
+            free.remove(found);
+            written.insert(found);
+        }
     }
 
     /// The guest says that it does not use these pages of a block.
     pub fn add_free(&self, answer: u64, block: usize, pages: Range<u64>) {
         let mut state = lock(&self.0);
-        let State { answer: waited_for, has_ended, free, written, .. } = &mut *state;
-        if *waited_for == answer
-            && !*has_ended
-            && let Some((free, written)) = free.get_mut(block).zip(written.get(block))
-        {
-            let pages = within(pages, free);
-            let mut from = pages.start;
-            for not_free in written.runs_within(pages.clone()) {
-                free.set(from..not_free.start);
-                from = not_free.end;
-            }
-            free.set(from..pages.end);
+        if state.answer != answer || state.has_ended || block >= state.free.len() {
+            return;
+        }
+        let State { free, named, written, .. } = &mut *state;
+        let pages = within(pages, &free[block]);
+        named[block].set(pages.clone());
+        free[block].set(pages.clone());
+        for not_free in written[block].runs_within(pages) {
+            free[block].clear(not_free);
         }
     }
 
@@ -107,6 +111,17 @@ impl Soft {
         {
             cache.set(within(pages, cache));
         }
+    }
+
+    /// The answer is complete: what it has not named is in use. Whether it was the one that is waited for.
+    pub fn end_answer(&self, answer: u64) -> bool {
+        let mut state = lock(&self.0);
+        let is_waited_for = state.answer == answer;
+        if is_waited_for {
+            let State { free, named, .. } = &mut *state;
+            free.iter_mut().zip(named).for_each(|(free, named)| free.retain(named));
+        }
+        is_waited_for
     }
 
     /// The guest was cut short, or went wrong: nothing that it said is relied on any more.
@@ -163,23 +178,6 @@ impl Soft {
     }
 }
 
-/// A log whose marks are told to whoever leaves pages out.
-struct Told<'a> {
-    soft: &'a Soft,
-    log: &'a mut dyn DirtyLog,
-}
-
-impl DirtyLog for Told<'_> {
-    fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
-        let mut found: Vec<_> = into.iter().map(DirtyBitmap::emptied).collect();
-        let taken = self.log.take(&mut found);
-        // Also after an error: what was taken will not be found again.
-        self.soft.written(&found);
-        into.iter_mut().zip(&found).for_each(|(into, found)| into.insert(found));
-        taken
-    }
-}
-
 /// No further than the block goes: a guest may say anything.
 fn within(pages: Range<u64>, block: &DirtyBitmap) -> Range<u64> {
     let end = pages.end.min(block.pages());
@@ -199,26 +197,10 @@ mod tests {
 
     const CHUNK: u64 = 2 << 20;
 
-    /// A log that has these pages of its first block.
-    struct Log(Vec<Range<u64>>, bool);
-
-    impl DirtyLog for Log {
-        fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
-            self.0.drain(..).for_each(|pages| into[0].set(pages));
-            let source = || crate::LogError::Disk("broken".into());
-            if self.1 {
-                Err(ScanError { block: "ram".to_owned(), source: source() })
-            } else {
-                Ok(ScanStats::default())
-            }
-        }
-    }
-
-    fn look(soft: &Soft, found: Range<u64>, fails: bool) {
-        let mut into = [DirtyBitmap::new(2 * CHUNK)];
-        into[0].set(1000..1001);
-        let is_told = soft.told(&mut Log(vec![found.clone()], fails)).take(&mut into);
-        assert_eq!((is_told.is_err(), into[0].runs().collect::<Vec<_>>()), (fails, vec![found, 1000..1001]));
+    fn look(soft: &Soft, found: Range<u64>) {
+        let mut these = DirtyBitmap::new(2 * CHUNK);
+        these.set(found);
+        soft.written(0, &these);
     }
 
     /// Whether just these pages are free.
@@ -240,13 +222,13 @@ mod tests {
         let mut some = DirtyBitmap::new(2 * CHUNK);
         some.set(510..600);
         assert_eq!(soft.free_of(&[some]), 10);
-        look(&soft, 505..507, false);
+        look(&soft, 505..507);
         assert!(is_free(&soft, &[500..505, 507..520]));
         // What the guest said of them may be older than what was written to them.
         soft.add_free(first, 0, 500..521);
         assert!(is_free(&soft, &[500..505, 507..521]));
-        look(&soft, 510..511, true);
-        assert!(is_free(&soft, &[500..505, 507..510, 511..521]), "also where the log fails half-way");
+        look(&soft, 510..511);
+        assert!(is_free(&soft, &[500..505, 507..510, 511..521]));
         let second = soft.begin();
         soft.add_free(first, 0, 0..5);
         soft.add_cache(first, 0, 0..5);
@@ -254,6 +236,8 @@ mod tests {
         soft.add_free(second, 0, 505..508);
         assert!(is_free(&soft, &[500..510, 511..521]), "free again since it was asked");
         assert_eq!(soft.pages(), (20, 0));
+        assert!(!soft.end_answer(first) && is_free(&soft, &[500..510, 511..521]));
+        assert!(soft.end_answer(second) && soft.pages().0 == 3, "what is not named any more is in use");
         soft.forget();
         assert_eq!(soft.pages(), (0, 0));
         soft.add_free(second, 0, 0..5);

@@ -1,6 +1,7 @@
 //! The dirty log of a real QEMU: the kernel's write tracking, block by block.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Instant;
 
 use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
@@ -8,6 +9,7 @@ use tracee::{AddressRange, Process, TrackError, TrackerStart, WriteTracker};
 use crate::dirty::DirtyBitmap;
 use crate::ram::{DropWatch, RamError, RamRegion, drop_watches};
 use crate::round::{DirtyLog, ScanError, ScanStats};
+use crate::soft::Soft;
 
 /// Why the writes to RAM cannot be followed.
 #[derive(Debug, thiserror::Error)]
@@ -30,6 +32,8 @@ pub struct TrackedRam {
     /// Both sides will be compared after the next scan.
     compared: bool,
     blocks: Vec<TrackedBlock>,
+    /// Who leaves pages out until they are written.
+    soft: Option<Arc<Soft>>,
     /// Reused.
     found: Vec<AddressRange>,
 }
@@ -81,6 +85,7 @@ impl TrackedRam {
             tracker,
             compared: false,
             blocks: regions.iter().zip(watches).map(block).collect(),
+            soft: None,
             found: Vec::new(),
         })
     }
@@ -90,6 +95,12 @@ impl TrackedRam {
     /// keeps its old contents at the destination, where the guest expects nothing of it, but a comparison sees it.
     pub fn will_be_compared(&mut self) {
         self.compared = true;
+    }
+
+    /// From here on `soft` is told of all that is found written, in the order of the regions. It has to be before anything is
+    /// left out, for there is no other way to these marks.
+    pub fn tell(&mut self, soft: Arc<Soft>) {
+        self.soft = Some(soft);
     }
 
     /// Ends tracking, and says if that failed. Dropping does the same and keeps silent.
@@ -125,8 +136,12 @@ impl DirtyLog for TrackedRam {
     fn take(&mut self, into: &mut [DirtyBitmap]) -> Result<ScanStats, ScanError> {
         let started = Instant::now();
         let mut pages = 0;
-        for (block, into) in self.blocks.iter_mut().zip(into) {
+        for (number, (block, into)) in self.blocks.iter_mut().zip(into).enumerate() {
             let result = block.take(&mut self.tracker, self.compared, &mut self.found);
+            // Also after an error: what was found will not be found again.
+            if let Some(soft) = &self.soft {
+                soft.written(number, &block.dirty);
+            }
             into.insert(&block.dirty);
             block.dirty.clear_all();
             pages += result.map_err(|source| ScanError { block: block.region.name.clone(), source })?;

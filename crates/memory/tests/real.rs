@@ -7,7 +7,7 @@ mod common;
 
 use std::convert::Infallible;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
 use common::{Victim, connections, injector};
@@ -16,7 +16,7 @@ use proto::Generation;
 use tracee::{AddressRange, Pagemap, RamFile, maps};
 use whimbrel_memory::verify::{different_chunks, hash_block, hash_pages};
 use whimbrel_memory::{
-    Cleared, DataStream, DirtyLog, Owed, Receiver, Sender, SourceRam, TrackedRam, open_destination,
+    Cleared, DataStream, DirtyLog, Owed, Receiver, Sender, Soft, SourceRam, TrackedRam, open_destination,
     open_source,
 };
 
@@ -415,7 +415,12 @@ fn pages_are_counted_as_they_are_found() {
     let uffd = injector().take_userfaultfd(&source.process).unwrap();
     let mut log = TrackedRam::start(&source.process, uffd, &regions).unwrap();
     let mut into: Vec<_> = regions.iter().map(|one| whimbrel_memory::DirtyBitmap::new(one.bytes)).collect();
+    let soft = Arc::new(Soft::new(regions.iter().map(|one| one.bytes)));
+    log.tell(Arc::clone(&soft));
     assert_eq!(log.take(&mut into).unwrap().pages, 0);
+    let answer = soft.begin();
+    soft.add_free(answer, 0, 0..3);
+    soft.add_free(answer, 1, 0..u64::MAX);
     source.order("write 4096 1 3");
     source.order(&format!("write {} 8192 3", 5 * MIB - 4096));
     assert_eq!(log.take(&mut into).unwrap().pages, 3);
@@ -423,6 +428,8 @@ fn pages_are_counted_as_they_are_found() {
     let border = regions[0].bytes / 4096;
     let high = 5 * MIB / 4096 - border;
     assert!(into[1].runs().eq(std::iter::once(high - 1..high + 1)));
+    // What is written is in use.
+    assert_eq!(soft.pages(), (3 - 1 + regions[1].bytes / 4096 - 2, 0));
     log.stop().unwrap();
     assert_eq!(into[0].count(), 1);
 }

@@ -294,7 +294,10 @@ impl Load {
                 }
             }
             Some("set") => match words.try_for_each(|word| self.options.set(word)) {
-                Ok(()) => tell(&format!("SET {}", line["set".len()..].trim())),
+                Ok(()) => {
+                    self.memory.grow(self.options.fill_mib * MIB);
+                    tell(&format!("SET {}", line["set".len()..].trim()));
+                }
                 Err(error) => tell(&format!("ERROR {error}")),
             },
             Some("trace") => {

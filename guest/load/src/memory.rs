@@ -55,27 +55,42 @@ impl Recipe {
 /// The pages and what they must contain.
 pub(crate) struct Memory {
     recipe: Recipe,
-    pages: Vec<Page>,
+    /// In pieces, so that it can grow where it is.
+    pieces: Vec<Vec<Page>>,
     expected: Vec<Expected>,
 }
 
 impl Memory {
     /// Allocates and writes every page once.
     pub(crate) fn filled(recipe: Recipe, pages: usize) -> Self {
-        let mut memory = Self {
-            recipe,
-            pages: vec![Page([0; WORDS]); pages],
-            expected: vec![Expected { base: 0, few: 0, zero: true }; pages],
-        };
-        for page in 0..pages {
-            memory.write(page, Mode::Random);
-        }
+        let mut memory = Self { recipe, pieces: Vec::new(), expected: Vec::new() };
+        memory.grow(pages);
         memory
+    }
+
+    /// Has so many pages at least: takes others, and writes each of those once.
+    pub(crate) fn grow(&mut self, pages: usize) {
+        for page in self.len()..pages {
+            if page % PIECE_PAGES == 0 {
+                self.pieces.push(Vec::with_capacity(PIECE_PAGES.min(pages - page)));
+            }
+            self.pieces[page / PIECE_PAGES].push(Page([0; WORDS]));
+            self.expected.push(Expected { base: 0, few: 0, zero: true });
+            self.write(page, Mode::Random);
+        }
+    }
+
+    fn page(&self, page: usize) -> &Page {
+        &self.pieces[page / PIECE_PAGES][page % PIECE_PAGES]
+    }
+
+    fn page_mut(&mut self, page: usize) -> &mut Page {
+        &mut self.pieces[page / PIECE_PAGES][page % PIECE_PAGES]
     }
 
     /// Pages there are.
     pub(crate) fn len(&self) -> usize {
-        self.pages.len()
+        self.expected.len()
     }
 
     /// Writes one page.
@@ -86,7 +101,7 @@ impl Memory {
                 expected.few = expected.few.wrapping_add(1);
                 let few = *expected;
                 for (at, word) in few_words(self.recipe.seed, page, few) {
-                    self.pages[page].0[at] = word;
+                    self.page_mut(page).0[at] = word;
                 }
                 return;
             }
@@ -100,7 +115,7 @@ impl Memory {
     pub(crate) fn verify(&mut self, page: usize) -> Option<Wrong> {
         let expected = self.expected[page];
         let wrong = content(self.recipe, page, expected)
-            .zip(&self.pages[page].0)
+            .zip(&self.page(page).0)
             .enumerate()
             .find(|(_, (expected, found))| expected != *found)
             .map(|(word, (expected, found))| Wrong { page, word, expected, found: *found });
@@ -112,7 +127,7 @@ impl Memory {
 
     fn rewrite(&mut self, page: usize) {
         let content = content(self.recipe, page, self.expected[page]);
-        for (to, word) in self.pages[page].0.iter_mut().zip(content) {
+        for (to, word) in self.page_mut(page).0.iter_mut().zip(content) {
             *to = word;
         }
     }
@@ -160,7 +175,7 @@ mod tests {
         let third = (0..1000).filter(|piece| noise(33, *piece)).count();
         assert!((250..420).contains(&third), "{third}");
         let mut plain = Memory::filled(Recipe { noise_percent: 0, ..ALL_NOISE }, 2);
-        assert!(plain.pages[1].0.iter().all(|word| *word < 256));
+        assert!(plain.page(1).0.iter().all(|word| *word < 256));
         plain.write(1, Mode::Random);
         assert_eq!(plain.verify(1), None);
     }
@@ -174,19 +189,30 @@ mod tests {
                 assert_eq!(memory.verify(page), None, "round {round}, page {page}");
             }
         }
-        memory.pages[3].0[511] ^= 1 << 63;
+        memory.page_mut(3).0[511] ^= 1 << 63;
         let wrong = memory.verify(3).unwrap();
         assert_eq!((wrong.page, wrong.word, wrong.found ^ wrong.expected), (3, 511, 1 << 63));
         assert_eq!(memory.verify(3), None);
     }
 
     #[test]
+    fn memory_that_grew_verifies() {
+        let mut memory = Memory::filled(ALL_NOISE, 3);
+        memory.write(1, Mode::Few);
+        for pages in [7, 2] {
+            memory.grow(pages);
+            assert_eq!(memory.len(), 7);
+            assert!((0..7).all(|page| memory.verify(page).is_none() && memory.page(page).0 != [0; WORDS]));
+        }
+    }
+
+    #[test]
     fn a_stale_page_is_found() {
         for mode in [Mode::Random, Mode::Few, Mode::Zero] {
             let mut memory = Memory::filled(ALL_NOISE, 1);
-            let stale = memory.pages[0].clone();
+            let stale = memory.page(0).clone();
             memory.write(0, mode);
-            memory.pages[0] = stale;
+            *memory.page_mut(0) = stale;
             assert!(memory.verify(0).is_some(), "{mode:?}");
         }
     }
@@ -204,9 +230,9 @@ mod tests {
             assert!((0..PAGES).all(|page| memory.verify(page).is_none()), "{pattern}");
             for mode in [Mode::Few, Mode::Few, Mode::Zero, Mode::Random] {
                 let page = order.next(pattern, PAGES);
-                let stale = memory.pages[page].clone();
+                let stale = memory.page(page).clone();
                 memory.write(page, mode);
-                memory.pages[page] = stale;
+                *memory.page_mut(page) = stale;
                 let wrong: Vec<_> = (0..PAGES).filter(|page| memory.verify(*page).is_some()).collect();
                 assert_eq!(wrong, [page], "{pattern}, {mode:?}");
             }

@@ -19,7 +19,7 @@ pub(crate) enum Mode {
 /// What the load generator does.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Options {
-    /// Memory filled at the start, MiB. Fixed for the run.
+    /// Memory filled at the start, MiB; more is taken when this becomes more.
     pub(crate) fill_mib: usize,
     /// The first part of it, which is rewritten over and over, MiB.
     pub(crate) wss_mib: usize,

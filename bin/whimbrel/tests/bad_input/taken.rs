@@ -53,6 +53,8 @@ fn a_vm_that_is_debugged_or_on_its_way_already() {
             "stop",
             "--bandwidth",
             "1MiB",
+            "--compress",
+            "none",
             "--detach",
         ])
         .ok();

@@ -97,7 +97,7 @@ pub(crate) fn lose_the_source_agent(cluster: &mut Cluster, guest: &Guest) {
 fn storage_that_stalls_ends_the_migration() {
     let (mut cluster, guest, _image) = with_disk(QemuVersion::Installed, "raw");
     let config = fs::read_to_string(cluster.b.config()).unwrap();
-    fs::write(cluster.b.config(), config.replace("[timeouts]\n", "[timeouts]\nstall_ms = 2000\n")).unwrap();
+    fs::write(cluster.b.config(), config.replace("[timeouts]\n", "[timeouts]\nstall_ms = 10000\n")).unwrap();
     cluster.b.kill();
     cluster.b.start();
     let migration = begin(&cluster);

@@ -13,7 +13,7 @@ use proto::HostId;
 use proto::message::{Ownership, RegisterRequest};
 use serde_json::Value;
 
-use crate::common::faults::Harness;
+use crate::common::faults::{Harness, Held};
 use crate::common::{self, Cluster, Guest, GuestSpec, Load, Setup};
 use crate::way::{Injury, Way};
 
@@ -389,6 +389,19 @@ impl Arena {
         self.cluster.faults.as_ref().unwrap()
     }
 
+    /// Who stands at the point that is wanted; none where the migration comes to its end without anybody there.
+    fn held_unless_ended(&self, migration: &mut Child) -> Option<Held> {
+        let has_ended = |migration: &mut Child| matches!(migration.try_wait(), Ok(Some(_)));
+        let deadline = Instant::now() + common::DEADLINE;
+        while Instant::now() < deadline && !has_ended(migration) {
+            if let Some(held) = self.faults().held(Duration::from_secs(1)) {
+                return Some(held);
+            }
+        }
+        // Agents may still be at it.
+        self.faults().held(Duration::from_secs(20))
+    }
+
     /// One cell of the matrix: a migration, injured at each step of the way and mended after it, comes to its end. Says
     /// whether all points of the way were reached.
     pub fn run(&mut self, way: &Way) -> bool {
@@ -400,7 +413,7 @@ impl Arena {
         let mut migration = self.migrate();
         let mut reached = true;
         for (index, step) in way.0.iter().enumerate() {
-            let Some(held) = self.faults().held(Duration::from_secs(20)) else {
+            let Some(held) = self.held_unless_ended(&mut migration) else {
                 reached = false;
                 break;
             };

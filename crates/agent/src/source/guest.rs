@@ -95,7 +95,8 @@ impl Desk {
 }
 
 impl Guest {
-    /// Takes a connection to the guest, and where it sees its memory. An answer has to be complete within `patience`.
+    /// Takes a connection to the guest, and where it sees its memory. Of an answer nothing has to be waited for longer than
+    /// `patience`.
     pub(super) fn new(
         connection: UnixStream,
         seen: Vec<Seen>,
@@ -112,8 +113,8 @@ impl Guest {
     }
 
     /// Asks, as soon as an earlier answer has come, unless the guest does not answer at all. Marks have been cleared right
-    /// before; the earlier answer does not count from here on, and a question that waits for it is not asked any more.
-    /// Returns who is told when the answer is complete, or never will be.
+    /// before. What is still to come of the earlier answer does not count, and a question that waits for it is not asked any
+    /// more. Returns who is told when the answer is complete, or never will be.
     pub(super) fn ask(&self, give_back: bool) -> Option<Receiver<()>> {
         let (done, told) = mpsc::channel();
         let question = Question { id: self.soft.begin(), give_back, cache: self.cache };
@@ -137,9 +138,10 @@ impl Guest {
         papers.waiting.is_some() || papers.is_answering
     }
 
-    /// Whether an answer was complete.
-    pub(super) fn has_answered(&self) -> bool {
-        self.desk.papers().heard.answers > 0
+    /// How many answers have counted, and how long the longest took.
+    pub(super) fn answers(&self) -> (u64, Duration) {
+        let Heard { answers, longest, .. } = self.desk.papers().heard;
+        (answers, longest)
     }
 
     pub(super) fn heard(&self) -> Heard {
@@ -195,7 +197,7 @@ impl Asking {
             papers.is_answering = false;
             match &answered {
                 Ok(()) => {
-                    papers.heard.answers += 1;
+                    papers.heard.answers += u64::from(self.soft.end_answer(question.id));
                     papers.heard.longest = papers.heard.longest.max(began.elapsed());
                 }
                 Err(error) => {
@@ -216,14 +218,13 @@ impl Asking {
     }
 
     fn ask(&mut self, question: Question) -> Result<(), AnswerError> {
-        let deadline = Instant::now() + self.patience;
         self.connection.set_write_timeout(Some(self.patience))?;
         self.connection.write_all(format!("{question}\n").as_bytes()).map_err(late)?;
         let (mut bytes, mut has_begun, mut is_poisoned) = (Vec::new(), false, false);
         // Where the next range of each kind may begin.
         let mut next = [0; Kind::COUNT];
         for _ in 0..MOST_LINES {
-            self.read_line(&mut bytes, deadline)?;
+            self.read_line(&mut bytes, Instant::now() + self.patience)?;
             let text = String::from_utf8_lossy(&bytes);
             let line = text.trim_end().parse::<Line>();
             if !has_begun {
@@ -375,7 +376,7 @@ mod tests {
     fn what_the_guest_says_counts() {
         let (guest, soft, mut far) = guest(Cache::Cold, PATIENCE);
         let done = guest.ask(false).unwrap();
-        assert!(guest.is_asked() && !guest.has_answered());
+        assert_eq!((guest.is_asked(), guest.answers().0), (true, 0));
         let question = hears(&mut far);
         assert!(guest.is_asked());
         assert_eq!((question.give_back, question.cache), (false, Cache::Cold));
@@ -387,7 +388,7 @@ mod tests {
         says(&mut far, &format!("end {id}\n"));
         // The end of the channel is what tells.
         assert!(done.recv().is_err());
-        assert_eq!((soft.pages(), guest.has_answered(), guest.is_asked()), ((5, 1), true, false));
+        assert_eq!((soft.pages(), guest.answers().0, guest.is_asked()), ((5, 1), 1, false));
         assert_eq!(soft.cache()[1].runs().next(), Some(9..10));
         let heard = guest.heard();
         assert_eq!(
@@ -462,7 +463,7 @@ mod tests {
         assert!(guest.ask(false).is_none());
     }
 
-    /// A question that another one has come after is not asked, and the answer to the one before does not count any more.
+    /// A question that another one has come after is not asked, and what comes of the answer to an earlier one does not count.
     #[test]
     fn the_last_question_is_the_one_that_is_asked() {
         let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
@@ -473,7 +474,7 @@ mod tests {
         assert!(second.recv().is_err());
         says(&mut far, &format!("begin {id} 1\nfree 1+2\nend {id}\n"));
         assert!(first.recv().is_err());
-        assert_eq!(soft.pages(), (0, 0));
+        assert_eq!((soft.pages(), guest.answers().0), ((0, 0), 0));
         let question = hears(&mut far);
         assert!(question.give_back);
         guest.ask(false).unwrap();

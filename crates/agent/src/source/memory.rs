@@ -162,7 +162,8 @@ impl Cargo {
         self.saving.deltas.as_ref().map_or_else(|| owed.pages(), |deltas| deltas.unknown(owed.blocks()))
     }
 
-    /// What the guest does not use is left out from here on, as far as somebody says what that is.
+    /// What the guest does not use is left out from here on, as far as somebody says what that is. To be called before
+    /// memory is added, whose log has to tell what of it is used again.
     pub(crate) fn leave_out(&mut self, soft: Arc<Soft>) {
         self.saving.soft = Some(soft);
     }
@@ -253,7 +254,10 @@ impl Cargo {
     }
 
     /// From here on memory is part of every round; all of it is owed.
-    pub(crate) fn add_memory(&mut self, tracked: TrackedRam, owed: &mut Owed) {
+    pub(crate) fn add_memory(&mut self, mut tracked: TrackedRam, owed: &mut Owed) {
+        if let Some(soft) = &self.saving.soft {
+            tracked.tell(Arc::clone(soft));
+        }
         self.ram = Some(tracked);
         owed.add_all(0..self.ram_bytes.len());
     }
@@ -282,14 +286,12 @@ impl Cargo {
             ram: self.ram.as_mut(),
             ram_blocks: self.ram_bytes.len(),
             disks: self.disks.as_mut().zip(Some(qmp)),
-            soft: self.saving.soft.as_deref(),
         }
     }
 
     /// The log of memory alone, for which QEMU is not asked.
     pub(crate) fn ram_log(&mut self) -> impl DirtyLog + '_ {
-        let soft = self.saving.soft.as_deref();
-        Log { ram: self.ram.as_mut(), ram_blocks: self.ram_bytes.len(), disks: None, soft }
+        Log { ram: self.ram.as_mut(), ram_blocks: self.ram_bytes.len(), disks: None }
     }
 
     /// Adds what was written to the disks.
@@ -347,8 +349,6 @@ struct Log<'a> {
     ram: Option<&'a mut TrackedRam>,
     ram_blocks: usize,
     disks: Option<(&'a mut DiskLog, &'a mut Qmp)>,
-    /// Who leaves pages of memory out until they are written.
-    soft: Option<&'a Soft>,
 }
 
 impl DirtyLog for Log<'_> {
@@ -360,10 +360,7 @@ impl DirtyLog for Log<'_> {
             stats = log.take(qmp, disks)?;
         }
         if let Some(log) = &mut self.ram {
-            let scan = match self.soft {
-                Some(soft) => soft.told(*log).take(ram)?,
-                None => log.take(ram)?,
-            };
+            let scan = log.take(ram)?;
             stats = ScanStats {
                 pages: stats.pages + scan.pages,
                 duration_us: stats.duration_us + scan.duration_us,

@@ -14,16 +14,18 @@ use super::{Controls, Driver, VmError};
 use crate::api::SoftPages;
 use crate::report;
 
-/// How long an answer may take. Giving a large page cache back takes seconds.
+/// How long anything of an answer may be waited for. Giving a large page cache back takes seconds.
 const ANSWER: Duration = Duration::from_secs(30);
 /// How long the first round waits for an answer that says what of the page cache to put off.
 const FIRST_ANSWER: Duration = Duration::from_secs(3);
 /// How often it is looked meanwhile whether something else has happened.
 const LOOK: Duration = Duration::from_millis(50);
-/// Where a round sends fewer pages (64 MiB), asking costs the guest more than sending costs us.
+/// Where fewer pages are to be sent (64 MiB), asking costs the guest more than sending costs us.
 const WORTH_ASKING: u64 = 1 << 14;
-/// From one question to the next: to answer takes the guest some processor time.
+/// From one question to the next: to answer takes the guest some processor time,
 const PAUSE: Duration = Duration::from_secs(1);
+/// and no more than one part in so many of what there is.
+const ANSWERING: u32 = 5;
 
 /// What is known of a guest that says which of its memory need not be sent.
 #[derive(Debug)]
@@ -83,29 +85,25 @@ impl Driver {
         }
     }
 
-    /// Asks before a round whose marks have been cleared, and that sends so many pages at most. In the first one, in which all of
+    /// Asks before a round whose marks have been cleared, if it is worth it. In the first one, in which all of
     /// memory goes, what could be given back later is put off.
     pub(super) fn ask_guest(
         &mut self,
         softening: &mut Softening,
         readable: Readable,
         is_first: bool,
-        most_pages: u64,
     ) -> Result<Readable, Failure> {
         if is_first && softening.cache != Cache::None && softening.put_off.is_none() {
-            let told = softening.guest.ask(false);
+            let told = softening.ask(false);
             self.hear_guest(softening, told, FIRST_ANSWER)?;
             let (readable, put_off) = readable.without(&softening.soft.cache());
             softening.told.put_off_pages = put_off.pages();
             softening.put_off = (put_off.pages() > 0).then_some(put_off);
             return Ok(readable);
         }
-        let is_due =
-            softening.asked.is_none_or(|asked| asked.elapsed() >= PAUSE && !softening.guest.is_asked());
-        if is_due && (is_first || readable.pages().min(most_pages) >= WORTH_ASKING) {
-            softening.asked = Some(Instant::now());
+        if softening.is_due() && (is_first || readable.pages() >= WORTH_ASKING) {
             // Those pages are left out that have not been sent when the guest says so.
-            drop(softening.guest.ask(false));
+            drop(softening.ask(false));
         }
         Ok(readable)
     }
@@ -119,7 +117,7 @@ impl Driver {
     ) -> Result<Readable, Failure> {
         let Some(put_off) = softening.put_off.take() else { return Ok(readable) };
         self.note("guest", "gives its page cache back".to_owned());
-        let told = softening.guest.ask(true);
+        let told = softening.ask(true);
         self.hear_guest(softening, told, ANSWER)?;
         softening.told.given_back_pages = softening.soft.free_of(put_off.blocks());
         Ok(readable.and(&put_off))
@@ -146,9 +144,20 @@ impl Driver {
 }
 
 impl Softening {
-    /// Whether nothing was heard yet of what memory is free.
-    pub(super) fn knows_nothing(&self) -> bool {
-        !self.guest.has_answered() && self.guest.is_asked()
+    fn ask(&mut self, give_back: bool) -> Option<Receiver<()>> {
+        self.asked = Some(Instant::now());
+        self.guest.ask(give_back)
+    }
+
+    /// Whether it is time to ask.
+    fn is_due(&self) -> bool {
+        let pause = PAUSE.max(self.guest.answers().1 * ANSWERING);
+        self.asked.is_none_or(|asked| !self.guest.is_asked() && asked.elapsed() >= pause)
+    }
+
+    /// Whether the first answer is still waited for.
+    pub(super) fn waits_for_first(&self) -> bool {
+        self.guest.answers().0 == 0 && self.guest.is_asked()
     }
 
     /// Whether anything is put off, that has to be taken back before the stop.

@@ -167,10 +167,10 @@ impl Move {
                 let fragile = u64::from(outcome.breaks) < breaks;
                 self.connect(generation, &mut receiver, fragile, dice)
             });
-            let (cleared, found) = match &self.saving.soft {
-                Some(soft) => owed.clear_marks_and_tell(&mut soft.told(&mut self.log), usize::MAX).unwrap(),
-                None => owed.clear_marks_and_tell(&mut self.log, usize::MAX).unwrap(),
-            };
+            let (cleared, found) = owed.clear_marks_and_tell(&mut self.log, usize::MAX).unwrap();
+            if let Some(soft) = &self.saving.soft {
+                found.iter().enumerate().for_each(|(block, found)| soft.written(block, found));
+            }
             let readable = cleared.drain(|| always(|| self.land_dma())).unwrap();
             if let Some(packing) = &self.saving.packing {
                 packing.set_ways(some_way(dice), some_way(dice));
@@ -184,7 +184,12 @@ impl Move {
                 }
             }
             if let Some(soft) = &self.saving.soft {
-                // An answer may take several rounds.
+                // An answer may take several rounds, end or not, and be given up.
+                match answer.filter(|_| dice.one_in(3)) {
+                    Some(_) if dice.one_in(8) => soft.forget(),
+                    Some(answer) => _ = soft.end_answer(answer),
+                    None => {}
+                }
                 if answer.is_none() || dice.one_in(2) {
                     answer = Some(soft.begin());
                     late.clear();

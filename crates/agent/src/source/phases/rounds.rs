@@ -157,9 +157,8 @@ impl Driver {
                 }
             }
             if let Some(softening) = &mut softening {
-                let most_pages = course.most_pages.unwrap_or(u64::MAX);
-                looked.readable = self.ask_guest(softening, looked.readable, is_first, most_pages)?;
-                course.free_is_unknown(softening.knows_nothing());
+                looked.readable = self.ask_guest(softening, looked.readable, is_first)?;
+                course.free_is_unknown(softening.waits_for_first());
             }
             self.throttle(cargo)?;
             self.take_notices()?;

@@ -232,7 +232,8 @@ impl Drop for Crowd {
 fn copying_gives_way_to_a_guest_that_waits_for_processors() {
     let link = lab::Link::Limited { rate_bytes_per_s: RATE };
     let cluster = Cluster::with(&Setup { link, ..Setup::default() });
-    let _guest = cluster.guest(&writing(32, 200));
+    // So much that it is not given up before that is seen.
+    let _guest = cluster.guest(&writing(96, 200));
     let words = ["migrate", "vm1", "--to", "b", "--verify", "--max-rounds", "1000", "--compress", "none"];
     let migration = cluster.a.begin(&words);
     cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");

@@ -19,7 +19,8 @@ const WRITE_BYTES: u64 = 16 << 10;
 fn diabolical() -> (Cluster, Guest, [String; 4], SmallFileSystem) {
     let cluster = Cluster::with(&Setup { pool: true, ..Setup::default() });
     // In memory: a machine's storage stands still now and then.
-    let directory = cluster.lab.shared_directory().unwrap();
+    let directory = cluster.lab.shared_directory().unwrap().join("memory");
+    std::fs::create_dir(&directory).unwrap();
     let storage = SmallFileSystem::mount(&directory, "64m");
     let image = directory.join("disk.raw");
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();

@@ -21,8 +21,8 @@
 //! ```
 //!
 //! A RANGE is `FIRST+COUNT`, the first page's number and how many pages there are, both hexadecimal; each kind's ranges
-//! ascend. No line is longer than [`LINE_BYTES`]. An answer counts as it comes; when it goes wrong, nothing of it counts any
-//! more, nor does anything of an answer to another question than the last one.
+//! ascend. No line is longer than [`LINE_BYTES`]. An answer counts as it comes, until it goes wrong. What comes of an answer
+//! to another question than the last one does not count.
 
 use std::fmt;
 use std::ops::Range;

@@ -49,9 +49,7 @@ fn what_was_wished_for_is_done() {
 #[test]
 fn a_slow_link_is_reason_enough() {
     let link = lab::Link::Limited { rate_bytes_per_s: 8 << 20 };
-    // On a busy machine copying would give way, and whoever gives way has no time to compress.
-    let extra = Setup::default().extra + "[limits]\nguest_wait_percent = 0\n";
-    let cluster = Cluster::with(&Setup { link, extra, ..Setup::default() });
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() }.not_giving_way());
     let _guest = cluster.guest(&GuestSpec::tiny("vm1", load()));
     let report = cluster.migrate("vm1", "a", "b", &[]);
     was_compressed(&report);

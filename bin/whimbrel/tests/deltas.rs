@@ -54,9 +54,7 @@ fn what_was_wished_for_is_done() {
 fn a_slow_link_is_reason_enough_and_a_cut_loses_nothing() {
     for more in [&[][..], &["--compress", "none"]] {
         let link = lab::Link::Limited { rate_bytes_per_s: 12 << 20 };
-        // On a busy machine copying would give way, and whoever gives way has no time to look for what changed.
-        let extra = Setup::default().extra + "[limits]\nguest_wait_percent = 0\n";
-        let cluster = Cluster::with(&Setup { link, extra, ..Setup::default() });
+        let cluster = Cluster::with(&Setup { link, ..Setup::default() }.not_giving_way());
         let _guest = cluster.guest(&GuestSpec::tiny("vm1", load(96)));
         let report = cluster.migrate_through_a_cut("vm1", more);
         changes_were_sent(&report);

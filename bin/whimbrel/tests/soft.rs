@@ -10,7 +10,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::mpsc;
 
-use common::{Boot, Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Ram, Setup, until};
+use common::{Boot, Cluster, DEADLINE, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Ram, Setup, until};
 use lab::disk;
 use serde_json::{Value, json};
 
@@ -74,8 +74,9 @@ fn what_is_in_use_again_is_sent() {
     let has_answered = only_the_first_answer(&guest.directory().join("guest.sock"));
     let words = ["migrate", "vm1", "--to", "b", "--verify", "--on-limit", "stop", "--compress", "none"];
     let migration = cluster.a.begin(&words);
-    has_answered.recv().unwrap();
+    assert_eq!(has_answered.recv_timeout(DEADLINE), Ok(()), "{}", cluster.a.log());
     guest.serial().set("fill=88").unwrap();
+    cluster.wait_for_progress(|progress| progress["phase"] == "pre-copy");
     let said = migration.wait_with_output().unwrap();
     assert!(said.status.success(), "{said:?}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
@@ -226,9 +227,7 @@ fn page_cache_of_a_disk_that_is_copied() {
 #[test]
 fn what_is_free_is_not_sent_before_the_guest_nor_after_it() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    // Were copying to give way to a guest that waits for processors, its disks might become no less.
-    let extra = Setup::default().extra + "[limits]\nguest_wait_percent = 0\n";
-    let cluster = Cluster::with(&Setup { pool: true, link, extra, ..Setup::default() });
+    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() }.not_giving_way());
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
     disk::known_content(&qemu, &image, "qcow2", 48).unwrap();
@@ -278,7 +277,7 @@ fn a_guest_that_is_slow_to_give_back_can_be_left_where_it_is() {
         None
     });
     let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--json", "--soft-pages", "all"]);
-    told.recv().unwrap();
+    assert_eq!(told.recv_timeout(DEADLINE), Ok(()), "{}", cluster.a.log());
     cluster.a.cli(&["cancel", "vm1"]).ok();
     let said = migration.wait_with_output().unwrap();
     let report: Value = serde_json::from_slice(&said.stdout).unwrap();

@@ -8,7 +8,7 @@
 //! writes to it first. So it may be anything at the destination (design, trap 16), until a look finds a mark of it: then it
 //! counts as free no more, and that look owes it. An answer may take as long as several rounds, and what looks have found
 //! since it was asked for counts as not free whatever it says. When it is complete, what it does not name is free no more
-//! either ([`Soft::end_answer`]): a guest that was wrong once is not held to it.
+//! either ([`Soft::end_answer`]): what a guest was wrong about, and has not gone by then, is sent.
 //!
 //! It is not simply left out but sent as a hole, which costs next to nothing and makes it zeros there: a kernel that
 //! fills what it frees with zeros, and trusts in that, finds zeros. One that fills it with something else, and looks
@@ -36,7 +36,8 @@ use crate::lock;
 pub struct Soft(Mutex<State>);
 
 struct State {
-    /// Which of the answers is waited for. An earlier one is worth nothing: it is not known what was written since.
+    /// Which of the answers is waited for. What is still to come of an earlier one does not count: it is not known what was
+    /// written since that was asked for.
     answer: u64,
     has_ended: bool,
     /// Was free, and has had no mark since.

@@ -63,6 +63,14 @@ impl Setup {
     }
 }
 
+impl Setup {
+    /// Copying does not give way to a guest that waits for processors: how it goes follows from what the guest does alone,
+    /// however busy the machine is.
+    pub fn not_giving_way(self) -> Self {
+        Self { extra: self.extra + "[limits]\nguest_wait_percent = 0\n", ..self }
+    }
+}
+
 impl Default for Setup {
     /// With agents that do not give up: however long a link is cut, and however busy the machine is.
     fn default() -> Self {

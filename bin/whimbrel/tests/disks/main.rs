@@ -124,9 +124,7 @@ fn a_busy_qcow2_disk_there_and_back_with_a_newer_qemu() {
 #[test]
 fn a_disk_comes_before_the_guest_and_the_rest_of_its_memory_after_it() {
     let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    // Were copying to give way to a guest that waits for processors, its disks might become no less.
-    let extra = Setup::default().extra + "[limits]\nguest_wait_percent = 0\n";
-    let setup = Setup { link, extra, ..Setup::default() };
+    let setup = Setup { link, ..Setup::default() }.not_giving_way();
     let (cluster, guest, _) = with_disk_and(QemuVersion::Newer, "qcow2", setup);
     guest.serial().set("rate=200").unwrap();
     let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--policy", "hybrid"];

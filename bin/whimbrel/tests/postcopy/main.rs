@@ -27,9 +27,7 @@ fn stage() -> (Cluster, lab::Guest) {
 
 fn stage_with(setup: Setup) -> (Cluster, lab::Guest) {
     let link = lab::Link::Limited { rate_bytes_per_s: RATE };
-    // What goes when is to follow from how the guest writes alone, however busy the machine is.
-    let extra = setup.extra + "[limits]\nguest_wait_percent = 0\n";
-    let cluster = Cluster::with(&Setup { link, extra, ..setup });
+    let cluster = Cluster::with(&Setup { link, ..setup }.not_giving_way());
     let load = Load { fill_mib: HOT_MIB + 16, wss_mib: HOT_MIB, rate_mib_per_s: 200, ..Load::default() };
     let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
     (cluster, guest)

@@ -165,6 +165,7 @@ impl Cargo {
     /// What the guest does not use is left out from here on, as far as somebody says what that is. To be called before
     /// memory is added, whose log has to tell what of it is used again.
     pub(crate) fn leave_out(&mut self, soft: Arc<Soft>) {
+        debug_assert!(self.ram.is_none(), "its log tells nobody");
         self.saving.soft = Some(soft);
     }
 

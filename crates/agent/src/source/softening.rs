@@ -14,7 +14,8 @@ use super::{Controls, Driver, VmError};
 use crate::api::SoftPages;
 use crate::report;
 
-/// How long anything of an answer may be waited for. Giving a large page cache back takes seconds.
+/// How long the next line of an answer may be waited for, and all of one before the stop. Giving a large page cache back takes
+/// seconds.
 const ANSWER: Duration = Duration::from_secs(30);
 /// How long the first round waits for an answer that says what of the page cache to put off.
 const FIRST_ANSWER: Duration = Duration::from_secs(3);
@@ -22,9 +23,9 @@ const FIRST_ANSWER: Duration = Duration::from_secs(3);
 const LOOK: Duration = Duration::from_millis(50);
 /// Where fewer pages are to be sent (64 MiB), asking costs the guest more than sending costs us.
 const WORTH_ASKING: u64 = 1 << 14;
-/// From one question to the next: to answer takes the guest some processor time,
+/// From one question to the next: to answer takes the guest some processor time.
 const PAUSE: Duration = Duration::from_secs(1);
-/// and no more than one part in so many of what there is.
+/// The guest answers for no more than one part in so many of the time.
 const ANSWERING: u32 = 5;
 
 /// What is known of a guest that says which of its memory need not be sent.
@@ -93,7 +94,7 @@ impl Driver {
         readable: Readable,
         is_first: bool,
     ) -> Result<Readable, Failure> {
-        if is_first && softening.cache != Cache::None && softening.put_off.is_none() {
+        if is_first && softening.cache != Cache::None && softening.asked.is_none() {
             let told = softening.ask(false);
             self.hear_guest(softening, told, FIRST_ANSWER)?;
             let (readable, put_off) = readable.without(&softening.soft.cache());
@@ -149,10 +150,9 @@ impl Softening {
         self.guest.ask(give_back)
     }
 
-    /// Whether it is time to ask.
     fn is_due(&self) -> bool {
-        let pause = PAUSE.max(self.guest.answers().1 * ANSWERING);
-        self.asked.is_none_or(|asked| !self.guest.is_asked() && asked.elapsed() >= pause)
+        let took = self.guest.answers().1;
+        self.asked.is_none_or(|asked| !self.guest.is_asked() && asked.elapsed() >= pause_after(took))
     }
 
     /// Whether the first answer is still waited for.
@@ -164,6 +164,11 @@ impl Softening {
     pub(super) fn has_put_off(&self) -> bool {
         self.put_off.is_some()
     }
+}
+
+/// How long after a question that was answered in so long the next one is asked.
+fn pause_after(took: Duration) -> Duration {
+    PAUSE.max(took.saturating_mul(ANSWERING))
 }
 
 impl Drop for Softening {
@@ -178,5 +183,17 @@ impl Drop for Softening {
             ..self.told.clone()
         };
         self.controls.report(|report| report.soft = Some(told));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_guest_answers_for_a_fifth_of_the_time_at_most() {
+        let pause = |took_ms| pause_after(Duration::from_millis(took_ms)).as_millis();
+        assert_eq!([0, 200, 201, 3000].map(pause), [1000, 1000, 1005, 15_000]);
+        assert_eq!(pause_after(Duration::MAX), Duration::MAX);
     }
 }

@@ -1,0 +1,176 @@
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const MIB: u64 = 1 << 20;
+
+/// Memory below and above 4 GiB, and a block before it.
+fn seen() -> Vec<Seen> {
+    let seen = |guest_address, bytes, offset_bytes| Seen { guest_address, bytes, block: 1, offset_bytes };
+    vec![seen(0, 2 * MIB, 0), seen(4 << 30, 2 * MIB, 2 * MIB)]
+}
+
+fn guest(cache: Cache, patience: Duration) -> (Guest, Arc<Soft>, BufReader<UnixStream>) {
+    let (near, far) = UnixStream::pair().unwrap();
+    let soft = Arc::new(Soft::new([MIB, 4 * MIB]));
+    let guest = Guest::new(near, seen(), Arc::clone(&soft), cache, patience).unwrap();
+    (guest, soft, BufReader::new(far))
+}
+
+fn hears(far: &mut BufReader<UnixStream>) -> Question {
+    let mut line = String::new();
+    far.read_line(&mut line).unwrap();
+    line.trim().parse().unwrap()
+}
+
+fn says(far: &mut BufReader<UnixStream>, text: &str) {
+    far.get_mut().write_all(text.as_bytes()).unwrap();
+}
+
+#[test]
+fn pages_of_the_guest_are_found_in_the_blocks() {
+    let at = |pages: Pages| places(&seen(), &pages).collect::<Vec<_>>();
+    assert_eq!(at(3..5), [(1, 3..5)]);
+    assert_eq!(at(510..(4 << 18) + 2), [(1, 510..512), (1, 512..514)]);
+    assert_eq!(at(600..700), []);
+    assert_eq!(at(0..u64::MAX), [(1, 0..512), (1, 512..1024)]);
+    let odd = [Seen { guest_address: 100, bytes: 3 * PAGE_BYTES, block: 0, offset_bytes: 100 }];
+    assert_eq!(places(&odd, &(0..9)).collect::<Vec<_>>(), [(0, 1..3)]);
+    let crooked = [Seen { offset_bytes: 50, ..odd[0].clone() }];
+    assert_eq!(places(&crooked, &(0..9)).collect::<Vec<_>>(), []);
+}
+
+#[test]
+fn what_the_guest_says_counts() {
+    let (guest, soft, mut far) = guest(Cache::Cold, PATIENCE);
+    let done = guest.ask(false).unwrap();
+    assert_eq!((guest.is_asked(), guest.answers().0), (true, 0));
+    let question = hears(&mut far);
+    assert!(guest.is_asked());
+    assert_eq!((question.give_back, question.cache), (false, Cache::Cold));
+    let id = question.id;
+    says(&mut far, &format!("begin {id} 1\nmemory 0+200\nnote slow today\nfree 1+2 100000+3\ncache 9+1\n"));
+    says(&mut far, &format!("end {id}\n"));
+    // The end of the channel is what tells.
+    assert!(done.recv().is_err());
+    assert_eq!((soft.pages(), guest.answers().0, guest.is_asked()), ((5, 1), 1, false));
+    assert_eq!(soft.cache()[1].runs().next(), Some(9..10));
+    let heard = guest.heard();
+    assert_eq!(
+        (heard.answers, heard.poisoned, heard.notes),
+        (1, false, vec!["in the guest: slow today".to_owned()])
+    );
+    // What was free is so as long as no look finds it written.
+    let _done = guest.ask(true).unwrap();
+    assert_eq!(soft.pages(), (5, 0));
+    assert!(hears(&mut far).give_back);
+}
+
+#[test]
+fn a_kernel_that_looks_at_free_pages_keeps_them() {
+    let (guest, soft, mut far) = guest(Cache::All, PATIENCE);
+    let done = guest.ask(false).unwrap();
+    let id = hears(&mut far).id;
+    says(&mut far, &format!("begin {id} 1\npoisoned\nfree 1+2\ncache 9+1\nend {id}\n"));
+    assert!(done.recv().is_err());
+    assert_eq!((soft.pages(), guest.heard().poisoned), ((0, 1), true));
+}
+
+/// Whatever it does, what it said before it went wrong does not count, and nobody waits for it again.
+#[test]
+fn a_guest_that_answers_wrongly_is_left_alone() {
+    for wrong in ["free x\n", "begin 7 1\n", "end 7\n", "\u{7f}\n", "free 2+1\n", &"free 1+1".repeat(600)] {
+        let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+        let done = guest.ask(false).unwrap();
+        let id = hears(&mut far).id;
+        says(&mut far, &format!("begin {id} 1\nfree 1+2\n{wrong}"));
+        assert!(done.recv().is_err());
+        assert_eq!(soft.pages(), (0, 0), "{wrong}");
+        let heard = guest.heard();
+        assert_eq!((heard.answers, heard.notes.len()), (0, 1), "{wrong}");
+        assert!(heard.notes[0].contains("cannot be read"), "{heard:?}");
+        assert!(guest.ask(true).is_none());
+    }
+}
+
+#[test]
+fn another_version_is_told_of() {
+    let (guest, _soft, mut far) = guest(Cache::None, PATIENCE);
+    let done = guest.ask(false).unwrap();
+    let id = hears(&mut far).id;
+    says(&mut far, &format!("begin {id} 2\n"));
+    assert!(done.recv().is_err());
+    assert!(guest.heard().notes[0].contains("version 2"));
+}
+
+/// What somebody before has left in the port begins anywhere, and may be an answer to a question like this one.
+#[test]
+fn answers_to_questions_of_others_do_not_count() {
+    let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+    far.get_mut().write_all(b"\xff\xfe0+1 9+\nbegin 1 1\nfree 1+9\nend 1\n").unwrap();
+    let done = guest.ask(false).unwrap();
+    let id = hears(&mut far).id;
+    says(&mut far, &format!("begin {id} 1\nfree 3+1\nend {id}\n"));
+    assert!(done.recv().is_err());
+    assert_eq!((soft.pages(), guest.heard().answers), ((1, 0), 1));
+}
+
+#[test]
+fn a_silent_guest_is_waited_for_once() {
+    let (guest, soft, mut far) = guest(Cache::None, Duration::from_millis(50));
+    let done = guest.ask(false).unwrap();
+    let id = hears(&mut far).id;
+    says(&mut far, &format!("begin {id} 1\nfree 1+2\n"));
+    assert!(done.recv().is_err());
+    assert_eq!(soft.pages(), (0, 0));
+    assert_eq!(guest.heard().notes, ["the guest is not asked any more: it does not answer in time"]);
+    assert!(guest.ask(false).is_none());
+}
+
+/// One that says something all the while may take longer than anything of it may be waited for.
+#[test]
+fn a_guest_that_has_much_to_say_is_listened_to() {
+    const PATIENCE: Duration = Duration::from_secs(2);
+    let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+    let (began, done) = (Instant::now(), guest.ask(false).unwrap());
+    let id = hears(&mut far).id;
+    says(&mut far, &format!("begin {id} 1\n"));
+    while began.elapsed() < PATIENCE * 2 {
+        says(&mut far, "note at it\n");
+        thread::sleep(PATIENCE / 200);
+    }
+    says(&mut far, &format!("free 1+2\nend {id}\n"));
+    assert!(done.recv().is_err());
+    assert_eq!((soft.pages().0, guest.answers().0), (2, 1), "{:?}", guest.heard());
+    // Giving back takes longer, which says nothing of what is asked otherwise.
+    let took = guest.answers().1;
+    assert!(took >= PATIENCE * 2);
+    let done = guest.ask(true).unwrap();
+    let id = hears(&mut far).id;
+    says(&mut far, &format!("begin {id} 1\nend {id}\n"));
+    assert!(done.recv().is_err());
+    assert_eq!(guest.answers(), (2, took));
+}
+
+/// A question that another one has come after is not asked, and what comes of the answer to an earlier one does not count.
+#[test]
+fn the_last_question_is_the_one_that_is_asked() {
+    let (guest, soft, mut far) = guest(Cache::None, PATIENCE);
+    let first = guest.ask(false).unwrap();
+    let id = hears(&mut far).id;
+    let second = guest.ask(false).unwrap();
+    let third = guest.ask(true).unwrap();
+    assert!(second.recv().is_err());
+    says(&mut far, &format!("begin {id} 1\nfree 1+2\nend {id}\n"));
+    assert!(first.recv().is_err());
+    assert_eq!((soft.pages(), guest.answers().0), ((0, 0), 0));
+    let question = hears(&mut far);
+    assert!(question.give_back);
+    guest.ask(false).unwrap();
+    guest.withdraw();
+    let id = question.id;
+    says(&mut far, &format!("begin {id} 1\nend {id}\n"));
+    assert!(third.recv().is_err());
+    drop(guest);
+    let mut line = String::new();
+    assert_eq!(far.read_line(&mut line).unwrap(), 0, "{line}");
+}

@@ -101,8 +101,8 @@ fn a_vm_that_comes_back_does_not_bring_what_it_left() {
 /// A guest that has read its disk into its memory, on a slow link: what went with the disk does not go again.
 #[test]
 fn memory_that_came_from_a_disk_is_not_sent() {
-    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() });
+    let link = lab::Link::Limited { rate_bytes_per_s: 12 << 20 };
+    let cluster = Cluster::with(&Setup { pool: true, link, ..Setup::default() }.not_giving_way());
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     let image = cluster.lab.shared_directory().unwrap().join("disk.img");
     disk::known_content(&qemu, &image, "raw", 64).unwrap();
@@ -133,8 +133,8 @@ fn memory_that_came_from_a_disk_is_not_sent() {
 /// image is read once, for all migrations.
 #[test]
 fn memory_that_came_from_storage_that_both_hosts_have_is_not_sent() {
-    let link = lab::Link::Limited { rate_bytes_per_s: 20 << 20 };
-    let cluster = Cluster::with(&Setup { link, ..Setup::default() });
+    let link = lab::Link::Limited { rate_bytes_per_s: 12 << 20 };
+    let cluster = Cluster::with(&Setup { link, ..Setup::default() }.not_giving_way());
     let qemu = cluster.environment.qemu(QemuVersion::Newer).unwrap();
     let shared = cluster.lab.shared_directory().unwrap();
     let (base, image) = (shared.join("base.qcow2"), shared.join("disk.qcow2"));

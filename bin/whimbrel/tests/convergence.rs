@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 
 use common::replay::{decisions, is_replayed};
-use common::{Cluster, GuestSpec, Load, Setup, has_event, until};
+use common::{Cluster, GuestSpec, Load, Setup, has_event, per_second, until};
 use engine::precopy::Decision;
 use serde_json::Value;
 
@@ -45,11 +45,7 @@ const ALL_IT_CAN: u64 = 5000;
 
 /// A link that carries a quarter of what the guest writes: twice what it would write with an eighth of a processor.
 fn carry_a_quarter(cluster: &Cluster, guest: &lab::Guest) {
-    let serial = guest.serial();
-    let one = serial.next_tick().unwrap();
-    let two = std::iter::repeat_with(|| serial.next_tick().unwrap()).nth(2).unwrap();
-    let pages_per_s = (two.writes - one.writes) * 1000 / (two.uptime_ms - one.uptime_ms);
-    let rate = (pages_per_s * 4096 / 4).max(RATE / 4);
+    let rate = (per_second(guest.serial(), |tick| tick.writes) * 4096 / 4).max(RATE / 4);
     cluster.lab.set_rate(Some(rate)).unwrap();
 }
 

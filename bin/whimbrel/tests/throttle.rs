@@ -6,7 +6,8 @@ mod common;
 
 use common::replay::is_replayed;
 use common::{
-    Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Setup, SmallFileSystem, has_event, until,
+    Cluster, Device, Disk, Guest, GuestSpec, Load, QemuVersion, Setup, SmallFileSystem, has_event,
+    per_second, until,
 };
 use lab::disk;
 use serde_json::{Value, json};
@@ -36,9 +37,7 @@ fn diabolical() -> (Cluster, Guest, [String; 4], SmallFileSystem) {
     let guest = cluster.guest(&spec);
     let serial = guest.serial();
     serial.wait_for_disk_writes().unwrap();
-    let one = serial.next_tick().unwrap();
-    let two = std::iter::repeat_with(|| serial.next_tick().unwrap()).nth(2).unwrap();
-    let writes_per_s = (two.disk_writes - one.disk_writes) * 1000 / (two.uptime_ms - one.uptime_ms);
+    let writes_per_s = per_second(serial, |tick| tick.disk_writes);
     let bandwidth = (writes_per_s * WRITE_BYTES / 4).clamp(1_000_000, 10_000_000).to_string();
     (cluster, guest, ["--disks", "copy", "--bandwidth", &bandwidth].map(str::to_owned), storage)
 }

@@ -30,7 +30,7 @@ use serde_json::{Value, json};
 
 pub use lab::{
     Accel, Boot, DEADLINE, Device, Disk, Environment, Guest, GuestSpec, Lab, LabConfig, Load, QemuVersion,
-    Ram, Serial,
+    Ram, Serial, Tick,
 };
 
 pub use storage::{LoopDevice, SmallFileSystem};
@@ -84,6 +84,13 @@ impl Default for Setup {
                 .to_owned(),
         }
     }
+}
+
+/// How much the guest does of something in a second, as three of its ticks count it.
+pub fn per_second(serial: &Serial, count: impl Fn(&Tick) -> u64) -> u64 {
+    let one = serial.next_tick().unwrap();
+    let last = std::iter::repeat_with(|| serial.next_tick().unwrap()).nth(2).unwrap();
+    (count(&last) - count(&one)) * 1000 / (last.uptime_ms - one.uptime_ms)
 }
 
 /// Two hosts with agents, and a witness where asked for.

@@ -239,17 +239,7 @@ fn a_peer_that_breaks_the_protocol_before_committed_ends_the_migration() {
     let link = driver.control.as_ref().unwrap().link;
     let mut peer = world.accept();
     // Nothing was ever committed.
-    driver.message(
-        Some(link),
-        Message::Running {
-            epoch: Epoch(1),
-            continue_us: 0,
-            since_us: 0,
-            resumed_us: None,
-            agent_cpu_us: None,
-            untrusted: None,
-        },
-    );
+    driver.message(Some(link), running());
     peer.hung_up();
     assert_eq!(driver.settle(), SourceState::Aborted);
     assert_eq!(world.state(), State::Source(SourceState::Aborted));

@@ -177,7 +177,7 @@ pub(super) mod tests {
         grid.cases[0].case.name = "grid-w64".to_owned();
         let text = tables(&grid);
         assert!(
-            text.contains("| grid-w64 | qemu | 1/1 | **2.0** (2.0–2.0) | **20.0** (20.0–20.0) |"),
+            text.contains("| grid-w64 | qemu | 1/1 | **3.0** (3.0–3.0) | **30.0** (30.0–30.0) |"),
             "{text}"
         );
         assert!(!text.contains("Fig. 1"), "{text}");

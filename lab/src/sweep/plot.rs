@@ -71,6 +71,7 @@ mod tests {
             drawn.iter().map(|path| Path::new(path).file_name().unwrap().to_string_lossy()).collect();
         let expected = [
             "sweep-1-whimbrel-pattern.svg",
+            "sweep-1-whimbrel-hybrid.svg",
             "sweep-1-qemu.svg",
             "sweep-1-multifd-2.svg",
             "sweep-1-post-copy.svg",

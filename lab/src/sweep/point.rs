@@ -94,6 +94,7 @@ pub(super) fn kernel_case_name(kernel: &str) -> String {
 pub fn figures() -> Vec<Figure> {
     let who = [
         Contender::Policy(Policy::Pattern),
+        Contender::Policy(Policy::Hybrid),
         Contender::Qemu(Mode::Default),
         Contender::Qemu(Mode::Multifd(2)),
         Contender::Qemu(Mode::PostCopy),

@@ -43,7 +43,7 @@ fn writing(wss_mib: u64, rate_mib_per_s: u64) -> GuestSpec {
 /// As fast as it can.
 const ALL_IT_CAN: u64 = 5000;
 
-/// A link that carries a quarter of what the guest writes: twice what it would write with an eighth of a processor.
+/// A link that carries a quarter of what the guest writes: half as much again as it would write with a sixth of a processor.
 fn carry_a_quarter(cluster: &Cluster, guest: &lab::Guest) {
     let rate = (per_second(guest.serial(), |tick| tick.writes) * 4096 / 4).max(RATE / 4);
     cluster.lab.set_rate(Some(rate)).unwrap();

@@ -5,8 +5,9 @@
 //! too. One group for several threads would have some of them wait for many periods: the kernel gives time to whoever asks
 //! first.
 //!
-//! A limited thread runs for a while and waits for a while. Both together take [`PERIOD`], or twice that where the
-//! kernel looks too late and the thread has to make up for it, so nobody stands still for long.
+//! A limited thread runs for a while and waits for a while. Both together take [`PERIOD`]. The kernel looks at its ticks
+//! whether a thread has used its time up, so that it may run too long, which it has to make up for: in one more period
+//! where it gets as much in each as the kernel can be late, 4 ms with 250 ticks a second. Then nobody stands still for long.
 //!
 //! The threads go back where they were when the limit is dropped. When this process dies they stay where they are, held
 //! to the last limit, until another one calls [`CpuLimit::end_left`], which several may do at once.
@@ -20,7 +21,7 @@ use std::time::Duration;
 use crate::{Process, ProcessError};
 
 /// How often the kernel gives a limited thread new time.
-pub const PERIOD: Duration = Duration::from_millis(20);
+pub const PERIOD: Duration = Duration::from_millis(24);
 
 /// The kernel gives no less in a period.
 const LEAST_QUOTA_US: u64 = 1_000;
@@ -447,8 +448,8 @@ mod tests {
         assert_eq!(says(group.join("cgroup.type")), "threaded");
         assert_eq!(says(path("cgroup.subtree_control")), "+cpury pids\n");
         assert_eq!(says(group.join("cpu.max")), "max");
-        made.set(Some(5_000)).unwrap();
-        assert_eq!(says(group.join("cpu.max")), "5000 20000");
+        made.set(Some(4_000)).unwrap();
+        assert_eq!(says(group.join("cpu.max")), "4000 24000");
         // The kernel's files would go with the directory.
         for file in ["cgroup.type", "cpu.max"] {
             fs::remove_file(group.join(file)).unwrap();

@@ -74,7 +74,7 @@ pub enum ThrottleCpu {
     #[default]
     Off,
     /// So fast that it dirties half of what is sent, where it would dirty more than that and could not be stopped in time;
-    /// each keeps what it uses up to an eighth.
+    /// each keeps what it uses up to a sixth.
     Drain,
 }
 

@@ -100,7 +100,7 @@ impl fmt::Display for Outlook {
 /// ```text
 /// share     = dirty rate / rate of sending            what a round leaves of what it sends
 /// pre-copy  : rounds of pages, pages · share, pages · share², … until one fits into the downtime
-/// slowed    : the same with half, or with an eighth of the share where that is more
+/// slowed    : the same with half, or with a sixth of the share where that is more
 /// post-copy : pages, once
 /// ```
 ///

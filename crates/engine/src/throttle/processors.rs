@@ -70,14 +70,14 @@ pub struct CpuDrain {
 
 impl CpuDrain {
     /// A processor that works keeps at least one part in so many: who gets less does not answer any more. The kernel sees at
-    /// its next tick that a thread has used up its time, 4 ms late with 250 of them a second, and has it make up for that:
-    /// with an eighth it waits for two periods of 20 ms at most, with less for three and more.
-    pub const LEAST_SHARE: u64 = 8;
+    /// its next tick that a thread has used up its time, 4 ms late with 250 of them a second, and has it make up for that.
+    /// Of a period of 24 ms a sixth is as much as it can be late: one more period is always enough.
+    pub const LEAST_SHARE: u64 = 6;
     /// The same of one, in microseconds per second.
     const LEAST_US_PER_S: u64 = 1_000_000 / Self::LEAST_SHARE;
 
     /// With how much all of a guest's processors together do not stand still for long, where each usually uses so much, in
-    /// microseconds per second: that, of one that works more than an eighth of the time an eighth.
+    /// microseconds per second: that, of one that works more than a sixth of the time a sixth.
     fn least(usual_us_per_s: &[u64]) -> u64 {
         sum(usual_us_per_s.iter().map(|usual| (*usual).min(Self::LEAST_US_PER_S)))
     }
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!((cap, policy.percent()), (Some(250_000), 25));
         // And there it stays.
         let (policy, cap) = held_after(40, &[1_000_000; 2], 200 * MIB);
-        assert!(cap.is_some_and(|cap| (125_000..=500_000).contains(&cap)), "{policy:?}");
+        assert!(cap.is_some_and(|cap| (CpuDrain::LEAST_US_PER_S..=500_000).contains(&cap)), "{policy:?}");
     }
 
     #[test]
@@ -201,22 +201,22 @@ mod tests {
         for idle in [&[][..], &[0], &[0, 0]] {
             let mut policy = CpuDrain::default();
             let idle = CpuObservation { drained_bytes_per_s: 0, ..seen(idle, MIB) };
-            assert_eq!((decide(&mut policy, idle), policy.percent()), (Some(125_000), 100));
+            assert_eq!((decide(&mut policy, idle), policy.percent()), (Some(CpuDrain::LEAST_US_PER_S), 100));
         }
     }
 
     #[test]
-    fn no_processor_that_works_is_held_to_less_than_an_eighth() {
+    fn no_processor_that_works_is_held_to_less_than_a_sixth() {
         for processors in [1, 4] {
             let (policy, cap) = held_after(40, &vec![1_000_000; processors], 100_000 * MIB);
-            assert_eq!((cap, policy.percent()), (Some(125_000), 12), "{processors}");
+            assert_eq!((cap, policy.percent()), (Some(CpuDrain::LEAST_US_PER_S), 16), "{processors}");
         }
     }
 
     #[test]
     fn processors_that_hardly_work_keep_no_other_fast() {
         let each = [20_000, 1_000_000, 20_000, 20_000];
-        assert_eq!(CpuDrain::least(&each), 125_000 + 3 * 20_000);
+        assert_eq!(CpuDrain::least(&each), CpuDrain::LEAST_US_PER_S + 3 * 20_000);
         assert_eq!(CpuDrain::least(&[]), 0);
         // Half of what they use, and what they do not use is the other's.
         let (policy, cap) = held_after(1, &each, 100 * MIB);
@@ -234,27 +234,27 @@ mod tests {
     fn a_processor_that_begins_to_work_gets_as_much_as_the_others() {
         let (mut policy, cap) = held_after(1, &[1_000_000, 0], 200 * MIB);
         assert_eq!(cap, Some(250_000));
-        assert_eq!(decide(&mut policy, seen(&[250_000, 250_000], 100 * MIB)), Some(125_000));
+        assert_eq!(decide(&mut policy, seen(&[250_000, 250_000], 100 * MIB)), Some(CpuDrain::LEAST_US_PER_S));
     }
 
-    /// What works moves from one to another: the least is what lets each have its eighth, not what both once used together.
+    /// What works moves from one to another: the least is what lets each have its sixth, not what both once used together.
     #[test]
-    fn a_program_that_moves_between_processors_is_held_to_an_eighth_all_the_same() {
+    fn a_program_that_moves_between_processors_is_held_to_a_sixth_all_the_same() {
         let mut policy = CpuDrain::default();
         decide(&mut policy, seen(&[217_000, 152_000], MIB));
         decide(&mut policy, seen(&[51_000, 405_000], 100 * MIB));
         let caps: Vec<_> = (0..4).map(|_| decide(&mut policy, seen(&[26_000, 204_000], 98 * MIB))).collect();
-        assert_eq!(caps.last(), Some(&Some(125_000)), "{caps:?}");
+        assert_eq!(caps.last(), Some(&Some(CpuDrain::LEAST_US_PER_S)), "{caps:?}");
     }
 
     #[test]
     fn a_guest_that_has_become_calm_is_let_go() {
         let (mut policy, cap) = held_after(1, &[1_000_000], 400 * MIB);
-        assert_eq!(cap, Some(125_000));
+        assert_eq!(cap, Some(CpuDrain::LEAST_US_PER_S));
         let calm = seen(&[100_000], MIB);
         let caps: Vec<_> = (0..12).map(|_| decide(&mut policy, calm.clone())).collect();
-        assert_eq!(caps[1..4], [Some(125_000), Some(250_000), Some(250_000)]);
-        assert_eq!((caps[8], caps[11], policy.percent()), (Some(1_000_000), None, 100));
+        assert_eq!(caps[1..4], [cap, cap.map(|cap| 2 * cap), cap.map(|cap| 2 * cap)]);
+        assert_eq!((caps[7], caps[8], policy.percent()), (cap.map(|cap| 4 * cap), None, 100));
     }
 
     #[test]

@@ -170,15 +170,15 @@ fn who_begins_anew_does_so_again() {
         wish: Wish { is_chosen: true, ..Wish::default() },
         seen: Some(CpuObservation {
             used_us_per_s: vec![1_000_000],
-            dirtied_bytes_per_s: 400 << 20,
+            dirtied_bytes_per_s: 200 << 20,
             drained_bytes_per_s: 100 << 20,
         }),
     };
     let mut trace = traced(CpuDrain::default(), vec![fast.clone(), CpuLook::default(), fast], &[1]);
-    assert_eq!(trace.decisions().copied().collect::<Vec<_>>(), [Some(125_000), None, Some(125_000)]);
+    assert_eq!(trace.decisions().copied().collect::<Vec<_>>(), [Some(250_000), None, Some(250_000)]);
     is_replayed(&trace);
     trace.entries[1].anew = false;
-    assert_eq!(trace.replay().entries[1].decision, Some(125_000));
+    assert_eq!(trace.replay().entries[1].decision, Some(250_000));
 }
 
 #[test]

@@ -71,10 +71,10 @@ fn threads_are_limited_and_put_back_where_they_were() {
     let group = directory(&victim.process, threads[0]);
     if group.join("cpu.cfs_quota_us").exists() {
         let quota = || fs::read_to_string(group.join("cpu.cfs_quota_us")).unwrap();
-        assert_eq!(fs::read_to_string(group.join("cpu.cfs_period_us")).unwrap(), "20000\n");
+        assert_eq!(fs::read_to_string(group.join("cpu.cfs_period_us")).unwrap(), "24000\n");
         assert_eq!(quota(), "-1\n");
         limit.set(Some(250_000)).unwrap();
-        assert_eq!(quota(), "5000\n");
+        assert_eq!(quota(), "6000\n");
         limit.set(Some(0)).unwrap();
         assert_eq!(quota(), "1000\n");
     }

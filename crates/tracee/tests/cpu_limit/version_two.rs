@@ -49,10 +49,10 @@ fn the_group_is_as_it_was() {
     let group = directory(&victim.process, threads[0]);
     assert_eq!((group.parent(), says(&group, "cpu.max").as_str()), (Some(&*home), "max 100000"));
     limit.set(Some(250_000)).unwrap();
-    assert_eq!(says(&group, "cpu.max"), "5000 20000");
+    assert_eq!(says(&group, "cpu.max"), "6000 24000");
     // What others hold it to it is held to besides.
     limit.set(Some(64_000_000)).unwrap();
-    assert_eq!(says(&group, "cpu.max"), "1280000 20000");
+    assert_eq!(says(&group, "cpu.max"), "1536000 24000");
     assert_eq!(looks(), ["domain threaded", "cpu", "70000 100000"]);
     victim.assert_goes_on();
     drop(limit);
@@ -71,7 +71,7 @@ fn the_end_of_one_limit_leaves_another_guest_s() {
     second_limit.set(Some(250_000)).unwrap();
     drop(first_limit);
     assert_eq!(says(&home, "cgroup.subtree_control"), "cpu");
-    assert_eq!(says(&group, "cpu.max"), "5000 20000");
+    assert_eq!(says(&group, "cpu.max"), "6000 24000");
     drop(second_limit);
     assert_eq!(says(&home, "cgroup.subtree_control"), "");
     for victim in [&mut first, &mut second] {
@@ -100,7 +100,7 @@ fn threads_in_groups_of_their_own_go_back_to_them() {
     limit.set(Some(250_000)).unwrap();
     for (group, thread) in groups.iter().zip(&threads) {
         let limited = directory(&victim.process, *thread);
-        assert_eq!((limited.parent(), says(&limited, "cpu.max").as_str()), (Some(&*group.0), "5000 20000"));
+        assert_eq!((limited.parent(), says(&limited, "cpu.max").as_str()), (Some(&*group.0), "6000 24000"));
     }
     victim.assert_goes_on();
     // As if this process had been killed.

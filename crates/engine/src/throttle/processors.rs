@@ -74,7 +74,7 @@ impl CpuDrain {
     /// Of a period of 24 ms a sixth is as much as it can be late: one more period is always enough.
     pub const LEAST_SHARE: u64 = 6;
     /// The same of one, in microseconds per second.
-    const LEAST_US_PER_S: u64 = 1_000_000 / Self::LEAST_SHARE;
+    const LEAST_US_PER_S: u64 = 1_000_000_u64.div_ceil(Self::LEAST_SHARE);
 
     /// With how much all of a guest's processors together do not stand still for long, where each usually uses so much, in
     /// microseconds per second: that, of one that works more than a sixth of the time a sixth.

@@ -8,7 +8,7 @@ use lab::Direction;
 
 use super::common::draw::{Draw, seed};
 use super::common::{Cluster, DEADLINE, Setup, has_event, until};
-use super::{HOT_MIB, HYBRID, came_after_the_guest, is_whole_and_goes_on, stage, stage_with};
+use super::{HOT_MIB, HYBRID, came_after_the_guest, is_whole_and_goes_on, stage, stage_of, stage_with};
 
 /// Somebody is killed, or the link cut, while pages are to come.
 #[derive(Clone, Copy, Debug)]
@@ -57,9 +57,9 @@ impl Injury {
     }
 }
 
-/// Moves the guest with an injury when so many bytes of the rest have come.
-fn moves_through(cluster: &mut Cluster, injury: Injury, rest_bytes: u64, length: Duration) {
-    let migration = cluster.a.begin(&HYBRID);
+/// Moves the guest, into memory of either kind, with an injury when so many bytes of the rest have come.
+fn moves_through(cluster: &mut Cluster, ram: &str, injury: Injury, rest_bytes: u64, length: Duration) {
+    let migration = cluster.a.begin(&[&HYBRID[..], &["--ram", ram]].concat());
     cluster
         .wait_for_progress(|progress| progress["phase"] == "post-copy" && progress["downtime_us"].is_u64());
     let before = cluster.lab.sent_bytes(Direction::AToB).unwrap();
@@ -76,13 +76,14 @@ fn moves_through(cluster: &mut Cluster, injury: Injury, rest_bytes: u64, length:
     cluster.b.wait_settled();
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     println!("{injury:?} for {length:?} after {rest_bytes} bytes: {} reconnections", report["reconnections"]);
+    assert_eq!(report["destination"]["ram_kind"], ram, "{report:#}");
     came_after_the_guest(&report);
 }
 
 #[test]
 fn a_cut_while_pages_come_is_mended() {
     let (mut cluster, _guest) = stage();
-    moves_through(&mut cluster, Injury::Cut, 1 << 20, Duration::from_secs(2));
+    moves_through(&mut cluster, "anonymous", Injury::Cut, 1 << 20, Duration::from_secs(2));
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert!(has_event(&report, "reconnected"), "{report:#}");
     is_whole_and_goes_on(&cluster);
@@ -120,9 +121,15 @@ fn a_cut_that_outlasts_all_patience_is_no_reason_to_run_it_at_the_source() {
 
 #[test]
 fn agents_that_die_while_pages_come_are_no_harm() {
-    for injury in [Injury::KillSource, Injury::KillDestination, Injury::KillBoth] {
+    let ways = [
+        (Injury::KillSource, "anonymous"),
+        (Injury::KillDestination, "memfd"),
+        (Injury::KillDestination, "anonymous"),
+        (Injury::KillBoth, "memfd"),
+    ];
+    for (injury, ram) in ways {
         let (mut cluster, _guest) = stage();
-        moves_through(&mut cluster, injury, 1 << 20, Duration::from_secs(1));
+        moves_through(&mut cluster, ram, injury, 1 << 20, Duration::from_secs(1));
         is_whole_and_goes_on(&cluster);
     }
 }
@@ -234,12 +241,13 @@ fn whatever_happens_while_pages_come_the_guest_is_whole() {
     let mut draw = Draw(seed);
     let moves = if std::env::var_os("WHIMBREL_SOAK").is_some() { 50 } else { 3 };
     for number in 0..moves {
-        let (mut cluster, _guest) = stage();
+        let (ram, vcpus) = (["anonymous", "memfd"][draw.below(2)], 1 + draw.below(2) as u32);
+        let (mut cluster, _guest) = stage_of(Setup::default(), vcpus);
         let injury = if number == 0 { Injury::Cut } else { INJURIES[draw.below(INJURIES.len())] };
         // What comes after that is over too soon to be hurt.
         let rest_bytes = draw.below((HOT_MIB << 20) as usize * 3 / 4) as u64;
-        let length = Duration::from_millis(draw.below(3000) as u64);
-        moves_through(&mut cluster, injury, rest_bytes, length);
+        let length = Duration::from_millis(1000 + draw.below(2500) as u64);
+        moves_through(&mut cluster, ram, injury, rest_bytes, length);
         is_whole_and_goes_on(&cluster);
     }
 }

@@ -26,10 +26,14 @@ fn stage() -> (Cluster, lab::Guest) {
 }
 
 fn stage_with(setup: Setup) -> (Cluster, lab::Guest) {
+    stage_of(setup, 1)
+}
+
+fn stage_of(setup: Setup, vcpus: u32) -> (Cluster, lab::Guest) {
     let link = lab::Link::Limited { rate_bytes_per_s: RATE };
     let cluster = Cluster::with(&Setup { link, ..setup }.not_giving_way());
     let load = Load { fill_mib: HOT_MIB + 16, wss_mib: HOT_MIB, rate_mib_per_s: 200, ..Load::default() };
-    let guest = cluster.guest(&GuestSpec::tiny("vm1", load));
+    let guest = cluster.guest(&GuestSpec { vcpus, ..GuestSpec::tiny("vm1", load) });
     (cluster, guest)
 }
 

@@ -421,6 +421,32 @@ proptest! {
         prop_assert_eq!(&traced.trace().replay(), traced.trace());
     }
 
+    /// Whatever is observed: the other rules end by what they count, none before all that they want to go before has gone,
+    /// and say the same when asked again.
+    #[test]
+    fn other_rules_end_by_what_they_count(
+        (max_downtime_ns, max_rounds, passes) in (0..1_000_000_000_u64, 0..40_u32, 0..10_u32),
+        seen in prop::collection::vec(any_observation(), 62),
+    ) {
+        let aim = Aim { max_downtime_ns, max_rounds, ..Aim::default() };
+        let rules: [(AnyPolicy, u32, u32); 3] = [
+            (ByTarget::new(aim, OnLimit::Stop).into(), 1, max_rounds.max(1)),
+            (ByRounds::default().into(), 1, ByRounds::MOST_ROUNDS),
+            (ByHybrid::new(aim, passes, FixedCost::default()).into(), passes, passes),
+        ];
+        for (policy, least, most) in rules {
+            let traced = run(policy, &seen);
+            let decisions = decisions(&traced);
+            // What is left of disks goes ahead of a guest that leaves its memory behind.
+            let is_of_memory = |d: &&Decision| matches!(d, Decision::NextRound { disks_alone: false, .. });
+            let rounds = decisions.iter().filter(is_of_memory).count() as u32;
+            prop_assert!((least..=most).contains(&rounds), "{decisions:?}");
+            let has_ended = !matches!(decisions.last(), Some(Decision::NextRound { disks_alone: false, .. }));
+            prop_assert!(has_ended, "{decisions:?}");
+            prop_assert_eq!(&traced.trace().replay(), traced.trace());
+        }
+    }
+
     /// Whatever is observed: no way of keeping the limits goes on when the time is over, none begins before all memory
     /// went once, and it says the same when asked again.
     #[test]

@@ -1,6 +1,7 @@
 //! What moving does to kernels of the NAS Parallel Benchmarks, as Table I of Ibrahim et al. has it.
 
-use std::collections::BTreeMap;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 
 use super::bars::Bar;
@@ -9,6 +10,7 @@ use super::contender::{Contender, Mode, Policy};
 use super::result::{CaseResult, Quantity, Results, Run, Spread, pairs};
 
 const PATTERN: Contender = Contender::Policy(Policy::Pattern);
+const HYBRID: Contender = Contender::Policy(Policy::Hybrid);
 const ENDLESS: Contender = Contender::Policy(Policy::Endless);
 const FROZEN: Contender = Contender::Policy(Policy::Frozen);
 
@@ -35,12 +37,20 @@ fn always(_: &Run) -> bool {
     true
 }
 
-/// Table I, with a column for each kernel, and the same of QEMU's ways; nothing where no kernel was measured.
+/// Table I for each class, with a column for each kernel, and the same of `hybrid` and of QEMU's ways; nothing where no
+/// kernel was measured.
 pub(super) fn table(results: &Results) -> String {
-    let kernels = kernels(results);
-    if kernels.is_empty() {
-        return String::new();
+    let mut classes = BTreeMap::<_, Vec<_>>::new();
+    for result in kernels(results) {
+        if let Program::Nas(nas) = &result.case.program {
+            // `W` before `A`, the larger one.
+            classes.entry(Reverse(&nas.class)).or_default().push(result);
+        }
     }
+    classes.values().map(|kernels| table_of(kernels)).collect()
+}
+
+fn table_of(kernels: &[&CaseResult]) -> String {
     let names: Vec<_> = kernels.iter().map(|result| result.case.name.as_str()).collect();
     let mut text = format!("\n| | {} |\n|---|{}\n", names.join(" | "), "---|".repeat(names.len()));
     let mut row = |heading: &str, cell: &dyn Fn(&CaseResult) -> Option<String>| {
@@ -60,11 +70,10 @@ pub(super) fn table(results: &Results) -> String {
     row("downtime, least: the kernel has ended, ms", &|result| downtime(result, ENDLESS, outlasted));
     row("pattern", &patterns);
     row("moved, and verified at the destination", &|result| Some(verified(result, PATTERN)));
-    let mut theirs: Vec<_> =
-        kernels.iter().flat_map(|result| result.contenders()).filter(|one| one.is_qemu()).collect();
-    theirs.sort_unstable();
-    theirs.dedup();
-    for mode in theirs {
+    let is_other = |one: &Contender| one.is_qemu() || *one == HYBRID;
+    let others: BTreeSet<_> =
+        kernels.iter().flat_map(|result| result.contenders()).filter(is_other).collect();
+    for mode in others {
         let is_endless = mode == Contender::Qemu(Mode::Endless);
         let counts = |run: &Run| !is_endless || outlasted(run);
         row(&format!("*{mode}*: slowdown"), &|result| slowdown(result, mode, counts).map(percent));
@@ -130,7 +139,7 @@ fn patterns(result: &CaseResult) -> Option<String> {
 mod tests {
     use super::super::course::Ran;
     use super::super::result::{Measured, Provenance, SCHEMA, Stop};
-    use super::super::suite::nas_case;
+    use super::super::suite::{large_nas_case, nas_case};
     use super::*;
 
     fn run(contender: Contender, ms: f64, at_source: bool, measured: Option<Measured>) -> Run {
@@ -175,6 +184,20 @@ mod tests {
         wrong.cases[0].runs[1].program = Some(Ran { verified: false, ..Ran::default() });
         assert!(!bars(&wrong)[0].held);
         assert_eq!(table(&Results { cases: Vec::new(), ..results }), "");
+    }
+
+    #[test]
+    fn each_class_has_a_table() {
+        let moved = Some(Measured { downtime_ms: 8.0, ..Measured::default() });
+        let runs = vec![run(Contender::Nobody, 1000.0, true, None), run(HYBRID, 1100.0, false, moved)];
+        let of = |case| CaseResult { case, made: Provenance::default(), runs: runs.clone() };
+        let cases =
+            vec![of(large_nas_case("cg", Some(1))), of(nas_case("cg", Some(1))), of(nas_case("mg", Some(1)))];
+        let text = table(&Results { schema: SCHEMA.to_owned(), cases });
+        let headings: Vec<_> = text.lines().filter(|line| line.starts_with("| | ")).collect();
+        assert_eq!(headings, ["| | nas-cg | nas-mg |", "| | nas-cg-a |"]);
+        assert!(text.contains("| *whimbrel-hybrid*: slowdown | **10.0%** (10.0–10.0) |\n"), "{text}");
+        assert!(text.contains("| *whimbrel-hybrid*: moved, and verified | 1/1 |\n"), "{text}");
     }
 
     /// One that ended by itself before the kernel did says nothing of what it is to have no convergence.

@@ -107,15 +107,14 @@ fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
             // It may have arrived at this very moment; else this migration is given up.
             let _ = limit(format!("--max-downtime={}", case.downtime_limit_ms()));
         }
-        let mut pass = 1;
-        while case.cap.in_pass(pass).is_some()
-            && underway.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout)
-        {
-            let now = pass_of(stage)?.unwrap_or(pass);
-            if let (true, Some(rate)) = (now > pass, case.cap.in_pass(now)) {
+        let mut rate = case.cap.in_pass(1);
+        while rate.is_some() && underway.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+            let now = rate_now(stage)?.unwrap_or(rate);
+            if now != rate {
+                let word = now.map_or("none".to_owned(), |rate| rate.to_string());
                 // It may have ended at this very moment.
-                let _ = limit(format!("--bandwidth={rate}"));
-                pass = now;
+                let _ = limit(format!("--bandwidth={word}"));
+                rate = now;
             }
         }
         Ok(())
@@ -124,13 +123,17 @@ fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
     migrate_meanwhile(agents, &lab.a, &lab.b, VM, &more, patience, meanwhile)
 }
 
-/// Which pass over memory goes on, from 1 on; None where none has begun or the migration has ended.
-fn pass_of(stage: &Stage<'_>) -> Result<Option<u64>> {
+/// How fast may be sent by the case's cap, as far as the migration has come: what the guest waits for at the destination
+/// is sent as fast as it goes, as by QEMU. None where no pass over memory has begun or the migration has ended.
+fn rate_now(stage: &Stage<'_>) -> Result<Option<Option<u64>>> {
     let said = run(&mut stage.agents.command(&stage.lab.a, &["migrations", "--json"]))?;
     let list: Value =
         serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
-    let underway = list.as_array().into_iter().flatten().find(|one| one["progress"].is_object());
-    Ok(underway.and_then(|one| one["progress"]["pass"].as_u64()).filter(|pass| *pass > 0))
+    let mut all = list.as_array().into_iter().flatten().map(|one| &one["progress"]);
+    let Some(progress) = all.find(|progress| progress.is_object()) else { return Ok(None) };
+    let pass = progress["pass"].as_u64().filter(|pass| *pass > 0);
+    let cap = stage.case.cap;
+    Ok(if progress["phase"] == "post-copy" { Some(None) } else { pass.map(|pass| cap.in_pass(pass)) })
 }
 
 /// Ways through memory, those with the guest stopped included.

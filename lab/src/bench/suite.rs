@@ -23,6 +23,8 @@ pub(crate) const fn megabits(per_s: u64) -> u64 {
 }
 
 const OURS: Contender = Contender::Whimbrel(None);
+const PATTERN: Contender = Contender::Policy(Policy::Pattern);
+const HYBRID: Contender = Contender::Policy(Policy::Hybrid);
 const DEFAULT: Contender = Contender::Qemu(Mode::Default);
 const MULTIFD_2: Contender = Contender::Qemu(Mode::Multifd(2));
 const MULTIFD_4: Contender = Contender::Qemu(Mode::Multifd(4));
@@ -34,13 +36,22 @@ const AUTO: Contender = Contender::Qemu(Mode::AutoConverge);
 
 /// A guest that runs a kernel of class W so often, or over and over, on a link of 1 Gb/s.
 pub(crate) fn nas_case(kernel: &str, runs: Option<u32>) -> Case {
-    let kernel = kernel.to_uppercase();
-    let name = format!("nas-{}", kernel.to_lowercase());
+    let name = format!("nas-{kernel}");
     Case {
-        program: Program::Nas(Nas { runs, ..Nas::forever(&kernel, "W") }),
+        program: Program::Nas(Nas { runs, ..Nas::forever(&kernel.to_uppercase(), "W") }),
         memory_mib: 256,
         link_bytes_per_s: Some(megabits(1_000)),
         ..Case::idle(&name, QemuVersion::Newer)
+    }
+}
+
+/// The same of class A: four to sixteen times the work, and up to 450 MiB that are written to over and over.
+pub(super) fn large_nas_case(kernel: &str, runs: Option<u32>) -> Case {
+    Case {
+        name: format!("nas-{kernel}-a"),
+        program: Program::Nas(Nas { runs, ..Nas::forever(&kernel.to_uppercase(), "A") }),
+        memory_mib: 768,
+        ..nas_case(kernel, None)
     }
 }
 
@@ -179,13 +190,14 @@ pub fn suites() -> Vec<Suite> {
     // Ibrahim et al., table I.
     let policies_of_kernels = [Policy::Pattern, Policy::Endless, Policy::Frozen].map(Contender::Policy);
     let modes_of_kernels = [DEFAULT, Contender::Qemu(Mode::Endless), MULTIFD_2, XBZRLE, AUTO, POST_COPY];
-    // So often that it takes some 25 seconds, emulated.
-    let kernels = [("cg", 5), ("ep", 2), ("ft", 4), ("is", 14), ("mg", 3)].map(|(kernel, runs)| {
-        (
-            nas_case(kernel, Some(runs)),
-            [&[Contender::Nobody], &policies_of_kernels[..], &modes_of_kernels].concat(),
-        )
-    });
+    // So often that it takes much longer than a migration, emulated.
+    let small = [("cg", 5), ("ep", 2), ("ft", 4), ("is", 14), ("mg", 3)];
+    let who = [&[Contender::Nobody], &policies_of_kernels[..], &modes_of_kernels].concat();
+    let small = small.map(|(kernel, runs)| (nas_case(kernel, Some(runs)), who.clone()));
+    let large = [("cg", 3), ("ep", 1), ("ft", 1), ("is", 5), ("mg", 1)];
+    let who = [Contender::Nobody, PATTERN, HYBRID, DEFAULT, AUTO, POST_COPY];
+    let large = large.map(|(kernel, runs)| (large_nas_case(kernel, Some(runs)), who.to_vec()));
+    let kernels = small.into_iter().chain(large).collect();
 
     let mut sizes = Vec::new();
     for (memory, fill) in [(256, 128), (512, 320), (1024, 800), (2048, 1750), (4096, 3700), (8192, 7600)] {
@@ -225,7 +237,7 @@ pub fn suites() -> Vec<Suite> {
             about: "Guests that write faster than the link carries",
             cases: convergence,
         },
-        Suite { name: "nas", about: "Kernels of the NAS Parallel Benchmarks", cases: kernels.into() },
+        Suite { name: "nas", about: "Kernels of the NAS Parallel Benchmarks", cases: kernels },
         Suite { name: "sizes", about: "How cost grows", cases: sizes },
     ]
 }

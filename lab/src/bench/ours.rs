@@ -109,7 +109,7 @@ fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
         }
         let mut rate = case.cap.in_pass(1);
         while rate.is_some() && underway.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-            let now = rate_now(stage)?.unwrap_or(rate);
+            let now = rate_now(stage)?;
             if now != rate {
                 let word = now.map_or("none".to_owned(), |rate| rate.to_string());
                 // It may have ended at this very moment.
@@ -124,16 +124,16 @@ fn told(stage: &Stage<'_>, contender: Contender) -> Result<Told> {
 }
 
 /// How fast may be sent by the case's cap, as far as the migration has come: what the guest waits for at the destination
-/// is sent as fast as it goes, as by QEMU. None where no pass over memory has begun or the migration has ended.
-fn rate_now(stage: &Stage<'_>) -> Result<Option<Option<u64>>> {
+/// is sent as fast as it goes, as by QEMU. Before anything is sent it is as in the first pass.
+fn rate_now(stage: &Stage<'_>) -> Result<Option<u64>> {
     let said = run(&mut stage.agents.command(&stage.lab.a, &["migrations", "--json"]))?;
     let list: Value =
         serde_json::from_str(&said).map_err(|error| Error::Config(format!("{error}: {said}")))?;
     let mut all = list.as_array().into_iter().flatten().map(|one| &one["progress"]);
-    let Some(progress) = all.find(|progress| progress.is_object()) else { return Ok(None) };
-    let pass = progress["pass"].as_u64().filter(|pass| *pass > 0);
-    let cap = stage.case.cap;
-    Ok(if progress["phase"] == "post-copy" { Some(None) } else { pass.map(|pass| cap.in_pass(pass)) })
+    let progress = all.find(|progress| progress.is_object());
+    let is_post_copy = progress.is_some_and(|progress| progress["phase"] == "post-copy");
+    let pass = progress.and_then(|progress| progress["pass"].as_u64()).unwrap_or(0).max(1);
+    Ok(if is_post_copy { None } else { stage.case.cap.in_pass(pass) })
 }
 
 /// Ways through memory, those with the guest stopped included.

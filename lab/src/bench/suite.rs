@@ -36,22 +36,19 @@ const AUTO: Contender = Contender::Qemu(Mode::AutoConverge);
 
 /// A guest that runs a kernel of class W so often, or over and over, on a link of 1 Gb/s.
 pub(crate) fn nas_case(kernel: &str, runs: Option<u32>) -> Case {
-    let name = format!("nas-{kernel}");
-    Case {
-        program: Program::Nas(Nas { runs, ..Nas::forever(&kernel.to_uppercase(), "W") }),
-        memory_mib: 256,
-        link_bytes_per_s: Some(megabits(1_000)),
-        ..Case::idle(&name, QemuVersion::Newer)
-    }
+    Case { name: format!("nas-{kernel}"), memory_mib: 256, ..case_of_class("W", kernel, runs) }
 }
 
 /// The same of class A: four to sixteen times the work, and up to 450 MiB that are written to over and over.
 pub(super) fn large_nas_case(kernel: &str, runs: Option<u32>) -> Case {
+    Case { name: format!("nas-{kernel}-a"), memory_mib: 768, ..case_of_class("A", kernel, runs) }
+}
+
+fn case_of_class(class: &str, kernel: &str, runs: Option<u32>) -> Case {
     Case {
-        name: format!("nas-{kernel}-a"),
-        program: Program::Nas(Nas { runs, ..Nas::forever(&kernel.to_uppercase(), "A") }),
-        memory_mib: 768,
-        ..nas_case(kernel, None)
+        program: Program::Nas(Nas { runs, ..Nas::forever(&kernel.to_uppercase(), class) }),
+        link_bytes_per_s: Some(megabits(1_000)),
+        ..Case::idle("", QemuVersion::Newer)
     }
 }
 

@@ -1,6 +1,6 @@
-use proptest::prelude::*;
-
 use super::*;
+
+mod generated;
 
 pub(super) fn round(round: u32, dirty_pages: u64, pages_sent: u64, duration_ms: u64) -> RoundObservation {
     RoundObservation {
@@ -325,64 +325,6 @@ fn rounds_lead_further_where_writes_become_slower_and_they_are_what_is_left() {
     assert_eq!(reason.limit, Limit::NotShrinking);
 }
 
-fn any_observation() -> impl Strategy<Value = RoundObservation> {
-    let number = || prop_oneof![Just(0), Just(u64::MAX), any::<u64>(), 0..1_000_000_u64];
-    let pages = (number(), number(), number(), number(), number(), number());
-    (pages, number(), number(), number(), number(), number()).prop_map(
-        |(
-            (dirty_pages, unknown_pages, pages_sent, spared_pages, left_pages, resent_pages),
-            bytes_sent,
-            duration_ns,
-            interval_ns,
-            scan_ns,
-            elapsed_ns,
-        )| RoundObservation {
-            round: 0,
-            dirty_pages,
-            unknown_pages,
-            pages_sent,
-            empty_pages: pages_sent / 5 * (pages_sent % 6),
-            spared_pages,
-            left_pages,
-            left_of_disks: left_pages / 3,
-            resent_pages,
-            bytes_sent,
-            duration_ns,
-            interval_ns,
-            scan_ns,
-            elapsed_ns,
-            disk_pages: dirty_pages / 3,
-        },
-    )
-}
-
-fn any_policy() -> impl Strategy<Value = ByPattern> {
-    let number = || prop_oneof![Just(0), Just(u64::MAX), 0..1_000_000_000_u64];
-    (number(), 0..60_u32, any::<bool>(), number(), number(), 0..10_u32).prop_map(
-        |(max_downtime_ns, max_rounds, stop, load_ns, stop_ns, patience)| {
-            let on_limit = if stop { OnLimit::Stop } else { OnLimit::Abort };
-            let fixed = FixedCost { stop_ns, load_ns, ..FixedCost::default() };
-            ByPattern::new(Aim { max_downtime_ns, max_rounds, ..Aim::default() }, on_limit, fixed)
-                .with_patience(patience)
-        },
-    )
-}
-
-/// Feeds observations as rounds 0 (first round incomplete), 1, 2, … until the policy ends it.
-fn run(policy: impl Into<AnyPolicy>, seen: &[RoundObservation]) -> Traced {
-    let mut policy = Traced::new(policy);
-    for (n, observed) in (0..).zip(seen) {
-        if !matches!(policy.decide(&RoundObservation { round: n, ..*observed }), Decision::NextRound { .. }) {
-            break;
-        }
-    }
-    policy
-}
-
-fn decisions(traced: &Traced) -> Vec<Decision> {
-    traced.trace().decisions().copied().flatten().collect()
-}
-
 /// Whoever tells of pattern c has to be shown what was sent again.
 #[test]
 fn who_knows_the_pattern_is_shown_what_was_sent_again() {
@@ -399,124 +341,5 @@ fn who_knows_the_pattern_is_shown_what_was_sent_again() {
             .iter()
             .any(|decision| matches!(decision, Decision::StopAndCopy { pattern: Some(Pattern::Resent), .. }));
         assert!(is_named && traced.has_history(), "{seen:?}");
-    }
-}
-
-proptest! {
-    /// Whatever is observed, extreme values included: it ends within the limit of rounds, never before all memory went
-    /// once, and says the same when asked again.
-    #[test]
-    fn ends_in_time_and_not_too_early(
-        policy in any_policy(),
-        seen in prop::collection::vec(any_observation(), 62),
-    ) {
-        let max_rounds = policy.aim_of().max_rounds;
-        let traced = run(policy, &seen);
-        let decisions = decisions(&traced);
-        let ended = decisions.iter().position(|d| !matches!(d, Decision::NextRound { .. }));
-        prop_assert!(ended.is_some(), "{decisions:?}");
-        let ended = ended.unwrap_or_default();
-        prop_assert!(ended >= 1);
-        prop_assert!(ended as u32 <= max_rounds.max(1));
-        prop_assert_eq!(&traced.trace().replay(), traced.trace());
-    }
-
-    /// Whatever is observed: the other rules end by what they count, none before all that they want to go before has gone,
-    /// and say the same when asked again.
-    #[test]
-    fn other_rules_end_by_what_they_count(
-        (max_downtime_ns, max_rounds, passes) in (0..1_000_000_000_u64, 0..40_u32, 0..10_u32),
-        seen in prop::collection::vec(any_observation(), 62),
-    ) {
-        let aim = Aim { max_downtime_ns, max_rounds, ..Aim::default() };
-        let rules: [(AnyPolicy, u32, u32); 3] = [
-            (ByTarget::new(aim, OnLimit::Stop).into(), 1, max_rounds.max(1)),
-            (ByRounds::default().into(), 1, ByRounds::MOST_ROUNDS),
-            (ByHybrid::new(aim, passes, FixedCost::default()).into(), passes, passes),
-        ];
-        for (policy, least, most) in rules {
-            let traced = run(policy, &seen);
-            let decisions = decisions(&traced);
-            // What is left of disks goes ahead of a guest that leaves its memory behind.
-            let is_of_memory = |d: &&Decision| matches!(d, Decision::NextRound { disks_alone: false, .. });
-            let rounds = decisions.iter().filter(is_of_memory).count() as u32;
-            prop_assert!((least..=most).contains(&rounds), "{decisions:?}");
-            let has_ended = !matches!(decisions.last(), Some(Decision::NextRound { disks_alone: false, .. }));
-            prop_assert!(has_ended, "{decisions:?}");
-            prop_assert_eq!(&traced.trace().replay(), traced.trace());
-        }
-    }
-
-    /// Whatever is observed: no way of keeping the limits goes on when the time is over, none begins before all memory
-    /// went once, and it says the same when asked again.
-    #[test]
-    fn limits_of_time_are_kept(
-        (max_downtime_ns, max_total_ns) in (0..1_000_000_000_u64, 0..100_000_000_000_u64),
-        (slow_down, post_copy, way_out) in (any::<bool>(), any::<bool>(), 0..3_u8),
-        seen in prop::collection::vec(any_observation(), 20),
-    ) {
-        let on_limit = [OnLimit::Stop, OnLimit::PostCopy, OnLimit::Abort][usize::from(way_out)];
-        let aim = Aim { max_downtime_ns, max_total_ns: Some(max_total_ns), ..Aim::default() };
-        let traced =
-            run(BySla::new(aim, Ways { slow_down, post_copy }, on_limit, FixedCost::default()), &seen);
-        let decisions = decisions(&traced);
-        for (round, (observed, decision)) in seen.iter().zip(&decisions).enumerate() {
-            let goes_on = matches!(decision, Decision::NextRound { .. });
-            let is_late = matches!(decision, Decision::GiveUp { .. }) && observed.elapsed_ns > max_total_ns;
-            prop_assert!(goes_on || round > 0 || is_late, "{decision:?} before all of memory went");
-            // What is left of disks goes ahead of a guest that leaves its memory behind.
-            let is_of_disks = matches!(decision, Decision::NextRound { disks_alone: true, .. });
-            let is_late = round > 0 && !is_of_disks && observed.elapsed_ns > max_total_ns;
-            prop_assert!(!goes_on || !is_late, "{observed:?}");
-            let slows = matches!(decision, Decision::NextRound { slow: true, .. });
-            let posts = matches!(decision, Decision::PostCopy { .. });
-            prop_assert!(slow_down || !slows);
-            prop_assert!(post_copy || !posts || on_limit == OnLimit::PostCopy);
-        }
-        prop_assert_eq!(&traced.trace().replay(), traced.trace());
-    }
-
-    /// More dirty pages never make the expected downtime shorter.
-    #[test]
-    fn expected_downtime_grows_with_dirty_pages(
-        policy in any_policy(),
-        seen in prop::collection::vec(any_observation(), 0..8),
-        last in any_observation(),
-        more in any::<u64>(),
-    ) {
-        let mut policy = policy;
-        for observed in &seen {
-            policy.decide(observed);
-        }
-        let fewer = RoundObservation { dirty_pages: last.dirty_pages.min(more), ..last };
-        let many = RoundObservation { dirty_pages: last.dirty_pages.max(more), ..last };
-        prop_assert!(expected(policy.clone().decide(&fewer)) <= expected(policy.decide(&many)));
-    }
-
-    /// A guest whose writes are a fixed share of what the link carries converges, and the objective holds when it
-    /// does.
-    #[test]
-    fn a_guest_that_converges_is_moved(
-        pages in 1_000..1_000_000_u64,
-        percent_dirty in 0..80_u64,
-        pages_per_ms in 10..1000_u64,
-    ) {
-        let mut policy = policy(30, 60, OnLimit::Abort);
-        let mut left = pages;
-        for n in 1..=60 {
-            let duration_ns = (left * 1_000_000).div_ceil(pages_per_ms).max(1);
-            let dirty = left * percent_dirty / 100;
-            let observed = RoundObservation { duration_ns, ..round(n, dirty, left, 0) };
-            match policy.decide(&observed) {
-                Decision::NextRound { .. } => left = dirty,
-                Decision::StopAndCopy { expected_downtime_ns, .. } => {
-                    prop_assert!(expected_downtime_ns <= 30_000_000);
-                    return Ok(());
-                }
-                Decision::GiveUp { reason } => prop_assert!(false, "{reason}"),
-                Decision::PostCopy { .. } => prop_assert!(false, "nobody asked for it"),
-            }
-        }
-        prop_assert!(false, "no end");
     }
 }

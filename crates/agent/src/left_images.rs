@@ -5,6 +5,10 @@
 //! at the other host when this one gave the VM up (COMMITTED follows READY), and the file has to be the very one that it
 //! was then: the same inode, not changed since, and open nowhere.
 
+mod removal;
+#[cfg(test)]
+mod tests;
+
 use std::fs::{self, File};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
@@ -13,6 +17,7 @@ use engine::handover::source::SourceState;
 use proto::VmName;
 use qemu::describe::{Disk, VmDescription};
 use qemu::preflight::FileIdentity;
+use qemu::preflight::files::created_unix_ns;
 use tracee::Lease;
 use tracing::info;
 
@@ -20,16 +25,24 @@ use crate::api::{Kind, LeftImage, Problem};
 use crate::context::Context;
 use crate::journal::{JournalError, MigrationRecord, State};
 use crate::preflight::files_of;
+use removal::{Removable, is_same_file};
 
 /// All images that VMs left behind here and that are still there, those that were left last first.
 pub(crate) fn list(context: &Context) -> Result<Vec<LeftImage>, JournalError> {
+    Ok(found(context)?.into_iter().map(|(_, image)| image).collect())
+}
+
+/// The same, each with what is known of it.
+fn found(context: &Context) -> Result<Vec<(Left, LeftImage)>, JournalError> {
     let others = Others::of(context)?;
-    let mut images: Vec<LeftImage> = Vec::new();
+    let mut images: Vec<(Left, LeftImage)> = Vec::new();
     for record in context.journal.migrations()? {
         for left in left_by(context, &record)? {
             // What was there again after it had been left was left again.
-            if images.iter().all(|known| known.path != left.path) {
-                images.extend(left.looked_at(&record, &others));
+            if images.iter().all(|(known, _)| known.path != left.path)
+                && let Some(image) = left.looked_at(&record, &others)
+            {
+                images.push((left, image));
             }
         }
     }
@@ -41,10 +54,10 @@ pub(crate) fn remove(context: &Context, vm: &VmName, epoch: Option<u64>) -> Resu
     // Nobody begins to run it here meanwhile.
     let _alone = context.names.alone(vm);
     let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
-    let is_meant = |image: &LeftImage| {
+    let is_meant = |(_, image): &(Left, LeftImage)| {
         image.migration.vm == *vm && epoch.is_none_or(|epoch| image.migration.epoch.0 == epoch)
     };
-    let images: Vec<LeftImage> = list(context).map_err(failed)?.into_iter().filter(is_meant).collect();
+    let images: Vec<_> = found(context).map_err(failed)?.into_iter().filter(is_meant).collect();
     if images.is_empty() {
         let error = format!("{vm} has left no image here");
         return Err(Problem::new(Kind::NotFound, error, "`whimbrel images list` shows what is there"));
@@ -53,16 +66,16 @@ pub(crate) fn remove(context: &Context, vm: &VmName, epoch: Option<u64>) -> Resu
         let error = format!("{} is not removed: {why}", path.display());
         Problem::new(Kind::Conflict, error, "remove it by hand if nobody needs it")
     };
-    if let Some((image, why)) = images.iter().find_map(|image| Some((image, image.kept_because.as_ref()?))) {
+    if let Some((image, why)) =
+        images.iter().find_map(|(_, image)| Some((image, image.kept_because.as_ref()?)))
+    {
         return Err(kept(&image.path, why));
     }
-    for image in &images {
-        let lease = unused(&image.path).map_err(|why| kept(&image.path, &why))?;
-        fs::remove_file(&image.path).map_err(|error| kept(&image.path, &error.to_string()))?;
-        drop(lease);
+    for (left, image) in &images {
+        left.remove().map_err(|why| kept(&image.path, &why))?;
         info!(migration = %image.migration, path = %image.path.display(), "the image that was left behind is removed");
     }
-    Ok(images)
+    Ok(images.into_iter().map(|(_, image)| image).collect())
 }
 
 /// What others of this host have, whether it is open now or not.
@@ -83,21 +96,26 @@ impl Others {
 
     /// Whose it is, too.
     fn users(&self, path: &Path) -> Option<String> {
-        if self.templates.iter().any(|template| template == path) {
+        if self.templates.iter().any(|template| is_same_file(template, path)) {
             return Some("it is a template of this host".to_owned());
         }
-        let has_it =
-            |disk: &Disk| disk.file.iter().chain(&disk.backing_files).any(|file| Path::new(file) == path);
+        let has_it = |disk: &Disk| {
+            let mut files = disk.file.iter().chain(&disk.backing_files).chain(&disk.data_files);
+            files.any(|file| is_same_file(Path::new(file), path))
+        };
         let (vm, _) = self.vms.iter().find(|(_, vm)| vm.disks.iter().any(has_it))?;
         Some(format!("{vm}, which is here, has it among its disks"))
     }
 }
 
-/// An image as it was when it was left.
+/// A file of an image as it was when it was left.
 struct Left {
     disk: Disk,
     path: PathBuf,
     identity: Option<FileIdentity>,
+    created_unix_ns: Option<u64>,
+    /// When the VM had left, in milliseconds since 1970.
+    gone_unix_ms: i64,
 }
 
 /// The top images of the disks that went away whole in a migration; what is below them may be others' as well.
@@ -113,31 +131,50 @@ fn left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, Jou
     let files = files_of(&proposal);
     let disks = described.into_iter().flat_map(|vm| vm.disks);
     let copied = disks.filter(|disk| report.disks.iter().any(|copied| copied.name == disk.name));
-    let left = |disk: Disk| {
-        let path = PathBuf::from(disk.file.as_ref()?);
-        let file = files.iter().find(|file| file.option.is_none() && Path::new(&file.path) == path);
-        Some(Left { identity: file.and_then(|file| file.identity.clone()), disk, path })
+    let left = |disk: &Disk, path: &String| {
+        let file = files.iter().find(|file| file.option.is_none() && file.path == *path);
+        let identity = file.and_then(|file| file.identity.clone());
+        let created_unix_ns = file.and_then(|file| file.created_unix_ns);
+        let gone_unix_ms = i64::try_from(record.updated_unix_ms).unwrap_or(i64::MAX);
+        Left { identity, created_unix_ns, gone_unix_ms, disk: disk.clone(), path: PathBuf::from(path) }
     };
-    Ok(copied.filter_map(left).collect())
+    let files_of_one = |disk: Disk| -> Vec<Left> {
+        disk.file.iter().chain(&disk.data_files).map(|path| left(&disk, path)).collect()
+    };
+    Ok(copied.flat_map(files_of_one).collect())
 }
 
 impl Left {
+    /// Whether the file's bytes are the disk's as they are.
+    fn is_raw(&self) -> bool {
+        let format = self.disk.nodes.as_ref().map_or("", |nodes| nodes.format.as_str());
+        ["raw", "file"].contains(&format)
+    }
+
     /// As it is now; none if it is not there any more.
-    fn looked_at(self, record: &MigrationRecord, others: &Others) -> Option<LeftImage> {
+    fn looked_at(&self, record: &MigrationRecord, others: &Others) -> Option<LeftImage> {
         let found = fs::metadata(&self.path).ok()?;
-        let kept_because = self.changed(&found, record).or_else(|| others.users(&self.path));
+        let kept_because = self.changed(&found).or_else(|| others.users(&self.path));
         Some(LeftImage {
             migration: record.id().clone(),
             to: record.terms.destination.clone(),
-            disk: self.disk.name,
-            kept_because: kept_because.or_else(|| unused(&self.path).err()),
-            path: self.path,
+            disk: self.disk.name.clone(),
+            kept_because: kept_because.or_else(|| Removable::open(&self.path).err()),
+            path: self.path.clone(),
             taken_bytes: found.blocks() * 512,
         })
     }
 
-    /// Why it is not the file that was left, or not one that may go.
-    fn changed(&self, found: &fs::Metadata, record: &MigrationRecord) -> Option<String> {
+    /// Removes the file if it is still the one that was left; otherwise says why not.
+    fn remove(&self) -> Result<(), String> {
+        let file = Removable::open(&self.path)?;
+        let found = file.metadata().map_err(|error| format!("it cannot be looked at: {error}"))?;
+        self.changed(&found).map_or(Ok(()), Err)?;
+        file.remove()
+    }
+
+    /// Why the file found at its path is not the one that was left, or not one that may go.
+    fn changed(&self, found: &fs::Metadata) -> Option<String> {
         if found.file_type().is_block_device() {
             return Some(format!(
                 "it is a block device; if it is a volume of LVM, `lvremove {}`",
@@ -148,30 +185,43 @@ impl Left {
             let names = self.disk.snapshots.join(", ");
             return Some(format!("it has internal snapshots that the copy has not ({names})"));
         }
+        if self.disk.part.is_some() {
+            return Some("only a part of it was the disk, and the rest was not copied".to_owned());
+        }
+        if self.is_raw() && found.len() > self.disk.bytes.unwrap_or(0).next_multiple_of(512) {
+            return Some("it is longer than the disk, and what follows was not copied".to_owned());
+        }
         let is_it = |then: &FileIdentity, now: &FileIdentity| {
             (&then.file_system, &then.mounted, then.inode) == (&now.file_system, &now.mounted, now.inode)
         };
         let now = FileIdentity::of(&self.path);
-        if !self.identity.as_ref().zip(now.as_ref()).is_some_and(|(then, now)| is_it(then, now)) {
+        let is_left = |then: &FileIdentity| then.inode == found.ino();
+        if !self.identity.as_ref().is_some_and(is_left)
+            || !self.identity.as_ref().zip(now.as_ref()).is_some_and(|(then, now)| is_it(then, now))
+        {
             return Some("it is another file than the one that was left".to_owned());
+        }
+        // The number of an inode is used again. Where a file system does not record when one was made, the time of the
+        // last change below has to do.
+        if self.created_unix_ns != created_unix_ns(found) {
+            return Some("it cannot be proved to be the file that was left, and not a later one".to_owned());
         }
         let changed_unix_ms =
             found.ctime().saturating_mul(1000).saturating_add(found.ctime_nsec() / 1_000_000);
-        let left_unix_ms = i64::try_from(record.updated_unix_ms).unwrap_or(i64::MAX);
-        (changed_unix_ms > left_unix_ms).then(|| {
+        (changed_unix_ms > self.gone_unix_ms).then(|| {
             let when = crate::report::rfc3339(changed_unix_ms.unsigned_abs());
             format!("it was changed after the VM had left, at {when}")
         })
     }
 }
 
-/// Nobody can open it while the answer is held; or why not.
-fn unused(path: &Path) -> Result<Lease, String> {
-    let cannot = |error: std::io::Error| format!("it cannot be seen whether anybody has it open: {error}");
-    match Lease::take(File::open(path).map_err(cannot)?).map_err(cannot)? {
+/// A lease of a file, which nobody can open while it is held; or why there is none.
+fn leased(file: File, path: &Path) -> Result<Lease, String> {
+    let cannot = |error: std::io::Error| format!("it cannot be seen whether it is open elsewhere: {error}");
+    match Lease::take(file).map_err(cannot)? {
         Some(lease) => Ok(lease),
         None => Err(match holders(path) {
-            found if found.is_empty() => "somebody has it open".to_owned(),
+            found if found.is_empty() => "it is open elsewhere".to_owned(),
             found => format!("open in {}", found.join(", ")),
         }),
     }

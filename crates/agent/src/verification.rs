@@ -72,6 +72,8 @@ pub(crate) struct DiskImage {
     pub(crate) format: String,
     /// Length of the disk: a raw image may be longer.
     pub(crate) disk_bytes: u64,
+    /// Where a raw disk begins in its file.
+    pub(crate) offset_bytes: u64,
 }
 
 impl DiskImage {
@@ -80,13 +82,16 @@ impl DiskImage {
         let format = disk.nodes.as_ref()?.format.as_str();
         // Without a format of its own an image is raw.
         let format = if ["file", "host_device"].contains(&format) { "raw" } else { format };
-        Some(Self { path: disk.file.clone()?, format: format.to_owned(), disk_bytes: disk.bytes? })
+        let offset_bytes = disk.part.as_ref().map_or(Some(0), |part| part.offset_bytes)?;
+        let (path, disk_bytes) = (disk.file.clone()?, disk.bytes?);
+        Some(Self { path, format: format.to_owned(), disk_bytes, offset_bytes })
     }
 
     /// Opens it, whoever else has it open; see [`Reading::open`].
     pub(crate) fn open(&self, socket: &Path, patience: Duration) -> Result<Reading, ImageError> {
-        let disk_bytes = (self.format == "raw").then_some(self.disk_bytes);
-        Reading::open(&self.path, &self.format, disk_bytes, socket, patience)
+        let part = self.offset_bytes..self.offset_bytes.saturating_add(self.disk_bytes);
+        let part = (self.format == "raw").then_some(part);
+        Reading::open(&self.path, &self.format, part, socket, patience)
     }
 }
 

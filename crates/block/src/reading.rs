@@ -19,17 +19,19 @@ pub struct Reading {
 impl Reading {
     /// Opens an image in any format that QEMU knows by this name, through a server on a socket that is made. Whoever
     /// writes it must have flushed it, and not write any more. Of a raw image that is longer than its disk (a block
-    /// device) only the disk is read, where `disk_bytes` tells its length.
+    /// device, a part of a larger file) only `part` is read, in bytes.
     pub fn open(
         image: &str,
         format: &str,
-        disk_bytes: Option<u64>,
+        part: Option<Range<u64>>,
         socket: &Path,
         patience: Duration,
     ) -> Result<Self, ImageError> {
         let file = image.replace(',', ",,");
-        let size = disk_bytes.map_or_else(String::new, |bytes| format!(",size={bytes}"));
-        let options = format!("driver={format}{size},file.filename={file},force-share=on");
+        let part = part.map_or_else(String::new, |part| {
+            format!(",offset={},size={}", part.start, part.end.saturating_sub(part.start))
+        });
+        let options = format!("driver={format}{part},file.filename={file},force-share=on");
         let named = ["--image-opts", &options];
         Self::of(Server::start_reading(&named, Path::new(image), format, socket, patience)?)
     }

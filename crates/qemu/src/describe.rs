@@ -121,6 +121,12 @@ pub struct Disk {
     pub format: Option<String>,
     /// The images below it, from top to bottom.
     pub backing_files: Vec<String>,
+    /// Files beside the top image in which its content is as well: the external data file of a qcow2 image.
+    #[serde(default)]
+    pub data_files: Vec<String>,
+    /// The part of its file that the top image is; `None` where it is the whole file.
+    #[serde(default)]
+    pub part: Option<FilePart>,
     /// The images of formats that are widely known in which its content is, from top to bottom; none where a file of this
     /// host is not all that is behind one of them.
     #[serde(default)]
@@ -149,6 +155,14 @@ pub struct Disk {
     /// Its place in the block graph; `None` for an empty drive.
     #[serde(default)]
     pub nodes: Option<DiskNodes>,
+}
+
+/// A part of a file, in which the rest belongs to others (`offset` and `size` of QEMU's raw driver).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FilePart {
+    /// Where a raw disk begins in its file, in bytes; `None` where QEMU does not name it, and for an image of another
+    /// format inside the part.
+    pub offset_bytes: Option<u64>,
 }
 
 /// One of the images in which a disk's content is.

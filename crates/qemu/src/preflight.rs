@@ -14,6 +14,7 @@ pub mod facts;
 pub mod files;
 pub mod gather;
 mod identity;
+mod open_files;
 pub mod ram;
 
 use std::collections::BTreeSet;
@@ -27,6 +28,7 @@ use crate::ram::RamBlock;
 use crate::tree::Difference;
 use facts::{HostFacts, Mappers};
 pub use identity::FileIdentity;
+pub use open_files::{OpenFiles, StrayFile};
 
 /// How grave a finding is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -93,6 +95,9 @@ pub struct SourceFacts {
     pub oom_score_adj: i32,
     /// What would start the guest again ([`crate::find::restart_warning`]).
     pub restart_warning: Option<String>,
+    /// Paths of its images at which there are not the files that QEMU has open ([`files::files_not_open`]).
+    #[serde(default)]
+    pub files_not_open: Vec<StrayFile>,
 }
 
 /// A disk, or something else that the guest needs of its host, as the destination sees it.
@@ -185,6 +190,7 @@ pub fn check_source(source: &SourceFacts) -> Vec<Finding> {
     checks::problems(&source.vm.problems, &mut findings);
     checks::guest(source, &mut findings);
     checks::shared_memory(source, &mut findings);
+    disks::check_source(source, &mut findings);
     findings.sort_by_key(|finding| std::cmp::Reverse(finding.severity));
     findings
 }

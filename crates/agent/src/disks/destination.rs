@@ -116,7 +116,7 @@ impl Images {
         let (place, socket) = (&disk.place, directory.join("compare.sock"));
         let disk_bytes = place.is_device().then_some(disk.bytes);
         let (image, format) = (place.path.to_string_lossy(), place.format.as_str());
-        let mut reading = Reading::open(&image, format, disk_bytes, &socket, patience)?;
+        let mut reading = Reading::open(&image, format, disk_bytes.map(|bytes| 0..bytes), &socket, patience)?;
         let ours =
             reading.hash_chunks(CHUNK_BYTES, first_chunk..first_chunk.saturating_add(theirs.len() as u64))?;
         verification::different(&called(&disk.name), first_chunk, &ours, theirs)

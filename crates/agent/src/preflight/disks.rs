@@ -65,6 +65,18 @@ pub(crate) fn proposed_disks(disks: &[Disk], request: &MigrateRequest) -> Result
         };
         return Err(Problem::new(Kind::BadRequest, error, advice));
     }
+    let is_copied =
+        |disk: &&&Disk| request.disk.get(&disk.name).unwrap_or(&request.disks) != &DiskWish::Shared;
+    let unreadable = |disk: &&&Disk| disk.part.as_ref().is_some_and(|part| part.offset_bytes.is_none());
+    if request.verify
+        && let Some(disk) = written.iter().filter(is_copied).find(unreadable)
+    {
+        let error = format!(
+            "disk {} is a part of a file, and its image cannot be opened a second time to verify its copy",
+            disk.name
+        );
+        return Err(Problem::new(Kind::BadRequest, error, "leave --verify out, or say `--disk NAME=shared`"));
+    }
     let proposed = |disk: &Disk| ProposedDisk {
         name: disk.name.clone(),
         bytes: disk.bytes.unwrap_or_default(),
@@ -84,9 +96,11 @@ pub(super) fn as_here(mut disk: Disk, here: &HostRules) -> Disk {
         disk.format = Some(image.format.clone());
         // Only what the guest sees was copied.
         (disk.backing_files, disk.layers, disk.snapshots, disk.bitmaps) = <_>::default();
+        (disk.data_files, disk.part) = <_>::default();
     } else {
         let layers = disk.layers.iter_mut().map(|layer| &mut layer.file);
-        let files = disk.file.iter_mut().chain(&mut disk.backing_files).chain(layers);
+        let files =
+            disk.file.iter_mut().chain(&mut disk.backing_files).chain(&mut disk.data_files).chain(layers);
         files.for_each(|file| *file = here.path_here(file));
     }
     disk
@@ -392,6 +406,8 @@ mod tests {
             read_only: false,
             encrypted: false,
             snapshots: Vec::new(),
+            data_files: Vec::new(),
+            part: None,
             bitmaps: Vec::new(),
             direct: false,
             removable: false,

@@ -160,6 +160,8 @@ fn directories_of_disks() {
         used_bytes: None,
         encrypted: false,
         snapshots: Vec::new(),
+        data_files: Vec::new(),
+        part: None,
         bitmaps: Vec::new(),
         nodes: None,
     });
@@ -290,6 +292,8 @@ fn disk(name: &str, file: &str, nodes: (&str, &str, &[&str])) -> Disk {
         used_bytes: None,
         encrypted: false,
         snapshots: Vec::new(),
+        data_files: Vec::new(),
+        part: None,
         bitmaps: Vec::new(),
         nodes: Some(DiskNodes {
             format: "raw".to_owned(),

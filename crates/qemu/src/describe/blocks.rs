@@ -71,8 +71,12 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
     let chain = backend.root.as_ref().map(|root| live.chain(root)).unwrap_or_default();
     let top = chain.first();
     let file = top.map(|node| file_of(node));
+    let filters = filters(&chain);
     let mut below: Vec<String> = chain.iter().map(|node| file_of(node)).collect();
     below.dedup();
+    let data_files = |node: &&Node| live.data_files(node);
+    let data_file = |file: String| absolute(&file, working_dir);
+    below.extend(chain.iter().skip(filters + 1).flat_map(data_files).map(data_file));
     let is_device = |name: &String| live.nodes.get(name).is_some_and(|node| node.driver == "host_device");
     let is_encrypted =
         |name: &String| live.nodes.get(name).is_some_and(|node| node.encrypted || node.driver == "luks");
@@ -80,7 +84,6 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
         backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_encrypted(&name));
     // Of a device QEMU does not know how much is in use.
     let on_device = backend.root.iter().flat_map(|root| live.below(root)).any(|name| is_device(&name));
-    let filters = filters(&chain);
     let image = chain.get(filters);
     // One of a backing file is no snapshot of this disk's. Nameless bitmaps are those of block jobs.
     let snapshots = image.iter().flat_map(|node| &node.image.snapshots).map(|named| named.name.clone());
@@ -94,6 +97,8 @@ pub(super) fn disk(backend: &Backend, live: &Live, names: &Names, working_dir: &
         },
         device: backend.device.clone(),
         backing_files: below.into_iter().skip(1).collect(),
+        data_files: image.iter().flat_map(|node| live.data_files(node)).map(data_file).collect(),
+        part: image.and_then(|node| live.part(node)),
         layers: if is_encrypted_somewhere { Vec::new() } else { layers(&chain, live, working_dir) },
         file,
         format: top.map(|node| node.driver.clone()),

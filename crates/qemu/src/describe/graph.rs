@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
+use super::FilePart;
 use super::live::Live;
 use crate::drives::{self, Drive};
 use crate::qmp::{Qmp, QmpError};
@@ -38,6 +39,9 @@ pub(super) struct Node {
 pub(super) struct NodeImage {
     #[serde(default)]
     pub(super) snapshots: Vec<Named>,
+    /// Length of what the node gives to the node above it, in bytes.
+    #[serde(default, rename = "virtual-size")]
+    pub(super) bytes: Option<u64>,
 }
 
 /// Something with a name, which may be empty.
@@ -71,6 +75,22 @@ pub(super) struct Backend {
     pub(super) used_bytes: Option<u64>,
 }
 
+impl Node {
+    /// Where a node of the raw driver begins in the one below it, as its `json:` description says.
+    fn offset_bytes(&self) -> Option<u64> {
+        let Some(described) = self.file.strip_prefix("json:") else {
+            // A description is only needed for what differs from the default: neither offset nor size.
+            return None;
+        };
+        let described: Value = serde_json::from_str(described).ok()?;
+        match &described["offset"] {
+            Value::Null => Some(0),
+            Value::String(text) => text.parse().ok(),
+            number => number.as_u64(),
+        }
+    }
+}
+
 impl Live {
     /// The file behind a node: that of the lowest node under it which is one, because formats with
     /// options name themselves by a whole `json:` description.
@@ -100,6 +120,27 @@ impl Live {
             }
         }
         found
+    }
+
+    /// The external data files of the image that a node is, or of the images below it.
+    pub(super) fn data_files(&self, image: &Node) -> Vec<String> {
+        let nodes = image.children.get("data-file").and_then(|name| self.nodes.get(name));
+        nodes.into_iter().map(|node| self.file_of(node)).collect()
+    }
+
+    /// The part of its file that an image is; `None` where it is the whole file. Only QEMU's raw driver cuts, and what it
+    /// gives is then shorter than the node below it.
+    pub(super) fn part(&self, image: &Node) -> Option<FilePart> {
+        let mut at = image;
+        for _ in 0..self.nodes.len() {
+            let below = self.nodes.get(at.children.get("file")?)?;
+            if at.driver == "raw" && at.image.bytes < below.image.bytes {
+                let offset_bytes = (at.name == image.name).then(|| at.offset_bytes()).flatten();
+                return Some(FilePart { offset_bytes });
+            }
+            at = below;
+        }
+        None
     }
 
     /// The nodes of a chain from `top` down, through `file` of filters and `backing` of images.

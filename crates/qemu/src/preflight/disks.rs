@@ -2,7 +2,28 @@
 
 use super::Severity::{Blocker, Warning};
 use super::checks::{Findings, add};
-use super::{DestinationFacts, DiskSight, FileIdentity};
+use super::{DestinationFacts, DiskSight, FileIdentity, SourceFacts};
+
+/// Whether the paths of the guest's images lead to the files that its QEMU has open. A destination that opens such a path,
+/// and everything that is done to the image by its name afterwards, would have another file.
+pub(super) fn check_source(source: &SourceFacts, findings: &mut Findings) {
+    for stray in &source.files_not_open {
+        let path = &stray.path;
+        let (code, what) = if stray.is_there {
+            ("file-replaced", "another file is there by now")
+        } else {
+            ("file-deleted", "nothing is there any more")
+        };
+        add(
+            findings,
+            Blocker,
+            code,
+            format!("QEMU has disk {} open from {path}, and {what}", stray.disk),
+            "move the file that QEMU has open back to that path (`ls -l /proc/PID/fd` shows its present name); if it was \
+             deleted, mirror the disk to a new image (blockdev-mirror, `virsh blockcopy`); eject a removable medium",
+        );
+    }
+}
 
 /// Whether the destination has what the guest needs, and both sides see the same disks. A guest that finds another disk
 /// under the name of its own destroys both, so that what cannot be seen has to be said.

@@ -7,9 +7,10 @@ use serde_json::Value as Json;
 
 use super::DiskSight;
 use super::identity::FileIdentity;
+use super::open_files::{OpenFiles, StrayFile};
 use crate::cmdline::Given;
 use crate::command::HostRules;
-use crate::describe::{VmDescription, WHOLE_FILES, names_a_file};
+use crate::describe::{Disk, VmDescription, WHOLE_FILES, names_a_file};
 
 /// Names of this host among addresses of network disks.
 const LOCAL_NAMES: &[&str] = &["localhost", "ip6-localhost", "localhost.localdomain", "0.0.0.0", "::", "::1"];
@@ -21,6 +22,10 @@ pub struct NeededFile {
     pub path: String,
     /// What it is; `None` when it cannot be told.
     pub identity: Option<FileIdentity>,
+    /// When its inode was made, in nanoseconds since 1970; `None` where the file system does not record it. Inode
+    /// numbers are used again, and this tells a later file from an earlier one.
+    #[serde(default)]
+    pub created_unix_ns: Option<u64>,
     /// The option that names it, for what has only to be there (a kernel, a key); none for a disk, which must be the
     /// same on both sides.
     pub option: Option<String>,
@@ -34,7 +39,7 @@ pub struct NeededFile {
 pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
     let mut files: Vec<NeededFile> = Vec::new();
     for disk in &vm.disks {
-        for name in disk.file.iter().chain(&disk.backing_files) {
+        for name in names_of(disk) {
             for place in places(name) {
                 let (path, identity) = match place {
                     Place::File(path) => (path.clone(), FileIdentity::of(Path::new(&path))),
@@ -42,17 +47,52 @@ pub fn needed_files(vm: &VmDescription) -> Vec<NeededFile> {
                 };
                 if files.iter().all(|file| file.path != path) {
                     let locked = !is_unlocked(vm, &path);
-                    files.push(NeededFile { path, identity, option: None, direct: disk.direct, locked });
+                    let created_unix_ns =
+                        std::fs::metadata(&path).ok().and_then(|meta| created_unix_ns(&meta));
+                    let (option, direct) = (None, disk.direct);
+                    files.push(NeededFile { path, identity, created_unix_ns, option, direct, locked });
                 }
             }
         }
     }
     for (option, path) in vm.options.iter().flat_map(other_files) {
         if files.iter().all(|file| file.path != path) {
-            files.push(NeededFile { path, identity: None, option: Some(option), direct: true, locked: true });
+            let (identity, created_unix_ns, option) = (None, None, Some(option));
+            files.push(NeededFile { path, identity, created_unix_ns, option, direct: true, locked: true });
         }
     }
     files
+}
+
+/// When a regular file's inode was made; `None` where that is not recorded.
+pub fn created_unix_ns(meta: &std::fs::Metadata) -> Option<u64> {
+    if !meta.is_file() {
+        return None;
+    }
+    let since_1970 = meta.created().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
+    u64::try_from(since_1970.as_nanos()).ok()
+}
+
+/// Names of all images that a disk's content is in.
+fn names_of(disk: &Disk) -> impl Iterator<Item = &String> {
+    disk.file.iter().chain(&disk.backing_files).chain(&disk.data_files)
+}
+
+/// Files at the paths of a guest's images that are not those which its QEMU has open: QEMU has the very file that was
+/// opened, however it is called by now, and whoever opens the path gets another one. `open` are QEMU's open files.
+pub fn files_not_open(vm: &VmDescription, open: &OpenFiles) -> Vec<StrayFile> {
+    let mut found: Vec<StrayFile> = Vec::new();
+    for disk in &vm.disks {
+        for place in names_of(disk).flat_map(|name| places(name)) {
+            let Place::File(path) = place else { continue };
+            if found.iter().any(|stray| stray.path == path) || open.has(Path::new(&path)) {
+                continue;
+            }
+            let is_there = Path::new(&path).exists();
+            found.push(StrayFile { disk: disk.name.clone(), path, is_there });
+        }
+    }
+    found
 }
 
 fn is_unlocked(vm: &VmDescription, path: &str) -> bool {

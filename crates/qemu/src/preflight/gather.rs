@@ -2,8 +2,8 @@
 
 use super::checks::two;
 use super::facts::{self, HostFacts};
-use super::files::{NeededFile, see_files};
-use super::{DestinationFacts, Emulator, SourceFacts};
+use super::files::{NeededFile, files_not_open, see_files};
+use super::{DestinationFacts, Emulator, OpenFiles, SourceFacts};
 use crate::command::{HostRules, RamPlan};
 use crate::control;
 use crate::describe::{Problem, VmDescription, describe};
@@ -22,6 +22,8 @@ pub fn source(
     ram_blocks: Vec<RamBlock>,
 ) -> Result<SourceFacts, QmpError> {
     let vm = describe(qmp, &process.origin())?;
+    // Descriptors that cannot be listed vouch for no file: each is then one that is not open.
+    let open = OpenFiles::of(process.pid).unwrap_or_default();
     Ok(SourceFacts {
         host: HostFacts::gather(),
         run_state: control::status(qmp)?.status,
@@ -33,6 +35,7 @@ pub fn source(
         user: facts::user(process.pid),
         oom_score_adj: facts::oom_score_adj(process.pid),
         restart_warning: restart_warning(process),
+        files_not_open: files_not_open(&vm, &open),
         ram_blocks,
         vm,
     })

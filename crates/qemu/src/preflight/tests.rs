@@ -85,6 +85,7 @@ fn facts() -> (SourceFacts, DestinationFacts) {
         user: Some(0),
         oom_score_adj: 0,
         restart_warning: None,
+        files_not_open: Vec::new(),
     };
     let destination = DestinationFacts {
         host: host(),

@@ -1,0 +1,207 @@
+//! Random histories of a file that was left: it goes only if it is the one that was copied whole, and unchanged.
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::symlink;
+
+use proptest::prelude::*;
+use qemu::describe::{DiskNodes, FilePart};
+
+use super::*;
+
+/// Content of the disk.
+const COPIED: &[u8; 4096] = &[7; 4096];
+
+/// One event in the life of an image's path, in a directory of its own.
+#[derive(Clone, Debug)]
+enum Event {
+    /// A restored backup: another file with the same content is moved to the path.
+    Replace,
+    /// The file is moved away.
+    MoveAway,
+    /// What was moved away comes back, unless there is something.
+    MoveBack,
+    HardLink,
+    /// The path becomes a symbolic link to the file.
+    BecomesLink,
+    /// The path becomes a symbolic link to another file.
+    BecomesLinkToAnother,
+    Write,
+    Grow,
+    /// A copy that may share the blocks is made beside it.
+    Reflink,
+    Touch,
+}
+
+/// What the image was when it was copied.
+#[derive(Clone, Copy, Debug)]
+enum Kind {
+    Whole,
+    /// A part of the file, by what QEMU says of it.
+    Part,
+    /// The disk is shorter than the file.
+    Longer,
+    Snapshots,
+}
+
+fn events() -> impl Strategy<Value = Vec<Event>> {
+    use Event::{
+        BecomesLink, BecomesLinkToAnother, Grow, HardLink, MoveAway, MoveBack, Reflink, Replace, Touch, Write,
+    };
+    let all = [
+        Replace,
+        MoveAway,
+        MoveBack,
+        HardLink,
+        BecomesLink,
+        BecomesLinkToAnother,
+        Write,
+        Grow,
+        Reflink,
+        Touch,
+    ];
+    proptest::collection::vec(proptest::sample::select(all.to_vec()), 0..4)
+}
+
+fn kinds() -> impl Strategy<Value = Kind> {
+    prop_oneof![8 => Just(Kind::Whole), 1 => Just(Kind::Part), 1 => Just(Kind::Longer), 1 => Just(Kind::Snapshots)]
+}
+
+fn left(path: &Path, kind: Kind) -> Left {
+    let node =
+        DiskNodes { top: "n".to_owned(), image: "n".to_owned(), format: "raw".to_owned(), below: Vec::new() };
+    let bytes = if matches!(kind, Kind::Longer) { 2048 } else { COPIED.len() as u64 };
+    let disk = Disk {
+        name: "disk0".to_owned(),
+        device: None,
+        file: Some(path.display().to_string()),
+        format: Some("raw".to_owned()),
+        backing_files: Vec::new(),
+        data_files: Vec::new(),
+        part: matches!(kind, Kind::Part).then_some(FilePart { offset_bytes: Some(0) }),
+        layers: Vec::new(),
+        read_only: false,
+        encrypted: false,
+        snapshots: if matches!(kind, Kind::Snapshots) { vec!["s".to_owned()] } else { Vec::new() },
+        bitmaps: Vec::new(),
+        direct: false,
+        removable: false,
+        bytes: Some(bytes),
+        used_bytes: None,
+        nodes: Some(node),
+    };
+    let meta = fs::metadata(path).unwrap();
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    Left {
+        disk,
+        path: path.to_owned(),
+        identity: FileIdentity::of(path),
+        created_unix_ns: created_unix_ns(&meta),
+        gone_unix_ms: i64::try_from(now.as_millis()).unwrap(),
+    }
+}
+
+/// Waits until what is changed from now on bears a later time than the one at which the VM had left.
+fn until_after(left: &Left) {
+    let probe = tempfile::NamedTempFile::new().unwrap();
+    loop {
+        fs::write(probe.path(), "x").unwrap();
+        let meta = fs::metadata(probe.path()).unwrap();
+        if meta.ctime() * 1000 + meta.ctime_nsec() / 1_000_000 > left.gone_unix_ms {
+            break;
+        }
+    }
+}
+
+fn happen(event: &Event, directory: &Path) {
+    let path = |name: &str| directory.join(name);
+    let (disk, away) = (path("disk"), path("away"));
+    let is_file = fs::symlink_metadata(&disk).is_ok_and(|meta| meta.is_file());
+    match event {
+        Event::Replace => {
+            fs::write(path("new"), COPIED).unwrap();
+            fs::rename(path("new"), &disk).unwrap();
+        }
+        Event::MoveAway if is_file => fs::rename(&disk, &away).unwrap(),
+        Event::MoveBack if away.exists() && fs::symlink_metadata(&disk).is_err() => {
+            fs::rename(&away, &disk).unwrap();
+        }
+        Event::HardLink if is_file && !path("hard").exists() => fs::hard_link(&disk, path("hard")).unwrap(),
+        Event::BecomesLink if is_file => {
+            fs::rename(&disk, &away).unwrap();
+            symlink(&away, &disk).unwrap();
+        }
+        Event::BecomesLinkToAnother if is_file => {
+            fs::write(path("another"), COPIED).unwrap();
+            fs::rename(&disk, &away).unwrap();
+            symlink(path("another"), &disk).unwrap();
+        }
+        Event::Write if is_file => fs::write(&disk, "others'").unwrap(),
+        Event::Grow if is_file => File::options().write(true).open(&disk).unwrap().set_len(1 << 20).unwrap(),
+        Event::Reflink if is_file => drop(fs::copy(&disk, path("copy")).unwrap()),
+        Event::Touch if is_file => {
+            let file = File::options().write(true).open(&disk).unwrap();
+            file.set_modified(std::time::UNIX_EPOCH).unwrap();
+        }
+        _ => {}
+    }
+}
+
+/// All names in a directory, with what a name itself is and what can be read under it.
+fn names(directory: &Path) -> BTreeMap<PathBuf, (u64, Option<Vec<u8>>)> {
+    let entry =
+        |entry: fs::DirEntry| (entry.path(), (entry.metadata().unwrap().ino(), fs::read(entry.path()).ok()));
+    fs::read_dir(directory).unwrap().map(|found| entry(found.unwrap())).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #[test]
+    fn only_a_file_that_was_copied_whole_and_is_unchanged_goes(kind in kinds(), events in events()) {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = folder.path().join("disk");
+        fs::write(&disk, COPIED).unwrap();
+        let left = left(&disk, kind);
+        // Its inode is not used again as long as it is open: histories in which it is are in the test below.
+        let inode = fs::metadata(&disk).unwrap().ino();
+        until_after(&left);
+        for event in &events {
+            happen(event, folder.path());
+        }
+        let before = names(folder.path());
+        let result = left.remove();
+        let mut after = names(folder.path());
+        if result.is_ok() {
+            prop_assert!(matches!(kind, Kind::Whole), "not copied whole");
+            let (removed, content) = &before[&disk];
+            prop_assert_eq!(*removed, inode);
+            prop_assert_eq!(content.as_deref(), Some(&COPIED[..]));
+            // Whatever touched the file left its mark, only a copy did not.
+            let is_harmless = |event: &Event| matches!(event, Event::Reflink | Event::MoveBack);
+            prop_assert!(events.iter().all(is_harmless), "{:?}", events);
+            prop_assert!(!after.contains_key(&disk));
+            after.insert(disk.clone(), before[&disk].clone());
+        } else if events.is_empty() {
+            prop_assert!(!matches!(kind, Kind::Whole), "{:?}", result);
+        }
+        // Links to the removed file are the only ones that may read differently.
+        prop_assert_eq!(before, after);
+    }
+}
+
+#[test]
+fn a_later_file_with_the_same_inode_number_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = folder.path().join("disk");
+    fs::write(&disk, COPIED).unwrap();
+    let known = left(&disk, Kind::Whole);
+    // As if the number were used again by a file that was made before the record of the VM's leaving was written.
+    let later = Left {
+        created_unix_ns: known.created_unix_ns.map(|created| created - 1),
+        gone_unix_ms: i64::MAX,
+        ..left(&disk, Kind::Whole)
+    };
+    if known.created_unix_ns.is_some() {
+        assert!(later.remove().unwrap_err().contains("later"));
+    }
+    assert!(disk.exists());
+}

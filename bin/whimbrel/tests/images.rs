@@ -228,6 +228,31 @@ fn an_image_that_was_left_is_removed_on_demand() {
     assert!(there.exists());
 }
 
+/// Another file lies at the path of a running VM's image: neither is it moved with it, nor removed in its stead.
+#[test]
+fn a_file_that_took_the_place_of_an_image_is_not_taken_for_it() {
+    let (cluster, image) = with_image("raw", 16);
+    let _guest = guest_with(&cluster, &image, "raw");
+    let away = image.with_extension("away");
+    std::fs::rename(&image, &away).unwrap();
+    std::fs::write(&image, vec![0xbb; 16 << 20]).unwrap();
+    for disks in ["shared", "copy", "auto"] {
+        let said = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", disks, "--check"]);
+        assert!(said.code != 0 && said.stdout.contains("file-replaced"), "{disks}: {said:?}");
+        let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", disks]);
+        assert_eq!(refused.code, 1, "{refused:?}");
+        cluster.a.wait_settled();
+        cluster.b.wait_settled();
+    }
+    assert_ne!(cluster.a.cli(&["images", "remove", "vm1"]).code, 0);
+    assert!(std::fs::read(&image).unwrap().iter().all(|byte| *byte == 0xbb));
+    assert_eq!(entries(&pool(&cluster.lab.b)), [""; 0]);
+    // As the remedy says.
+    std::fs::rename(&away, &image).unwrap();
+    cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    cluster.guest_is_whole("b", "vm1");
+}
+
 /// An agent that is started anew when the guest may be at the other host already knows of both images: whoever has to decide
 /// is told where they are, and the one that was left is listed.
 #[test]

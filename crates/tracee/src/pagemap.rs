@@ -11,6 +11,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use linux_raw_sys::general as raw;
+use rustix::io::Errno;
 
 use crate::abi::{self, ScanQuery, page_region};
 use crate::range::{AddressRange, PAGE_SIZE, merge_from};
@@ -57,8 +58,22 @@ impl Pagemap {
     ///
     /// Needs `CAP_SYS_ADMIN` to see holes in memory that is tracked; without it they are taken
     /// for pages.
+    ///
+    /// Linux before 6.7 has no scans: the entries of the page table are read one by one there.
     pub fn populated(&mut self, range: AddressRange, found: &mut Vec<AddressRange>) -> io::Result<()> {
         let from = found.len();
+        match self.scan_populated(range, found) {
+            Err(error) if Errno::from_io_error(&error) == Some(Errno::NOTTY) => {
+                found.truncate(from);
+                self.entries(range, &[Entry::Present, Entry::Swapped], found)?;
+            }
+            scanned => scanned?,
+        }
+        merge_from(found, from);
+        Ok(())
+    }
+
+    fn scan_populated(&mut self, range: AddressRange, found: &mut Vec<AddressRange>) -> io::Result<()> {
         let mut absent = Vec::new();
         let query =
             ScanQuery { flags: 0, inverted: 0, required: 0, any_of: PRESENT | SWAPPED, returned: PRESENT };
@@ -73,7 +88,6 @@ impl Pagemap {
             // One that came back since the scan is there as well.
             self.entries(part, &[Entry::Present, Entry::Swapped], found)?;
         }
-        merge_from(found, from);
         Ok(())
     }
 
@@ -183,6 +197,34 @@ mod tests {
         ] {
             assert_eq!(Entry::of(raw), entry, "{raw:#x}");
         }
+    }
+
+    /// A kernel without scans: a file with the entries of this process, which answers to no such request.
+    #[test]
+    fn pages_are_found_where_the_kernel_cannot_scan() {
+        const PAGES: u64 = 64;
+        let mut memory = vec![0_u8; ((PAGES + 1) * PAGE_SIZE) as usize];
+        let start = (memory.as_ptr() as u64).next_multiple_of(PAGE_SIZE);
+        let range = AddressRange::with_len(start, PAGES * PAGE_SIZE);
+        let shift = (start - memory.as_ptr() as u64) as usize;
+        for page in 8..24 {
+            memory[shift + page * PAGE_SIZE as usize] = 1;
+        }
+        let process = Process::open(std::process::id()).unwrap();
+        let mut pagemap = Pagemap::open(&process).unwrap();
+        let mut entries = vec![0; PAGES as usize * 8];
+        let at = start / PAGE_SIZE * 8;
+        pagemap.file.read_exact_at(&mut entries, at).unwrap();
+        let copy = tempfile::tempfile().unwrap();
+        copy.write_all_at(&entries, at).unwrap();
+
+        let mut scanned = vec![AddressRange::with_len(0, PAGE_SIZE)];
+        pagemap.populated(range, &mut scanned).unwrap();
+        let mut read = vec![AddressRange::with_len(0, PAGE_SIZE)];
+        Pagemap::over(copy).populated(range, &mut read).unwrap();
+        assert_eq!(read, scanned);
+        let written = AddressRange::with_len(start + 8 * PAGE_SIZE, 16 * PAGE_SIZE);
+        assert!(read.iter().any(|part| part.intersection(&written) == Some(written)), "{read:?}");
     }
 
     /// Every page of this test's own is there, wherever in memory it is.

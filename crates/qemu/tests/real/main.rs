@@ -4,6 +4,7 @@
 
 mod describe;
 mod handover;
+mod images;
 mod life;
 mod ram;
 mod recording;

@@ -253,6 +253,20 @@ fn a_file_that_took_the_place_of_an_image_is_not_taken_for_it() {
     cluster.guest_is_whole("b", "vm1");
 }
 
+/// Its image there is open for writing in QEMU before anything is in it, and its end is within a block.
+#[test]
+fn a_disk_whose_length_is_no_multiple_of_a_block_moves() {
+    let cluster = two_hosts();
+    let image = cluster.lab.shared_directory().unwrap().join("odd.raw");
+    let mut content = vec![0; (4 << 20) + 3 * 512];
+    content[1 << 20..].fill(0x5a);
+    std::fs::write(&image, &content).unwrap();
+    let _guest = guest_with(&cluster, &image, "raw");
+    let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
+    cluster.guest_is_whole("b", "vm1");
+    assert!(std::fs::read(image_of(&report)).unwrap() == content);
+}
+
 /// An agent that is started anew when the guest may be at the other host already knows of both images: whoever has to decide
 /// is told where they are, and the one that was left is listed.
 #[test]

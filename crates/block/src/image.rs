@@ -9,7 +9,7 @@ use std::ffi::OsStr;
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _};
-use std::os::unix::fs::OpenOptionsExt as _;
+use std::os::unix::fs::{FileExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -119,7 +119,8 @@ pub enum ImageError {
 pub fn create(path: &Path, format: Format, bytes: u64) -> Result<(), ImageError> {
     let failed = |source| ImageError::Make { path: path.to_owned(), source };
     // For root and the owner: what is in a disk is nobody else's.
-    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
+    let file =
+        OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path).map_err(failed)?;
     let made = fill(&file, path, format, bytes).and_then(|()| {
         // Its name has to outlive the host, too.
         let directory = path.parent().map_or(Ok(()), |directory| File::open(directory)?.sync_all());
@@ -140,10 +141,31 @@ pub fn create(path: &Path, format: Format, bytes: u64) -> Result<(), ImageError>
     made
 }
 
+/// Makes sure that the first block of a raw image is no hole; its content stays what it is.
+///
+/// QEMU finds out by reading it how direct I/O has to be aligned. A hole can be read with any alignment, so that QEMU
+/// assumes the largest one then, and refuses to write to an image that is no multiple of it.
+///
+/// # Errors
+/// When the image cannot be opened, read or written.
+pub fn allocate_first_block(path: &Path) -> Result<(), ImageError> {
+    let failed = |source| ImageError::Make { path: path.to_owned(), source };
+    let file = OpenOptions::new().read(true).write(true).open(path).map_err(failed)?;
+    allocate(&file).and_then(|()| file.sync_all()).map_err(failed)
+}
+
+fn allocate(file: &File) -> io::Result<()> {
+    const LARGEST_BLOCK_BYTES: u64 = 4096;
+    let mut block = vec![0; file.metadata()?.len().min(LARGEST_BLOCK_BYTES) as usize];
+    file.read_exact_at(&mut block, 0)?;
+    file.write_all_at(&block, 0)
+}
+
 fn fill(file: &File, path: &Path, format: Format, bytes: u64) -> Result<(), ImageError> {
     let failed = |source| ImageError::Make { path: path.to_owned(), source };
     if format == Format::Raw {
         file.set_len(bytes).map_err(failed)?;
+        allocate(file).map_err(failed)?;
         return file.sync_all().map_err(failed);
     }
     let mut command = Command::new("qemu-img");

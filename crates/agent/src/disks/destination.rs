@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ::memory::BlockWriter;
 use ::memory::ram::RamError;
-use block::image::{self, ImageError, Server};
+use block::image::{self, Format, ImageError, Server};
 use block::nbd::NbdError;
 use block::reading::Reading;
 use proto::limits::CHUNK_BYTES;
@@ -138,6 +138,10 @@ impl Images {
                 return Err(ImageError::Tool { tool: "qemu-nbd", path: disk.place.path, said });
             };
             server.finish()?;
+            if disk.place.format == Format::Raw && !disk.place.is_device() {
+                // The guest may have discarded it.
+                image::allocate_first_block(&disk.place.path)?;
+            }
         }
         Ok(())
     }

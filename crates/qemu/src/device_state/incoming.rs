@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use serde_json::{Value, json};
 
-use super::{beginning, machine_type, machine_type_of};
+use super::{HEADER, beginning, machine_type, machine_type_of};
 use crate::control;
 use crate::process::log_tail;
 use crate::qmp::{Qmp, QmpError};
@@ -62,6 +62,8 @@ pub enum LoadError {
 pub struct Incoming {
     stream: UnixStream,
     machine_type: String,
+    /// Whether its machine type expects the configuration section; those up to 2.3 do not know it.
+    expects_configuration: bool,
     log: Option<PathBuf>,
 }
 
@@ -105,12 +107,12 @@ impl Incoming {
             json!({ "uri": uri })
         };
         let machine_type = machine_type(qmp)?;
+        let expects_configuration = is_configuration_expected(&qmp.human("info migrate")?);
         qmp.forget_events("MIGRATION");
         qmp.run("migrate-incoming", arguments)?;
-        let incoming = Self { stream, machine_type, log: log.map(Path::to_owned) };
-        incoming
-            .hand_over(&beginning(&incoming.machine_type), Instant::now() + qmp.timeout())
-            .map_err(failed)?;
+        let log = log.map(Path::to_owned);
+        let incoming = Self { stream, machine_type, expects_configuration, log };
+        incoming.hand_over(&incoming.expected_beginning(), Instant::now() + qmp.timeout()).map_err(failed)?;
         Ok(incoming)
     }
 
@@ -163,6 +165,11 @@ impl Incoming {
         Ok(())
     }
 
+    /// How the state begins that this QEMU loads.
+    fn expected_beginning(&self) -> Vec<u8> {
+        if self.expects_configuration { beginning(&self.machine_type) } else { HEADER.to_vec() }
+    }
+
     fn hand_over(&self, stream: &[u8], deadline: Instant) -> io::Result<()> {
         let left = deadline.saturating_duration_since(Instant::now());
         self.stream.set_write_timeout(Some(left.max(std::time::Duration::from_millis(1))))?;
@@ -191,9 +198,27 @@ impl Incoming {
     }
 }
 
+/// Whether a QEMU loads a state with a configuration section, by what `info migrate` prints of its machine type's
+/// settings. Where it prints none it is of a version without machine types that old.
+fn is_configuration_expected(info: &str) -> bool {
+    !info.lines().any(|line| line.trim() == "send-configuration: off")
+}
+
 fn is_hang_up(error: &io::Error) -> bool {
     matches!(
         error.kind(),
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset | io::ErrorKind::NotConnected
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn machine_types_without_a_configuration_section_are_known() {
+        assert!(is_configuration_expected("globals:\nstore-global-state: on\nsend-configuration: on\n"));
+        assert!(!is_configuration_expected("globals:\r\nsend-configuration: off\r\n"));
+        assert!(is_configuration_expected(""));
+    }
 }

@@ -374,6 +374,29 @@ fn from_an_older_qemu_to_a_newer_one() {
     World::hand_over(&mut source, &mut destination);
 }
 
+/// Machine types up to 2.3 expect neither a configuration section nor, up to 2.2, a description.
+#[test]
+fn old_machine_types_move() {
+    World::each(|world| {
+        let help = std::process::Command::new(&world.version.binary).args(["-machine", "help"]).output();
+        let known = String::from_utf8(help.unwrap().stdout).unwrap();
+        let boot = ticker_disk(world.dir());
+        for kind in ["pc-i440fx-2.1", "pc-i440fx-2.3", "pc-i440fx-2.4", "pc-q35-2.4"] {
+            if !known.lines().any(|line| line.split(' ').next() == Some(kind)) {
+                continue;
+            }
+            let options =
+                format!("-machine {kind} -m 64 -serial file:console -drive file={boot},format=raw,if=ide");
+            let mut source = world.version.start(world.dir(), kind, &args(&options));
+            source.wait_ticking();
+            let (_, mut destination) = World::rebuild(&mut source, &world.rules());
+            World::hand_over(&mut source, &mut destination);
+            drop(destination);
+            std::fs::remove_dir_all(world.path("run")).unwrap();
+        }
+    });
+}
+
 /// A real kernel with its load, where there is one, on a disk that it does not use.
 #[test]
 fn a_linux_guest() {

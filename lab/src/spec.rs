@@ -324,12 +324,13 @@ impl GuestSpec {
         }
     }
 
-    /// QEMU before 8.0 leaves a guest's memory barriers out where there can never be a second processor, although its
-    /// devices work in threads of their own: a virtio driver may then miss the answer to a request, and wait for ever.
+    /// Where there can be no second processor, an emulating QEMU translates the guest's locked instructions without a
+    /// barrier of the host, although its devices work in threads of their own: a virtio driver may then miss an
+    /// interrupt, and wait for ever.
     fn processors(&self) -> String {
-        match (self.accel, self.qemu, self.vcpus) {
-            (Accel::Tcg, QemuVersion::Installed, 1) => "1,maxcpus=2".to_owned(),
-            (_, _, vcpus) => vcpus.to_string(),
+        match (self.accel, self.vcpus) {
+            (Accel::Tcg, 1) => "1,maxcpus=2".to_owned(),
+            (_, vcpus) => vcpus.to_string(),
         }
     }
 
@@ -479,5 +480,18 @@ impl Line {
             );
         }
         self.option("-device", &format!("virtio-blk-pci,drive={id}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_emulated_guest_may_always_have_a_second_processor() {
+        for qemu in [QemuVersion::Installed, QemuVersion::Newer] {
+            let spec = GuestSpec { qemu, vcpus: 1, ..GuestSpec::tiny("vm1", Load::default()) };
+            assert_eq!(spec.processors(), "1,maxcpus=2");
+        }
     }
 }

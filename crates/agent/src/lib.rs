@@ -30,6 +30,7 @@ mod owners;
 mod peers;
 mod pool;
 mod preflight;
+mod private;
 pub mod progress;
 mod ram;
 pub mod register;

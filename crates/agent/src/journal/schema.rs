@@ -75,6 +75,8 @@ pub(super) const STEPS: [&str; 2] = [
 pub(super) fn open(path: &Path) -> Result<Connection, JournalError> {
     let doing = "be opened";
     let failed = |source| explain(path, doing, source);
+    crate::private::create(path)
+        .map_err(|source| JournalError::Directory { path: path.to_owned(), source })?;
     let mut connection = Connection::open(path).map_err(failed)?;
     // Only this agent uses it, so whoever holds it longer than this is at fault.
     connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(failed)?;

@@ -58,6 +58,14 @@ pub enum RegisterError {
         /// What is wrong with it.
         source: serde_json::Error,
     },
+    /// Its files cannot be kept from other users.
+    #[error("cannot keep {path} from other users; check `state_dir` in the configuration and its permissions", path = path.display())]
+    Private {
+        /// The database.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
     /// The transaction's end failed: it may have reached the disk, or not.
     #[error("the register {path} may have done it or not", path = path.display())]
     Unknown {
@@ -73,6 +81,8 @@ impl SqliteRegister {
     pub fn open(state_dir: &Path) -> Result<Self, RegisterError> {
         let path = state_dir.join(FILE_NAME);
         let failed = |source| RegisterError::Open { path: path.clone(), source };
+        crate::private::create(&path)
+            .map_err(|source| RegisterError::Private { path: path.clone(), source })?;
         let connection = Connection::open(&path).map_err(failed)?;
         connection.busy_timeout(std::time::Duration::from_secs(5)).map_err(failed)?;
         connection.pragma_update(None, "journal_mode", "WAL").map_err(failed)?;

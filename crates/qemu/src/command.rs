@@ -229,7 +229,7 @@ impl<'a> Build<'a> {
             "display" => self.display(option),
             "vnc" => Some(self.vnc(option)),
             "spice" => Some(self.spice(option)),
-            "object" => Some(self.object(option)),
+            "object" => self.object(option),
             "machine" => Some(self.machine(option)),
             name if name == "bios" || WHOLE_FILES.contains(&name) => {
                 let path = option.value.as_deref()?;

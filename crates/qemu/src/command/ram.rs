@@ -44,13 +44,21 @@ const OBJECTS: &[&str] = &[
 
 impl Build<'_> {
     /// `-object`.
-    pub(super) fn object(&mut self, option: &Given) -> Given {
+    pub(super) fn object(&mut self, option: &Given) -> Option<Given> {
         let mut value = option.parsed();
         let kind = value.get("qom-type").unwrap_or_default();
         let id = value.get("id").unwrap_or_default();
         if kind.starts_with("memory-backend-") {
+            if self.is_unused(&id) {
+                self.warnings.push(Problem::new(
+                    "memory-unused",
+                    format!("memory {id} belongs to no device: the guest does not see it, and the destination is without it"),
+                    format!("remove it (object-del {id}), or add it at the destination when the guest has arrived"),
+                ));
+                return None;
+            }
             self.memory_object(&kind, &id, &mut value);
-            return Given::new("object", value.to_string());
+            return Some(Given::new("object", value.to_string()));
         }
         if !OBJECTS.contains(&kind.as_str()) && !self.rules.allows(&format!("object:{kind}")) {
             self.problem(
@@ -59,7 +67,14 @@ impl Build<'_> {
                 format!("start the guest without it, or allow it by name (object:{kind})"),
             );
         }
-        self.with_paths(option)
+        Some(self.with_paths(option))
+    }
+
+    /// Whether no device has a memory object: only with one its block gets a name.
+    fn is_unused(&self, id: &str) -> bool {
+        let path = format!("/objects/{id}");
+        let blocks = &self.vm.memory.blocks;
+        !blocks.is_empty() && blocks.iter().all(|block| block.name != id && block.name != path)
     }
 
     fn memory_object(&mut self, kind: &str, id: &str, value: &mut Value) {
@@ -101,7 +116,15 @@ impl Build<'_> {
 
     /// The host's NUMA nodes are not the other host's: what binds memory to them is left out, and somebody may miss it.
     fn unbound(&mut self, id: &str, value: &Value) {
-        let is_default = |key: &&str| *key == "policy" && value.get(key).as_deref() == Some("default");
+        let is_default = |key: &&str| match value {
+            // Of an object that came later QEMU names the nodes also where there are none.
+            Value::Json(map)
+                if map.get(*key).and_then(|nodes| nodes.as_array()).is_some_and(Vec::is_empty) =>
+            {
+                true
+            }
+            _ => *key == "policy" && value.get(key).as_deref() == Some("default"),
+        };
         let left_out: Vec<_> = ["host-nodes", "policy", "prealloc-context"]
             .into_iter()
             .filter(|key| value.has(key) && !is_default(key))

@@ -4,6 +4,10 @@ use crate::tree::DeviceTree;
 
 fn vm(arguments: &str) -> VmDescription {
     let words: Vec<String> = arguments.split_whitespace().map(str::to_owned).collect();
+    let options = cmdline::parse(&words);
+    let block = |name| MemoryBlock { name, page_size_bytes: 4096 };
+    let objects = options.iter().filter(|option| option.name == "object");
+    let used = objects.filter_map(|option| option.parsed().get("id")).filter(|id| id != "unused");
     VmDescription {
         schema: SCHEMA,
         name: None,
@@ -24,13 +28,13 @@ fn vm(arguments: &str) -> VmDescription {
             base_bytes: 256 << 20,
             plugged_bytes: 0,
             default_block: Some("pc.ram".to_owned()),
-            blocks: vec![MemoryBlock { name: "pc.ram".to_owned(), page_size_bytes: 4096 }],
+            blocks: std::iter::once("pc.ram".to_owned()).chain(used).map(block).collect(),
         },
         disks: Vec::new(),
         networks: Vec::new(),
         chardevs: Vec::new(),
         devices: DeviceTree::default(),
-        options: cmdline::parse(&words),
+        options,
         problems: Vec::new(),
     }
 }
@@ -187,12 +191,17 @@ fn memory_keeps_its_names() {
         )
     );
     let huge = HostRules { ram: RamPlan::Memfd { hugepage_bytes: Some(2 << 20) }, ..rules() };
-    assert!(built(numa, &huge).contains("share=on,hugetlb=on,hugetlbsize=2097152,"));
+    let block = |name: &str, page_size_bytes| MemoryBlock { name: name.to_owned(), page_size_bytes };
+    let mut all_huge = vm(numa);
+    all_huge.memory.blocks = vec![block("r0", 2 << 20)];
+    let words = build(&all_huge, &huge).unwrap().argv;
+    assert!(
+        words.iter().any(|word| word.to_string_lossy().contains("share=on,hugetlb=on,hugetlbsize=2097152,"))
+    );
     // Of two nodes one had huge pages, and the other one has none there either.
     let mut mixed = vm(
         "-object memory-backend-file,id=r0,size=1G,mem-path=/dev/hugepages -object memory-backend-ram,id=r1,size=1G -numa node,memdev=r0 -numa node,memdev=r1 -display none",
     );
-    let block = |name: &str, page_size_bytes| MemoryBlock { name: name.to_owned(), page_size_bytes };
     mixed.memory.blocks = vec![block("r0", 2 << 20), block("r1", 4096)];
     let words = build(&mixed, &huge).unwrap().argv;
     let object = |id: &str| {
@@ -248,6 +257,28 @@ fn memory_that_was_bound_to_nodes_of_its_host_is_warned_of() {
     let built =
         build(&vm(&format!("-object {json} -display none")), &HostRules::new("/usr/bin/qemu", "/run/vm"));
     assert_eq!(built.unwrap().warnings.len(), 1);
+    // As QEMU describes an object that came after the start.
+    let json =
+        r#"{"qom-type":"memory-backend-ram","id":"r1","size":4096,"host-nodes":[],"policy":"default"}"#;
+    let built =
+        build(&vm(&format!("-object {json} -display none")), &HostRules::new("/usr/bin/qemu", "/run/vm"));
+    assert_eq!(built.unwrap().warnings, []);
+}
+
+#[test]
+fn memory_that_no_device_has_stays_behind() {
+    for object in [
+        "memory-backend-ram,id=unused,size=64M",
+        "memory-backend-file,id=unused,size=64M,mem-path=/x,pmem=on",
+        r#"{"qom-type":"memory-backend-ram","id":"unused","size":4096,"host-nodes":[0],"policy":"bind"}"#,
+    ] {
+        let built = build(&vm(&format!("-object {object} -display none")), &rules()).unwrap();
+        let words: Vec<_> = built.argv.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+        assert!(!words.join(" ").contains("unused"), "{words:?}");
+        let [warning] = &built.warnings[..] else { panic!("{:?}", built.warnings) };
+        assert_eq!(warning.code, "memory-unused");
+        assert!(warning.what_to_do.contains("object-del unused"), "{warning}");
+    }
 }
 
 #[test]

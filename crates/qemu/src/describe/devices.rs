@@ -6,7 +6,7 @@ use serde_json::Value as Json;
 
 use super::Problem;
 use super::blocks::Names;
-use super::live::{self, Live, LiveDevice};
+use super::live::{self, Bus, Live, LiveDevice};
 use crate::cmdline::Given;
 use crate::options::Value;
 use crate::qmp::{Qmp, QmpError};
@@ -44,9 +44,7 @@ impl Live {
     /// USB ports that QEMU chose by itself stand nowhere but in the tree.
     pub(super) fn add_usb_ports(&mut self, tree: &DeviceTree) {
         for device in &mut self.devices {
-            let on_usb = device.bus.as_ref().is_some_and(|(name, path)| {
-                name.contains("usb-bus") || path.contains("usb-bus") || device.driver.starts_with("usb-")
-            });
+            let on_usb = device.bus.as_ref().is_some_and(Bus::is_usb);
             if !on_usb || device.place.contains_key("port") {
                 continue;
             }
@@ -155,12 +153,17 @@ fn fix_place(value: &mut Value, device: &LiveDevice) {
             value.set_json(key, at.clone());
         }
     }
-    if let Some((bus, path)) = &device.bus
+    // What was given in part QEMU completes at each start alike.
+    if device.geometry.keys().all(|key| value.get(key).is_none()) {
+        for (key, size) in &device.geometry {
+            value.set_json(key, size.clone());
+        }
+    }
+    if let Some(bus) = device.bus.as_ref().filter(|bus| bus.is_pci())
         && device.place.contains_key("addr")
-        && path.contains("/pci")
         && value.get("bus").is_none()
     {
-        value.set("bus", bus);
+        value.set("bus", &bus.name);
     }
 }
 
@@ -168,7 +171,7 @@ fn depth(device: &LiveDevice, all: &[LiveDevice]) -> usize {
     let parent = device
         .bus
         .as_ref()
-        .and_then(|(_, path)| all.iter().find(|other| path.starts_with(&format!("{}/", other.path))));
+        .and_then(|bus| all.iter().find(|other| bus.path.starts_with(&format!("{}/", other.path))));
     parent.map_or(0, |parent| if parent.path == device.path { 0 } else { 1 + depth(parent, all) })
 }
 
@@ -184,8 +187,8 @@ pub(super) fn describe(
     if let Some(id) = &device.id {
         map.insert("id".to_owned(), id.clone().into());
     }
-    if let Some((bus, _)) = device.bus.as_ref().filter(|(bus, _)| bus != "main-system-bus") {
-        map.insert("bus".to_owned(), bus.clone().into());
+    if let Some(bus) = device.bus.as_ref().filter(|bus| bus.name != "main-system-bus") {
+        map.insert("bus".to_owned(), bus.name.clone().into());
     }
     for (key, at) in &device.place {
         map.insert(key.clone(), at.clone());

@@ -17,10 +17,32 @@ pub(super) struct LiveDevice {
     pub(super) driver: String,
     /// Whether it came after the machine was built.
     pub(super) hotplugged: bool,
-    /// The bus's name and the QOM path it hangs on.
-    pub(super) bus: Option<(String, String)>,
+    pub(super) bus: Option<Bus>,
     /// Where on the bus, as properties of the device: `addr`, `port`, `scsi-id`, …
     pub(super) place: BTreeMap<String, Value>,
+    /// A disk's geometry as the guest sees it, as properties of the device. QEMU derives it from the disk's length and
+    /// partition table at the start, and another start may find others.
+    pub(super) geometry: BTreeMap<String, Value>,
+}
+
+/// What a device is attached to.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Bus {
+    pub(super) name: String,
+    /// Its QOM path.
+    pub(super) path: String,
+    /// Its QOM type, e.g. `PCI` or `usb-bus`.
+    pub(super) kind: String,
+}
+
+impl Bus {
+    pub(super) fn is_pci(&self) -> bool {
+        ["PCI", "PCIE", "CXL", "pxb-bus", "pxb-pcie-bus", "pxb-cxl-bus"].contains(&self.kind.as_str())
+    }
+
+    pub(super) fn is_usb(&self) -> bool {
+        self.kind == "usb-bus"
+    }
 }
 
 /// A network back end, from `info network`.
@@ -79,6 +101,9 @@ struct Property {
 
 /// Properties that say where on its bus a device sits.
 const PLACES: &[&str] = &["addr", "port", "scsi-id", "channel", "lun", "unit", "nr", "slot"];
+
+/// Properties that say what geometry a disk has.
+const GEOMETRY: &[&str] = &["cyls", "heads", "secs", "bios-chs-trans"];
 
 /// Properties that say where a processor sits.
 const CPU_PLACES: &[&str] = &[
@@ -159,12 +184,14 @@ fn devices(qmp: &mut Qmp) -> Result<Vec<LiveDevice>, QmpError> {
         for property in list(qmp, container)? {
             let Some(driver) = child(&property.kind) else { continue };
             let path = format!("{container}/{}", property.name);
+            let (place, geometry) = place_and_geometry(qmp, &path)?;
             found.push(LiveDevice {
                 id: with_id.then(|| property.name.clone()),
                 driver: driver.to_owned(),
                 hotplugged: get(qmp, &path, "hotplugged")?.as_bool().unwrap_or(false),
                 bus: bus(qmp, &path)?,
-                place: place(qmp, &path)?,
+                place,
+                geometry,
                 path,
             });
         }
@@ -178,19 +205,28 @@ fn devices(qmp: &mut Qmp) -> Result<Vec<LiveDevice>, QmpError> {
     Ok(found)
 }
 
-fn bus(qmp: &mut Qmp, path: &str) -> Result<Option<(String, String)>, QmpError> {
+fn bus(qmp: &mut Qmp, path: &str) -> Result<Option<Bus>, QmpError> {
     let parent = match get(qmp, path, "parent_bus") {
         Ok(parent) => parent,
         Err(error) if error.is_refusal() => return Ok(None),
         Err(error) => return Err(error),
     };
     let path = parent.as_str().unwrap_or_default();
-    Ok(path.rsplit_once('/').map(|(_, name)| (name.to_owned(), path.to_owned())))
+    let Some((_, name)) = path.rsplit_once('/') else { return Ok(None) };
+    let kind = get(qmp, path, "type")?.as_str().unwrap_or_default().to_owned();
+    Ok(Some(Bus { name: name.to_owned(), path: path.to_owned(), kind }))
 }
 
-fn place(qmp: &mut Qmp, path: &str) -> Result<BTreeMap<String, Value>, QmpError> {
-    let mut place = BTreeMap::new();
+type Properties = BTreeMap<String, Value>;
+
+fn place_and_geometry(qmp: &mut Qmp, path: &str) -> Result<(Properties, Properties), QmpError> {
+    let (mut place, mut geometry) = (BTreeMap::new(), BTreeMap::new());
     for property in list(qmp, path)? {
+        if GEOMETRY.contains(&property.name.as_str()) {
+            let value = get(qmp, path, &property.name)?;
+            geometry.insert(property.name, value);
+            continue;
+        }
         if !PLACES.contains(&property.name.as_str()) {
             continue;
         }
@@ -205,7 +241,11 @@ fn place(qmp: &mut Qmp, path: &str) -> Result<BTreeMap<String, Value>, QmpError>
         };
         place.insert(property.name, value);
     }
-    Ok(place)
+    // Without a disk there is none.
+    if geometry.get("cyls").and_then(Value::as_u64).unwrap_or(0) == 0 {
+        geometry.clear();
+    }
+    Ok((place, geometry))
 }
 
 /// Everything that was set on a device otherwise than it would be by itself, for `-device` in JSON.

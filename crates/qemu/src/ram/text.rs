@@ -26,10 +26,12 @@ pub(super) fn blocks(table: &str) -> Result<Vec<Listed>, String> {
     }
     let after_total = header.split_whitespace().skip_while(|word| *word != "Total").skip(1);
     let extra: Vec<&str> = after_total.collect();
-    let listed = lines
+    let mut listed = lines
         .filter(|line| !line.trim().is_empty())
         .map(|line| block(line, &extra).ok_or_else(|| format!("unknown line {line:?}")))
         .collect::<Result<Vec<_>, _>>()?;
+    // A memory object that no device uses has a block without a name, which no guest sees and no migration sends.
+    listed.retain(|block| !block.name.is_empty());
     if listed.is_empty() { Err("it is empty".to_owned()) } else { Ok(listed) }
 }
 
@@ -54,8 +56,7 @@ fn block(line: &str, extra: &[&str]) -> Option<Listed> {
     };
     let count: u64 = words.pop()?.parse().ok()?;
     let name = words.join(" ");
-    let sane = !name.is_empty() && used_bytes <= max_bytes;
-    sane.then_some(Listed {
+    (used_bytes <= max_bytes).then_some(Listed {
         name,
         page_size_bytes: count.checked_mul(unit)?,
         offset,
@@ -138,6 +139,14 @@ mod tests {
         assert_eq!(new[0].name, "my ram");
         assert_eq!(new[0].page_size_bytes, 2 << 20);
         assert_eq!(new[0].host_address, Some(0x7faa_43e0_0000));
+    }
+
+    #[test]
+    fn blocks_without_a_name_are_left_out() {
+        let unused =
+            "                            4 KiB  0x0000000004000000 0x0000000004000000 0x0000000004000000\n";
+        let listed = blocks(&format!("{OLD}{unused}")).unwrap();
+        assert_eq!(listed, blocks(OLD).unwrap());
     }
 
     #[test]

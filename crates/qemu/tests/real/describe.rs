@@ -319,6 +319,83 @@ fn plugged_and_unplugged_since_the_start() {
     });
 }
 
+/// What QEMU derives from a disk's length or partition table at the start, the guest keeps when either has changed.
+#[test]
+fn the_guest_keeps_the_geometry_of_its_disks() {
+    World::each(|world| {
+        let boot = ticker_disk(world.dir());
+        qcow2(&world.dir().join("d.qcow2"), "1G");
+        std::fs::File::create(world.dir().join("d.raw")).unwrap().set_len(1 << 30).unwrap();
+        let mut source = world.version.start(
+            world.dir(),
+            "src",
+            &args(&format!(
+                "-machine pc -m 64 -drive file={boot},format=raw,if=ide
+                 -drive file=d.qcow2,format=qcow2,if=virtio,id=short
+                 -drive file={d},format=raw,if=none,id=long,file.locking=off
+                 -drive file={d},format=raw,if=none,id=scsi,file.locking=off
+                 -drive file={d},format=raw,if=none,id=given,file.locking=off -device virtio-scsi-pci
+                 -device virtio-blk-pci,drive=long,share-rw=on -device scsi-hd,drive=scsi,share-rw=on
+                 -device virtio-blk-pci,drive=given,share-rw=on,cyls=100,heads=16,secs=63",
+                d = world.path("d.raw")
+            )),
+        );
+        source.wait_ticking();
+        for (device, bytes) in [("short", 2_u64 << 30), ("long", 2 << 30), ("scsi", 3 << 30)] {
+            source.command("block_resize", json!({"device": device, "size": bytes}));
+        }
+        let (_, mut destination) = World::rebuild(&mut source, &world.rules());
+        World::hand_over(&mut source, &mut destination);
+    });
+}
+
+/// Objects that no device uses are no part of the guest.
+#[test]
+fn memory_without_a_device_is_left_out() {
+    World::each(|world| {
+        let boot = ticker_disk(world.dir());
+        let mut source = world.version.start(
+            world.dir(),
+            "src",
+            &args(&format!(
+                "-machine pc -m 64,slots=2,maxmem=256M -drive file={boot},format=raw,if=ide
+                 -object memory-backend-ram,id=given,size=16M"
+            )),
+        );
+        source.wait_ticking();
+        source.command(
+            "object-add",
+            json!({"qom-type": "memory-backend-ram", "id": "added", "size": 16 << 20}),
+        );
+        source
+            .command("object-add", json!({"qom-type": "memory-backend-ram", "id": "m0", "size": 128 << 20}));
+        source.command("device_add", json!({"driver": "pc-dimm", "id": "d0", "memdev": "m0"}));
+        let (_, mut destination) = World::rebuild(&mut source, &world.rules());
+        let objects = destination.command("qom-list", json!({"path": "/objects"})).to_string();
+        assert!(!objects.contains("given") && !objects.contains("added"), "{objects}");
+        World::hand_over(&mut source, &mut destination);
+    });
+}
+
+/// A device's bus is what QEMU says, not what the device is called.
+#[test]
+fn usb_controllers_are_pci_devices() {
+    World::each(|world| {
+        let boot = ticker_disk(world.dir());
+        let mut source = world.version.start(
+            world.dir(),
+            "src",
+            &args(&format!(
+                "-machine q35 -m 64 -drive file={boot},format=raw,if=ide
+                 -device usb-ehci,id=ehci -device pci-ohci,id=ohci -device usb-ehci -device usb-tablet,bus=ehci.0,id=t"
+            )),
+        );
+        source.wait_ticking();
+        let (_, mut destination) = World::rebuild(&mut source, &world.rules());
+        World::hand_over(&mut source, &mut destination);
+    });
+}
+
 #[test]
 fn what_stands_in_the_way_is_all_told() {
     World::each(|world| {

@@ -159,6 +159,11 @@ fn fix_place(value: &mut Value, device: &LiveDevice) {
             value.set_json(key, size.clone());
         }
     }
+    for ability in &device.inabilities {
+        if value.get(ability).is_none() {
+            value.set_json(ability, false.into());
+        }
+    }
     if let Some(bus) = device.bus.as_ref().filter(|bus| bus.is_pci())
         && device.place.contains_key("addr")
         && value.get("bus").is_none()
@@ -268,6 +273,20 @@ mod tests {
         let mut problems = Vec::new();
         refuse(&options, &mut problems);
         assert_eq!(problems.len(), 4, "{problems:#?}");
+    }
+
+    /// With vhost-net the kernel of the source's host could not do it, and that of the destination's may.
+    #[test]
+    fn what_a_device_cannot_do_it_cannot_do_there() {
+        let device = LiveDevice { inabilities: vec!["queue_reset".to_owned()], ..LiveDevice::default() };
+        for (given, there) in [
+            ("virtio-net-pci,netdev=n", "virtio-net-pci,netdev=n,queue_reset=off"),
+            ("virtio-net-pci,queue_reset=off", "virtio-net-pci,queue_reset=off"),
+        ] {
+            let mut value = Given::new("device", given).parsed();
+            fix_place(&mut value, &device);
+            assert_eq!(value.to_string(), Given::new("device", there).parsed().to_string());
+        }
     }
 
     #[test]

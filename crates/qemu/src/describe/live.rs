@@ -7,6 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::graph::{self, Backend, Node};
 use crate::qmp::{Qmp, QmpError, Version};
+use crate::tree::OF_VHOST;
 
 /// A device that somebody asked for, on the command line or later.
 #[derive(Debug, Clone, Default)]
@@ -23,6 +24,9 @@ pub(super) struct LiveDevice {
     /// A disk's geometry as the guest sees it, as properties of the device. QEMU derives it from the disk's length and
     /// partition table at the start, and another start may find others.
     pub(super) geometry: BTreeMap<String, Value>,
+    /// Abilities of a virtio device that it does not have. With vhost-net the host's kernel decides about some, and another
+    /// host's may have more.
+    pub(super) inabilities: Vec<String>,
 }
 
 /// What a device is attached to.
@@ -185,6 +189,7 @@ fn devices(qmp: &mut Qmp) -> Result<Vec<LiveDevice>, QmpError> {
             let Some(driver) = child(&property.kind) else { continue };
             let path = format!("{container}/{}", property.name);
             let (place, geometry) = place_and_geometry(qmp, &path)?;
+            let inabilities = inabilities(qmp, driver, &path)?;
             found.push(LiveDevice {
                 id: with_id.then(|| property.name.clone()),
                 driver: driver.to_owned(),
@@ -192,6 +197,7 @@ fn devices(qmp: &mut Qmp) -> Result<Vec<LiveDevice>, QmpError> {
                 bus: bus(qmp, &path)?,
                 place,
                 geometry,
+                inabilities,
                 path,
             });
         }
@@ -215,6 +221,19 @@ fn bus(qmp: &mut Qmp, path: &str) -> Result<Option<Bus>, QmpError> {
     let Some((_, name)) = path.rsplit_once('/') else { return Ok(None) };
     let kind = get(qmp, path, "type")?.as_str().unwrap_or_default().to_owned();
     Ok(Some(Bus { name: name.to_owned(), path: path.to_owned(), kind }))
+}
+
+fn inabilities(qmp: &mut Qmp, driver: &str, path: &str) -> Result<Vec<String>, QmpError> {
+    let mut without = Vec::new();
+    if !driver.starts_with("virtio-net") {
+        return Ok(without);
+    }
+    for property in list(qmp, path)?.into_iter().filter(|found| OF_VHOST.contains(&found.name.as_str())) {
+        if get(qmp, path, &property.name)? == Value::Bool(false) {
+            without.push(property.name);
+        }
+    }
+    Ok(without)
 }
 
 type Properties = BTreeMap<String, Value>;

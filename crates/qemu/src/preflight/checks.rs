@@ -4,6 +4,7 @@ use super::{DestinationFacts, Finding, Severity, SourceFacts};
 use crate::describe::Problem;
 use crate::options::Value;
 use crate::ram::RamBlock;
+use crate::tree::{Difference, OF_VHOST};
 
 /// What a QEMU needs besides the guest's memory, in bytes: its code, caches, the devices' buffers.
 const OVERHEAD_BYTES: u64 = 256 << 20;
@@ -165,8 +166,24 @@ pub(super) fn qemu(source: &SourceFacts, destination: &DestinationFacts, finding
             Blocker,
             "devices-differ",
             format!("the destination would show the guest other devices: {difference}"),
-            "if devices were plugged during the check, check again; otherwise give the devices fixed addresses (-device …,addr=) when the guest is started next",
+            mend(difference),
         );
+    }
+}
+
+fn mend(difference: &Difference) -> String {
+    match difference {
+        Difference::Property { property, second, .. }
+            if OF_VHOST.contains(&property.as_str()) && second == "false" =>
+        {
+            format!(
+                "the destination's kernel cannot do that for vhost-net: start the guest with {property}=off on this \
+                 device, or with vhost=off on its network, next time; or run a newer kernel there"
+            )
+        }
+        _ => "if devices were plugged during the check, check again; otherwise give the devices fixed addresses \
+              (-device …,addr=) when the guest is started next"
+            .to_owned(),
     }
 }
 
@@ -421,16 +438,6 @@ pub(super) fn surroundings(source: &SourceFacts, destination: &DestinationFacts,
 
 fn network(value: &Value, findings: &mut Findings) {
     let id = value.get("id").unwrap_or_default();
-    let on = |key: &str| value.get(key).as_deref() == Some("on");
-    if on("vhost") || on("vhostforce") || value.get("vhostfd").is_some() || value.get("vhostfds").is_some() {
-        add(
-            findings,
-            Warning,
-            "vhost-net",
-            format!("network {id} uses vhost-net, with which this was not tried"),
-            "start it with vhost=off, or try with a guest that does not matter first",
-        );
-    }
     if value.get("type").as_deref() == Some("user") {
         add(
             findings,

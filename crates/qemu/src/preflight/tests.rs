@@ -3,7 +3,7 @@ use crate::cmdline::Given;
 use crate::command::RamPlan;
 use crate::describe::{Machine, Memory, Program, SCHEMA};
 use crate::ram::{MappedFile, RamKind};
-use crate::tree::DeviceTree;
+use crate::tree::{DeviceTree, Difference};
 use facts::MemoryFeatures;
 
 fn block(name: &str, bytes: u64) -> RamBlock {
@@ -275,8 +275,16 @@ fn surroundings() {
     let option = |name: &'static str, value: &'static str| {
         found(move |s, _| s.vm.options.push(Given::new(name, value)))
     };
-    assert_eq!(option("netdev", "tap,id=a,vhost=on"), "vhost-net?");
-    assert_eq!(option("netdev", "tap,id=a,fd=3,vhostfd=4"), "vhost-net?");
+    assert_eq!(option("netdev", "tap,id=a,vhost=on"), "");
+    let advice = |property: &'static str| {
+        let (source, mut destination) = facts();
+        let (device, property) = ("virtio-net-device".to_owned(), property.to_owned());
+        let (first, second) = ("true".to_owned(), "false".to_owned());
+        destination.device_differences = Some(vec![Difference::Property { device, property, first, second }]);
+        check(&source, &destination).remove(0).what_to_do
+    };
+    assert!(advice("queue_reset").contains("queue_reset=off"));
+    assert!(!advice("mac").contains("mac=off"));
     assert_eq!(option("netdev", "user,id=a"), "network-user.");
     assert_eq!(option("vnc", ":0"), "display-clients.");
     assert_eq!(found(|s, _| s.user = Some(107)), "user-differs?");

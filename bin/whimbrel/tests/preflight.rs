@@ -44,9 +44,12 @@ fn arrives_with(cluster: &mut Cluster, more: &str) {
 /// The findings of a migration that was refused, by their codes; the guest runs at its source as if nothing had been.
 #[track_caller]
 fn refused(cluster: &Cluster, pid: u32) -> Vec<Value> {
-    // Nobody has started a QEMU for the guest yet: no word of it.
-    let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).ok().json();
-    assert_eq!(check["possible"], true, "{check:#}");
+    let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]);
+    assert_eq!(check.code, 1, "{check:?}");
+    let check = check.json();
+    let found = ["source_findings", "destination_findings"].map(|of| check[of].as_array().unwrap().clone());
+    let checked: Vec<_> = found.concat().into_iter().filter(|one| one["severity"] == "blocker").collect();
+    assert!(common::entries(&cluster.b.directory.join("run/vms")).is_empty());
 
     let said = cluster.a.cli(&["migrate", "vm1", "--to", "b"]);
     assert_eq!(said.code, 1, "{said:?}");
@@ -59,7 +62,9 @@ fn refused(cluster: &Cluster, pid: u32) -> Vec<Value> {
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert!(report["rounds"].as_array().unwrap().is_empty(), "nothing was sent: {report:#}");
     let findings = report["findings"].as_array().unwrap().iter();
-    findings.filter(|one| one["severity"] == "blocker").cloned().collect()
+    let findings: Vec<_> = findings.filter(|one| one["severity"] == "blocker").cloned().collect();
+    assert_eq!(checked, findings, "a question has the same answer");
+    findings
 }
 
 /// A destination whose QEMU is like the source's but for `more` refuses with such findings, and with nothing else.
@@ -120,6 +125,83 @@ fn a_like_destination_is_none_the_worse_for_it() {
     cluster.migrate("vm1", "a", "b", &[]);
     cluster.guest_is_whole("b", "vm1");
     assert!(!pid_file.exists(), "what the source's QEMU would have removed is left");
+}
+
+// ---- what another program of the destination has
+
+/// What only one program of a host can have, the destination's QEMU asks for when it starts, and `--check` starts one.
+#[test]
+fn what_is_taken_at_the_destination_is_found() {
+    let cluster = Cluster::new();
+    for host in [&cluster.lab.a, &cluster.lab.b] {
+        host.run(&["ip", "tuntap", "add", "held", "mode", "tap"]).unwrap();
+        host.run(&["ip", "link", "set", "held", "up"]).unwrap();
+    }
+    for (has, wants) in [
+        ("-vnc 127.0.0.1:7", "-vnc 127.0.0.1:7"),
+        (
+            "-netdev user,id=n,hostfwd=tcp:127.0.0.1:2222-:22",
+            "-netdev user,id=n,hostfwd=tcp:127.0.0.1:2222-:22",
+        ),
+        (
+            "-chardev socket,id=c,host=127.0.0.1,port=4444,server=on,wait=off",
+            "-serial telnet:127.0.0.1:4444,server=on,wait=off",
+        ),
+        (
+            "-netdev tap,id=n,ifname=held,script=no,downscript=no",
+            "-netdev tap,id=n,ifname=held,script=no,downscript=no",
+        ),
+    ] {
+        let monitor = cluster.b.directory.join("other.qmp");
+        let ready = format!("-machine none -display none -qmp unix:{},server=on,wait=off", monitor.display());
+        let words: Vec<_> =
+            ["qemu-system-x86_64"].into_iter().chain(ready.split(' ')).chain(has.split(' ')).collect();
+        let mut other = cluster.lab.b.spawn("other", &words).unwrap();
+        common::until("the other program has it", || monitor.exists());
+        let mut spec = GuestSpec { qemu: QemuVersion::Installed, ..GuestSpec::tiny("vm1", busy()) };
+        spec.extra = wants.split(' ').map(str::to_owned).collect();
+        let guest = cluster.guest(&spec);
+        let findings = refused(&cluster, guest.pid());
+        assert!(findings.len() == 1 && findings[0]["code"] == "start", "{findings:#?}");
+        other.kill().unwrap();
+        fs::remove_file(&monitor).unwrap();
+        cluster.migrate("vm1", "a", "b", &[]);
+        cluster.guest_is_whole("b", "vm1");
+        lab::kill_pid(cluster.b.vm("vm1").unwrap()["pid"].as_u64().unwrap() as u32).unwrap();
+        cluster.b.cli(&["vm", "forget", "vm1"]).ok();
+        fs::remove_dir_all(guest.directory()).unwrap();
+    }
+}
+
+/// Nothing is left of a trial, whenever the destination's agent dies.
+#[test]
+fn nothing_is_left_of_a_trial() {
+    let mut cluster = Cluster::with(&common::Setup { pool: true, ..common::Setup::default() });
+    let image = cluster.lab.a.directory().join("own.raw");
+    fs::write(&image, vec![7; 1 << 20]).unwrap();
+    let mut spec = GuestSpec { qemu: QemuVersion::Installed, ..GuestSpec::tiny("vm1", busy()) };
+    spec.extra =
+        ["-drive".to_owned(), format!("file={},format=raw,if=virtio,cache=none", image.display())].into();
+    let _guest = cluster.guest(&spec);
+    let images = cluster.lab.b.directory().join("images");
+    let check = || cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--check"]);
+    let said = check().ok().json();
+    let destination = said["destination_findings"].as_array().unwrap();
+    assert!(destination.iter().any(|one| one["code"] == "disk-copied"), "{said:#}");
+    let run_dir = cluster.b.directory.join("run");
+    let left = || common::entries(&run_dir).into_iter().filter(|name| name.starts_with("probe-")).count();
+    assert_eq!((common::entries(&images), left()), (Vec::new(), 0));
+
+    // A QEMU that never answers, while the agent ends.
+    arrives_with(&mut cluster, "; kill -STOP $$");
+    let waiting = cluster.a.begin(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--check"]);
+    common::until("the trial has begun", || left() == 1);
+    cluster.b.kill();
+    assert_eq!(common::entries(&images), Vec::<String>::new());
+    cluster.b.start();
+    assert_eq!(left(), 0);
+    drop(waiting.wait_with_output().unwrap());
+    assert!(cluster.b.vm("vm1").is_none());
 }
 
 // ---- disks and files

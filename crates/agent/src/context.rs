@@ -1,7 +1,7 @@
 //! What all parts of an agent share.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
 use engine::precopy::CostHistory;
 use link::Endpoint;
@@ -40,6 +40,8 @@ pub(crate) struct Context {
     pub(crate) boot_id: String,
     /// Memory promised to VMs on their way in.
     pub(crate) arrivals: Arc<Arrivals>,
+    /// Held for writing while a QEMU is started on trial, which takes what a VM's may need at the same time.
+    pub(crate) starts: RwLock<()>,
     /// Names of VMs that somebody has to himself.
     pub(crate) names: Names,
     /// What the QEMUs of this host have said of themselves.

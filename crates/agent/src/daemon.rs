@@ -12,7 +12,7 @@ mod status;
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use link::{Endpoint, Identity, IdentityError, Listener, Peer, Router, Serving, Settings, TlsFiles};
@@ -99,6 +99,7 @@ impl Agent {
             router: Router::default(),
             arrivals: Arc::default(),
             names: Names::default(),
+            starts: RwLock::default(),
             emulators: Emulators::default(),
             fixed_costs: Mutex::default(),
             templates: Templates::start(

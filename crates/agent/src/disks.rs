@@ -13,7 +13,7 @@ mod source;
 
 pub(crate) use cached::forget_cached;
 pub(crate) use destination::Images;
-pub(crate) use owner::give;
+pub(crate) use owner::{give, opens_as};
 pub(crate) use source::{DiskLog, LeavingDisk, SocketPath, first_pages};
 
 use proto::limits::PAGE_BYTES;

@@ -5,11 +5,15 @@
 
 mod binaries;
 mod disks;
+mod register;
 mod room;
+mod shared_images;
+mod trial;
 
 pub(crate) use binaries::{Emulators, end_probes};
 pub(crate) use disks::{Planned, proposed_disks};
 pub(crate) use room::{end_looks, measure};
+pub(crate) use trial::{Trial, started_or_why_not};
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -38,6 +42,7 @@ use crate::context::Context;
 use crate::destination::{ArriveError, Traces};
 use crate::peers::{self, PeerError};
 use crate::source::{SourceVm, VmError};
+use shared_images::SharedImage;
 
 /// What migrations need of the kernel.
 const FEATURES: [Feature; 5] = [
@@ -120,25 +125,28 @@ pub(crate) fn source(vm: &mut SourceVm, allowed: &[String]) -> Result<Surveyed, 
 
 /// What cannot be described exactly cannot be built again.
 pub(crate) fn description_findings(description: &VmDescription, allowed: &[String]) -> Vec<Finding> {
-    let blocker = |problem: &qemu::describe::Problem| Finding {
-        severity: Severity::Blocker,
-        code: problem.code.clone(),
-        what: problem.what.clone(),
-        advice: problem.what_to_do.clone(),
-    };
-    let mut findings: Vec<_> = description.problems.iter().map(blocker).collect();
+    let mut findings = problems(&description.problems);
     // The destination builds the command line; what it would refuse on any host is known here already.
     let rules =
         HostRules { allow_options: allowed.to_vec(), ..HostRules::new("qemu", "/run/whimbrel/vms/x") };
     if let Err(error) = command::build(description, &rules) {
-        for problem in &error.problems {
-            let found = blocker(problem);
+        for found in problems(&error.problems) {
             if !findings.contains(&found) {
                 findings.push(found);
             }
         }
     }
     findings
+}
+
+fn problems(problems: &[qemu::describe::Problem]) -> Vec<Finding> {
+    let blocker = |problem: &qemu::describe::Problem| Finding {
+        severity: Severity::Blocker,
+        code: problem.code.clone(),
+        what: problem.what.clone(),
+        advice: problem.what_to_do.clone(),
+    };
+    problems.iter().map(blocker).collect()
 }
 
 fn kernel_finding() -> Option<Finding> {
@@ -167,6 +175,8 @@ pub(crate) struct Considered {
     pub(crate) qemu_version: String,
     /// Disks that are copied.
     pub(crate) copied: Vec<Planned>,
+    /// What this host has in place of the source's.
+    here: HostRules,
 }
 
 /// Compares a proposal with this host. The findings hold a blocker where it is an error.
@@ -228,18 +238,21 @@ pub(crate) fn destination(
     let owed_bytes = arrivals.owed_bytes(hugepage_bytes);
     let owed_image_bytes = arrivals.owed_image_bytes();
     ours.look_at_memory(owed_bytes);
-    let mut findings: Vec<_> = rules::check(&theirs, &ours).into_iter().map(finding).collect();
-    if let Ok(built) = &built {
-        findings.extend(left_out(&built.warnings));
-        findings.extend(rewritten(&context.config.host, &built.notes));
-    }
+    let images = disks.images();
     let no_room = disks.no_room(context.config.pool.as_ref(), owed_image_bytes);
-    findings.extend(disks.findings.iter().cloned().chain(no_room));
-    findings.extend(no_way_back);
-    findings.extend(register_finding(context.config.register.as_ref(), from, &proposal));
+    let mut others = Vec::new();
+    if let Ok(built) = &built {
+        others.extend(left_out(&built.warnings));
+        others.extend(rewritten(&context.config.host, &built.notes));
+    }
+    others.extend(disks.findings.into_iter().chain(no_room));
+    others.extend(no_way_back);
+    others.extend(register::finding(context.config.register.as_ref(), from, &proposal));
+    let checked = rules::check(&theirs, &ours).into_iter().map(finding);
+    let findings: Vec<_> = checked.chain(others.iter().cloned()).collect();
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
     let (Ok(built), false) = (built, blocked) else { return Err(findings) };
-    let needs = Needs { memory_bytes: needed_bytes, hugepage_bytes, images: disks.images() };
+    let needs = Needs { memory_bytes: needed_bytes, hugepage_bytes, images };
     let promised = (!proposal.check_only).then(|| arrivals.promise(needs));
     let launch = Launch {
         argv: built.argv,
@@ -262,8 +275,9 @@ pub(crate) fn destination(
     let described = serde_json::to_value(VmDescription { disks: disks_here, ..theirs.vm.clone() });
     let description = described.map_err(|error| unreadable("the description cannot be kept", &error))?;
     let proposal = Proposal { description, ..proposal };
-    let images = here.images.into_values().map(|image| image.path).collect();
-    let compared = Compared { theirs, ours, images, copies: disks.findings };
+    let images = here.images.values().map(|image| image.path.clone()).collect();
+    let shared = shared_images::of(&theirs.vm, &here);
+    let compared = Compared { theirs, ours, images, others, shared };
     let copied = disks.copied;
     Ok(Considered {
         terms,
@@ -276,6 +290,7 @@ pub(crate) fn destination(
         ram_kind,
         qemu_version,
         copied,
+        here,
     })
 }
 
@@ -285,8 +300,10 @@ pub(crate) struct Compared {
     ours: DestinationFacts,
     /// Those that were made for its disks.
     images: Vec<PathBuf>,
-    /// What was found of disks that are copied.
-    copies: Vec<Finding>,
+    /// What was found otherwise than by comparing the two sides.
+    others: Vec<Finding>,
+    /// Images that it will write to and that are not copied.
+    shared: Vec<SharedImage>,
 }
 
 impl Compared {
@@ -296,15 +313,19 @@ impl Compared {
         mut self,
         qmp: &mut Qmp,
         blocks: &[RamBlock],
+        pid: u32,
     ) -> Result<Vec<Finding>, ArriveError> {
         gather::started(&mut self.ours, &self.theirs, qmp, blocks)?;
         let findings = rules::check(&self.theirs, &self.ours);
         let mut possible = rules::is_possible(&findings);
-        let mut findings: Vec<_> = findings.into_iter().map(finding).chain(self.copies).collect();
+        let mut findings: Vec<_> = findings.into_iter().map(finding).chain(self.others).collect();
         if let Some(unused) = disks::not_opened(&self.images, &qemu::control::open_files(qmp)?) {
             possible = false;
             findings.push(unused);
         }
+        let refused = self.shared.iter().filter_map(|image| image.refused(pid)).collect::<Vec<_>>();
+        possible &= refused.is_empty();
+        findings.extend(refused);
         if possible { Ok(findings) } else { Err(ArriveError::Refused(findings)) }
     }
 }
@@ -328,32 +349,6 @@ pub(crate) fn files_of(proposal: &Proposal) -> Vec<NeededFile> {
 fn shared(context: &Context) -> Vec<String> {
     let dirs = context.config.disk_dirs.keys().map(|dir| dir.to_string_lossy().into_owned());
     dirs.chain(context.config.disks_shared.iter().cloned()).collect()
-}
-
-/// Both sides must ask the same register, or none, and it lives on neither.
-fn register_finding(here: Option<&HostId>, from: &HostId, proposal: &Proposal) -> Option<Finding> {
-    let what = match (here, &proposal.witness) {
-        (Some(_), None) => "this host has a register of owners, the source has none".to_owned(),
-        (None, Some(_)) => "the source has a register of owners, this host has none".to_owned(),
-        (Some(ours), Some(theirs)) if ours != theirs => {
-            format!("the source asks the register of owners at {theirs}, this host the one at {ours}")
-        }
-        (Some(witness), _) if witness == from => "the register of owners is on the source".to_owned(),
-        // The epoch is read when it begins.
-        (Some(_), Some(_)) if proposal.register_epoch.is_none() && !proposal.check_only => {
-            "the source names a register of owners and not what it read there".to_owned()
-        }
-        (None, None) if proposal.register_epoch.is_some() => {
-            "the source has read a register of owners and does not say which".to_owned()
-        }
-        _ => return None,
-    };
-    Some(Finding {
-        severity: Severity::Blocker,
-        code: "register".to_owned(),
-        what,
-        advice: "name the same witness, a third host, under [register] on both".to_owned(),
-    })
 }
 
 /// What the VM's memory is made of here, and how that is called.
@@ -451,40 +446,5 @@ fn finding(found: rules::Finding) -> Finding {
         code: found.code,
         what: found.what,
         advice: found.what_to_do,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use proto::Epoch;
-
-    use super::*;
-    use crate::testing::{host, proposal};
-
-    #[test]
-    fn both_sides_ask_the_same_register() {
-        let says = |here: Option<&str>, theirs: Option<&str>, epoch: Option<u64>, check_only: bool| {
-            let proposal = Proposal {
-                witness: theirs.map(host),
-                register_epoch: epoch.map(Epoch),
-                check_only,
-                ..proposal()
-            };
-            let found = register_finding(here.map(host).as_ref(), &host("a"), &proposal);
-            found.map(|found| found.what).unwrap_or_default()
-        };
-        assert_eq!(says(None, None, None, false), "");
-        assert_eq!(says(Some("w"), Some("w"), Some(3), false), "");
-        assert_eq!(says(Some("w"), Some("w"), None, true), "");
-        for check_only in [false, true] {
-            let epoch = (!check_only).then_some(3);
-            let two = says(Some("w"), Some("v"), epoch, check_only);
-            assert!(two.contains("at v") && two.contains("at w"), "{two}");
-            assert!(says(Some("w"), None, None, check_only).contains("the source has none"));
-            assert!(says(None, Some("w"), epoch, check_only).contains("this host has none"));
-            assert!(says(Some("a"), Some("a"), epoch, check_only).contains("on the source"));
-        }
-        assert!(says(Some("w"), Some("w"), None, false).contains("not what it read"));
-        assert!(says(None, None, Some(3), false).contains("does not say which"));
     }
 }

@@ -133,6 +133,7 @@ impl World {
             boot_id: "this boot".to_owned(),
             arrivals: Arc::default(),
             names: Names::default(),
+            starts: std::sync::RwLock::default(),
             emulators: Emulators::default(),
             fixed_costs: Mutex::default(),
             templates: Arc::new(

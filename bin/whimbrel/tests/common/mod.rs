@@ -18,11 +18,12 @@ pub mod replay;
 mod silence;
 pub mod storage;
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
+use std::sync::{Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -100,6 +101,8 @@ pub struct Cluster {
     pub witness: Option<Agent>,
     pub environment: Environment,
     pub faults: Option<faults::Harness>,
+    /// Migrations of which it was asked whether they are possible.
+    checked: Mutex<BTreeSet<String>>,
     pub lab: Lab,
 }
 
@@ -219,7 +222,7 @@ impl Cluster {
         let witness = setup
             .witness
             .then(|| agent(&lab.witness, "w", "witness", format!("{}:7740", lab.witness.address())));
-        let mut cluster = Self { a, b, witness, environment, faults, lab };
+        let mut cluster = Self { a, b, witness, environment, faults, checked: Mutex::default(), lab };
         if let Some(witness) = &mut cluster.witness {
             witness.start();
         }
@@ -250,6 +253,12 @@ impl Cluster {
         let from = self.agent(from);
         let mut words = vec!["migrate", vm, "--to", to, "--verify", "--on-limit", "stop"];
         words.extend(more);
+        // What is moved, `--check` says can be moved.
+        let is_new = self.checked.lock().unwrap().insert(words.join(" "));
+        if is_new {
+            let check = from.cli(&[&words[..], &["--check"]].concat());
+            assert_eq!(check.code, 0, "{check:?}\n{}", from.log());
+        }
         let said = from.cli(&words);
         assert_eq!(said.code, 0, "{said:?}\n{}", from.log());
         let report = from.cli(&["report", vm]).ok().json();

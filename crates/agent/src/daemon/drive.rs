@@ -53,7 +53,12 @@ impl Daemon {
         let largest = self.context.journal.largest_epoch(&vm).map_err(|error| internal(&error))?;
         let id = MigrationId { vm, epoch: largest.next() };
         match preflight::ask(&self.context, &report.to, id, offer.proposal) {
-            Ok((findings, ram_kind)) => (report.destination_findings, report.ram_kind) = (findings, ram_kind),
+            Ok((findings, ram_kind)) => {
+                // What keeps the VM here the destination finds in what it was sent, too.
+                let is_new = |found: &Finding| !report.source_findings.contains(found);
+                report.destination_findings = findings.into_iter().filter(is_new).collect();
+                report.ram_kind = ram_kind;
+            }
             Err(error) => {
                 let advice = "see that the agent runs there, that the address is right, and that both use the same [tls]";
                 return Err(Problem::caused_by(Kind::Unavailable, &error, advice));

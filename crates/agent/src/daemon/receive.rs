@@ -1,6 +1,6 @@
 //! Setting a driver to work on a VM that a peer proposes.
 
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use engine::handover::Terms;
@@ -10,10 +10,11 @@ use proto::MigrationId;
 use proto::message::{Acceptance, Finding, Message, Proposal, Severity};
 use proto::packed::Codec;
 use qemu::qmp::Qmp;
+use qemu::ram::RamBlock;
 use tracing::{info, warn};
 
 use super::{Daemon, Driven, Mail};
-use crate::destination::{self, ArriveError, Arriving};
+use crate::destination::{self, Arriving};
 use crate::disks::Images;
 use crate::journal::Durability;
 use crate::preflight;
@@ -34,20 +35,7 @@ impl Daemon {
         info!(migration = %id, %from, check_only, "proposed");
         let answer = match self.consider(&from, id, proposal) {
             Err(findings) => Message::Reject { findings, largest_epoch: None },
-            Ok(considered) if check_only => Message::Accept(Acceptance {
-                findings: considered.findings,
-                qemu_start_us: 0,
-                ram_kind: considered.ram_kind,
-                qemu_version: Some(considered.qemu_version),
-                copied: considered.copied.iter().map(preflight::Planned::told).collect(),
-                references: true,
-                templates: self.template_count(),
-                codecs: codecs(),
-                deltas: true,
-                // Whether it is possible its QEMU will tell.
-                post_copy: considered.proposal.post_copy,
-                takes_away: true,
-            }),
+            Ok(considered) if check_only => self.try_out(considered),
             Ok(considered) => {
                 self.receive(connection, id, considered);
                 return;
@@ -59,6 +47,42 @@ impl Daemon {
                 warn!(migration = %id, error = crate::chain(&error), "the source did not hear the answer");
             }
         }
+    }
+
+    /// Starts the QEMU that a VM would get, and ends it.
+    fn try_out(&self, considered: preflight::Considered) -> Message {
+        let context = &self.context;
+        let (seen, ram_kind) = (considered.findings.clone(), considered.ram_kind.clone());
+        let qemu_version = Some(considered.qemu_version.clone());
+        let copied = considered.copied.iter().map(preflight::Planned::told).collect();
+        let post_copy = considered.proposal.post_copy;
+        let alone = context.starts.write().unwrap_or_else(PoisonError::into_inner);
+        let began = Instant::now();
+        let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
+        let tried = preflight::Trial::prepare(context, considered).and_then(|trial| trial.run(patience));
+        drop(alone);
+        let findings = match preflight::started_or_why_not(tried) {
+            Ok(findings) => findings,
+            Err(found) => {
+                let others = seen.into_iter().filter(|seen| !found.contains(seen)).collect::<Vec<_>>();
+                let findings = others.into_iter().chain(found).collect();
+                return Message::Reject { findings, largest_epoch: None };
+            }
+        };
+        Message::Accept(Acceptance {
+            findings,
+            qemu_start_us: began.elapsed().as_micros() as u64,
+            ram_kind,
+            qemu_version,
+            copied,
+            references: true,
+            templates: self.template_count(),
+            codecs: codecs(),
+            deltas: true,
+            // Whether it is possible the QEMU of the real run will say.
+            post_copy,
+            takes_away: true,
+        })
     }
 
     fn consider(
@@ -161,8 +185,12 @@ impl Daemon {
                 let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
                 let stall = Duration::from_millis(context.config.timeouts.stall_ms);
                 let images = Images::make(copied, &traces.directory, streams, stall)?;
-                let look = |qmp: &mut Qmp, blocks: &[qemu::ram::RamBlock]| compared.with_started(qmp, blocks);
+                let look =
+                    |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.with_started(qmp, blocks, pid);
+                // A trial may have the port that this VM needs.
+                let no_trial = context.starts.read().unwrap_or_else(PoisonError::into_inner);
                 let (vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
+                drop(no_trial);
                 vm.traces.keep(&context, &migration, Durability::Synced)?;
                 if let Some(promised) = &promised {
                     promised.taken_by(vm.process.pid());
@@ -177,7 +205,7 @@ impl Daemon {
                 // What stays is tried again when this migration ends, a moment from now.
                 drop(left.remove_images());
             }
-            match started {
+            match preflight::started_or_why_not(started) {
                 Ok((qemu_version, mut findings, no_post_copy)) => {
                     let post_copy = driver.proposal().post_copy && no_post_copy.is_none();
                     findings.extend(no_post_copy);
@@ -196,17 +224,7 @@ impl Daemon {
                     });
                     driver.run();
                 }
-                Err(ArriveError::Refused(findings)) => driver.reject(findings, None),
-                Err(error) => {
-                    let advice = match error {
-                        ArriveError::Journal(_) | ArriveError::Directory { .. } => SEE_DISK,
-                        ArriveError::Image(_) => {
-                            "see the directory for images, [disks.pool], at the destination"
-                        }
-                        _ => "see the log of the destination's QEMU in the message",
-                    };
-                    driver.reject(blocker("start", crate::chain(&error), advice), None);
-                }
+                Err(findings) => driver.reject(findings, None),
             }
         };
         place.work(work);

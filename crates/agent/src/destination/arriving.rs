@@ -236,13 +236,13 @@ pub(crate) struct Arriving {
 }
 
 impl Arriving {
-    /// Starts the QEMU, has it looked at, and makes it wait. Nothing is left of it after an error.
+    /// Starts the QEMU, has it looked at (with its process id), and makes it wait. Nothing is left of it after an error.
     pub(crate) fn start<T>(
         mut traces: Traces,
         launch: &Launch,
         proposed: &[ProposedBlock],
         patience: Duration,
-        look: impl FnOnce(&mut Qmp, &[RamBlock]) -> Result<T, ArriveError>,
+        look: impl FnOnce(&mut Qmp, &[RamBlock], u32) -> Result<T, ArriveError>,
     ) -> Result<(Self, T), ArriveError> {
         let (started, mut qmp) = qemu::process::start(launch, Instant::now() + patience)?;
         traces.process = Some((started.pid, started.start_time_ticks));
@@ -251,7 +251,7 @@ impl Arriving {
             let blocks = qemu::ram::ram_blocks(&mut qmp, started.pid)?;
             disks::give(&traces.images, started.pid)
                 .map_err(|finding| ArriveError::Refused(vec![finding]))?;
-            let seen = look(&mut qmp, &blocks)?;
+            let seen = look(&mut qmp, &blocks, started.pid)?;
             let blocks = in_order(blocks, proposed)?;
             let incoming = Incoming::prepare(&mut qmp, Some(&traces.log()))?;
             Ok((process, blocks, incoming, seen))

@@ -119,7 +119,7 @@ fn version(binary: &Path) -> Option<(u64, u64)> {
 }
 
 /// What the directories of probes begin with.
-const PREFIX: &str = "probe-";
+pub(super) const PREFIX: &str = "probe-";
 
 /// Ends the probes that an agent before this one left behind when it was killed: they would wait for ever.
 pub(crate) fn end_probes(context: &Context) {

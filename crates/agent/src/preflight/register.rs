@@ -1,0 +1,65 @@
+//! The register of owners that the two sides of a migration ask.
+
+use proto::HostId;
+use proto::message::{Finding, Proposal, Severity};
+
+/// Both sides must ask the same register, or none, and it lives on neither.
+pub(super) fn finding(here: Option<&HostId>, from: &HostId, proposal: &Proposal) -> Option<Finding> {
+    let what = match (here, &proposal.witness) {
+        (Some(_), None) => "this host has a register of owners, the source has none".to_owned(),
+        (None, Some(_)) => "the source has a register of owners, this host has none".to_owned(),
+        (Some(ours), Some(theirs)) if ours != theirs => {
+            format!("the source asks the register of owners at {theirs}, this host the one at {ours}")
+        }
+        (Some(witness), _) if witness == from => "the register of owners is on the source".to_owned(),
+        // The epoch is read when it begins.
+        (Some(_), Some(_)) if proposal.register_epoch.is_none() && !proposal.check_only => {
+            "the source names a register of owners and not what it read there".to_owned()
+        }
+        (None, None) if proposal.register_epoch.is_some() => {
+            "the source has read a register of owners and does not say which".to_owned()
+        }
+        _ => return None,
+    };
+    Some(Finding {
+        severity: Severity::Blocker,
+        code: "register".to_owned(),
+        what,
+        advice: "name the same witness, a third host, under [register] on both".to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proto::Epoch;
+
+    use super::*;
+    use crate::testing::{host, proposal};
+
+    #[test]
+    fn both_sides_ask_the_same_register() {
+        let says = |here: Option<&str>, theirs: Option<&str>, epoch: Option<u64>, check_only: bool| {
+            let proposal = Proposal {
+                witness: theirs.map(host),
+                register_epoch: epoch.map(Epoch),
+                check_only,
+                ..proposal()
+            };
+            let found = finding(here.map(host).as_ref(), &host("a"), &proposal);
+            found.map(|found| found.what).unwrap_or_default()
+        };
+        assert_eq!(says(None, None, None, false), "");
+        assert_eq!(says(Some("w"), Some("w"), Some(3), false), "");
+        assert_eq!(says(Some("w"), Some("w"), None, true), "");
+        for check_only in [false, true] {
+            let epoch = (!check_only).then_some(3);
+            let two = says(Some("w"), Some("v"), epoch, check_only);
+            assert!(two.contains("at v") && two.contains("at w"), "{two}");
+            assert!(says(Some("w"), None, None, check_only).contains("the source has none"));
+            assert!(says(None, Some("w"), epoch, check_only).contains("this host has none"));
+            assert!(says(Some("a"), Some("a"), epoch, check_only).contains("on the source"));
+        }
+        assert!(says(Some("w"), Some("w"), None, false).contains("not what it read"));
+        assert!(says(None, None, Some(3), false).contains("does not say which"));
+    }
+}

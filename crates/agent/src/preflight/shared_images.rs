@@ -1,0 +1,110 @@
+//! Images on storage that both hosts see, which the arrived guest will write to.
+//!
+//! QEMU opens them for writing only when the guest is to run, which is too late to be refused. Nothing is written to them
+//! here and no format is looked into: the source's QEMU is using them.
+
+use std::fs::File;
+use std::io;
+use std::path::PathBuf;
+
+use proto::message::{Finding, Severity};
+use qemu::command::HostRules;
+use qemu::describe::VmDescription;
+use rustix::fs::{SeekFrom, seek};
+
+use crate::disks::opens_as;
+
+/// The alignment that QEMU assumes for direct I/O where it cannot find out.
+const LARGEST_BLOCK_BYTES: u64 = 4096;
+
+/// A file that the guest will write to.
+#[derive(Debug)]
+pub(super) struct SharedImage {
+    path: PathBuf,
+    /// Whether it is a raw image that is used without the page cache.
+    is_raw_and_direct: bool,
+}
+
+/// The images of a guest's disks that are not copied, where they are files or devices of this host.
+pub(super) fn of(vm: &VmDescription, here: &HostRules) -> Vec<SharedImage> {
+    let stays = |disk: &&qemu::describe::Disk| !disk.read_only && !here.images.contains_key(&disk.name);
+    let files = vm.disks.iter().filter(stays).flat_map(|disk| {
+        let is_raw_and_direct = disk.direct && disk.part.is_none() && disk.format.as_deref() == Some("raw");
+        let top = disk.file.iter().map(move |file| (file, is_raw_and_direct));
+        top.chain(disk.data_files.iter().map(move |file| (file, disk.direct)))
+    });
+    files
+        .map(|(file, is_raw_and_direct)| SharedImage { path: here.path_here(file).into(), is_raw_and_direct })
+        .filter(|image| image.path.is_absolute())
+        .collect()
+}
+
+impl SharedImage {
+    /// Why the QEMU with this process id will not be able to write to it.
+    pub(super) fn refused(&self, pid: u32) -> Option<Finding> {
+        if let Err(error) = opens_as(pid, &self.path) {
+            return Some(blocker(
+                "disk-not-writable",
+                format!("QEMU at the destination cannot open {} for writing: {error}", self.path.display()),
+                "let the user that QEMU runs as there write to it: see the file's owner and mode, whether its file \
+                 system is mounted read-only, and on NFS the server's root_squash",
+            ));
+        }
+        if self.is_raw_and_direct && self.has_no_alignment().unwrap_or(false) {
+            return Some(blocker(
+                "disk-alignment",
+                format!(
+                    "the length of {} is no multiple of {LARGEST_BLOCK_BYTES} and its first block is a hole: QEMU at the \
+                     destination could not find out how direct I/O to it has to be aligned, and would refuse to write",
+                    self.path.display()
+                ),
+                "let the guest write to the first block of that disk, or enlarge it (`block_resize`) to whole 4 KiB",
+            ));
+        }
+        None
+    }
+
+    /// Whether QEMU would assume an alignment to which the file's length does not fit.
+    fn has_no_alignment(&self) -> io::Result<bool> {
+        let file = File::open(&self.path)?;
+        let metadata = file.metadata()?;
+        if !metadata.is_file() || metadata.len().is_multiple_of(LARGEST_BLOCK_BYTES) {
+            return Ok(false);
+        }
+        match seek(&file, SeekFrom::Data(0)) {
+            Ok(first) => Ok(first > 0),
+            Err(rustix::io::Errno::NXIO) => Ok(true),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+fn blocker(code: &str, what: String, advice: &str) -> Finding {
+    Finding { severity: Severity::Blocker, code: code.to_owned(), what, advice: advice.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt as _;
+
+    use super::*;
+
+    #[test]
+    fn an_image_is_refused_before_the_guest_runs() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        let image = |is_raw_and_direct| SharedImage { path: path.clone(), is_raw_and_direct };
+        let code =
+            |is_raw_and_direct| image(is_raw_and_direct).refused(std::process::id()).map(|found| found.code);
+        assert_eq!(code(true).as_deref(), Some("disk-not-writable"));
+        let file = File::create(&path).unwrap();
+        file.set_len((1 << 20) + 512).unwrap();
+        assert_eq!(code(true).as_deref(), Some("disk-alignment"));
+        assert_eq!(code(false), None);
+        file.write_all_at(b"x", 0).unwrap();
+        assert_eq!(code(true), None);
+        file.set_len(0).unwrap();
+        file.set_len(1 << 20).unwrap();
+        assert_eq!(code(true), None);
+    }
+}

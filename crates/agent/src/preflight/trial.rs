@@ -1,0 +1,127 @@
+//! The trial of `--check`: the QEMU that the VM would get is started, looked at, and ended.
+//!
+//! Only a start shows that a port is free, that a tap is nobody's, and that the guest would have the same devices. Nothing
+//! of it stays, whenever the agent ends: the images of disks that would be copied have no names any more when QEMU opens
+//! them, and the directory is swept like that of a probe.
+
+use std::fs::{File, OpenOptions, remove_file};
+use std::os::fd::AsRawFd as _;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use block::image::{self, ImageError};
+use proto::message::{Finding, RamBlock as ProposedBlock, Severity};
+use qemu::command::{self, HostRules, NewImage};
+use qemu::process::{Launch, StartError};
+use qemu::qmp::Qmp;
+use qemu::ram::RamBlock;
+
+use super::binaries::PREFIX;
+use super::disks::unique;
+use super::{Compared, Considered, Planned};
+use crate::context::Context;
+use crate::destination::{ArriveError, Arriving, Traces};
+
+/// What a trial needs.
+pub(crate) struct Trial {
+    compared: Compared,
+    launch: Launch,
+    traces: Traces,
+    blocks: Vec<ProposedBlock>,
+    /// Held until QEMU has ended.
+    _images: Vec<File>,
+}
+
+impl Trial {
+    /// Makes what a proposal that can be taken would need, under other names.
+    ///
+    /// # Errors
+    /// When an image or the directory cannot be made.
+    pub(crate) fn prepare(context: &Context, considered: Considered) -> Result<Self, ArriveError> {
+        let Considered { mut compared, launch, proposal, copied, here, .. } = considered;
+        let run_dir = &context.config.run_dir;
+        let directory = run_dir.join(format!("{PREFIX}t"));
+        let mut rules = HostRules { run_dir: directory.clone(), ..here };
+        let mut images = Vec::new();
+        for disk in &copied {
+            let (image, file) = stand_in(disk, run_dir)?;
+            rules.images.insert(disk.name.clone(), image);
+            images.push(file);
+        }
+        let built = command::build(&compared.theirs.vm, &rules)
+            .map_err(|error| ArriveError::Refused(super::problems(&error.problems)))?;
+        compared.images = rules.images.into_values().map(|image| image.path).collect();
+        let launch = Launch {
+            argv: built.argv,
+            log: built.log,
+            qmp: built.qmp,
+            scope: launch.scope.map(|scope| format!("{scope}-check")),
+            ..launch
+        };
+        let traces = Traces { directory, process: None, images: Vec::new(), awaited: None };
+        Ok(Self { compared, launch, traces, blocks: proposal.ram, _images: images })
+    }
+
+    /// Starts the QEMU, and ends it; the findings are those of a real start.
+    ///
+    /// # Errors
+    /// When it does not start, or is not what the guest needs.
+    pub(crate) fn run(self, patience: Duration) -> Result<Vec<Finding>, ArriveError> {
+        let Self { compared, launch, traces, blocks, _images: images } = self;
+        traces.make_directory()?;
+        let look = |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.with_started(qmp, blocks, pid);
+        let started = Arriving::start(traces.clone(), &launch, &blocks, patience, look);
+        let findings = started.map(|(vm, findings)| {
+            vm.discard();
+            findings
+        });
+        traces.remove();
+        drop(images);
+        findings
+    }
+}
+
+/// An image like the one that would be made for a disk, open and without a name.
+fn stand_in(disk: &Planned, run_dir: &Path) -> Result<(NewImage, File), ImageError> {
+    // A volume would take its room at once; a file has the same bytes.
+    let directory = match disk.place.path.parent() {
+        Some(parent) if !disk.place.is_device() => parent,
+        _ => run_dir,
+    };
+    let path = directory.join(format!("{PREFIX}{}", unique()));
+    let failed = |source| ImageError::Make { path: path.clone(), source };
+    image::create(&path, disk.place.format, disk.bytes)?;
+    let opened = OpenOptions::new().read(true).write(true).open(&path);
+    remove_file(&path).map_err(failed)?;
+    let file = opened.map_err(failed)?;
+    let held = PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd()));
+    Ok((NewImage { path: held, is_device: false, ..disk.new_image() }, file))
+}
+
+/// What a QEMU that was started said, or the findings that say why there is none.
+pub(crate) fn started_or_why_not<T>(started: Result<T, ArriveError>) -> Result<T, Vec<Finding>> {
+    started.map_err(|error| {
+        const SEE_DISK: &str = "see that the destination's disk is not full";
+        let advice = match &error {
+            ArriveError::Refused(_) => "",
+            ArriveError::Journal(_) | ArriveError::Directory { .. } => SEE_DISK,
+            ArriveError::Image(_) => "see the directory for images, [disks.pool], at the destination",
+            ArriveError::Start(StartError::Ended { log, .. } | StartError::Silent { log, .. })
+                if !log.is_empty() =>
+            {
+                "mend at the destination what QEMU's message names, or start the VM without it"
+            }
+            _ => "see the log of the agent at the destination",
+        };
+        let what = crate::chain(&error);
+        match error {
+            ArriveError::Refused(findings) => findings,
+            _ => vec![Finding {
+                severity: Severity::Blocker,
+                code: "start".to_owned(),
+                what,
+                advice: advice.to_owned(),
+            }],
+        }
+    })
+}

@@ -1,0 +1,64 @@
+//! Every finding of pre-flight stands in the manual.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+/// What a finding's code follows in the source, without white space.
+const BEFORE: [&str; 9] = [
+    "Problem::new(",
+    ".problem(",
+    "blocker(",
+    "Severity::Blocker,",
+    "Severity::Warning,",
+    "Severity::Info,",
+    ",Blocker,",
+    ",Warning,",
+    ",Info,",
+];
+
+fn codes_in(text: &str, codes: &mut BTreeSet<String>) {
+    let text = text.split("#[cfg(test)]").next().unwrap();
+    let text: String = text.split_whitespace().collect();
+    for before in BEFORE.iter().chain(&["code:"]) {
+        for after in text.split(before).skip(1) {
+            let Some(code) = after.strip_prefix('"').and_then(|rest| rest.split('"').next()) else {
+                continue;
+            };
+            let is_code =
+                |letter: char| letter.is_ascii_lowercase() || letter.is_ascii_digit() || letter == '-';
+            if !code.is_empty() && code.chars().all(is_code) {
+                codes.insert(code.to_owned());
+            }
+        }
+    }
+}
+
+fn codes_below(directory: &Path, codes: &mut BTreeSet<String>) {
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap();
+        if path.is_dir() && name != "tests" {
+            codes_below(&path, codes);
+        } else if path.extension().is_some_and(|end| end == "rs")
+            && name != "tests.rs"
+            && name != "testing.rs"
+        {
+            codes_in(&fs::read_to_string(&path).unwrap(), codes);
+        }
+    }
+}
+
+#[test]
+fn every_finding_stands_in_the_manual() {
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+    let manual = fs::read_to_string(crates.parent().unwrap().join("docs/operations.md")).unwrap();
+    let mut codes = BTreeSet::new();
+    codes_below(&crates.join("qemu/src"), &mut codes);
+    codes_below(&crates.join("agent/src"), &mut codes);
+    assert!(codes.len() > 75, "the search finds too few: {codes:?}");
+    let missing: Vec<_> = codes.iter().filter(|code| !manual.contains(&format!("`{code}`"))).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}

@@ -210,6 +210,15 @@ pub(crate) enum VmCommand {
         #[arg(value_parser = vm_name)]
         vm: VmName,
     },
+    /// Make this host the owner of a VM in the register of owners, where another host is named there by mistake
+    Claim {
+        /// The VM
+        #[arg(value_parser = vm_name)]
+        vm: VmName,
+        /// Carry it out; what it risks was read and understood
+        #[arg(long)]
+        i_know_the_risk: bool,
+    },
 }
 
 #[derive(Debug, Subcommand)]

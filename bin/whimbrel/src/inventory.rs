@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use agent::api::{
-    AdoptRequest, Adopted, AgentInfo, Client, HostId, KernelFeature, RunRequest, TemplateState, VmDetail,
-    VmName, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, ClaimRequest, Client, Forgotten, HostId, KernelFeature, RunRequest,
+    TemplateState, VmDetail, VmName, VmSummary,
 };
 use agent::report::bytes;
 use serde_json::Value;
@@ -166,9 +166,44 @@ fn taken(adopted: &Adopted) -> String {
 
 /// `whimbrel vm forget`.
 pub(crate) fn forget(client: &Client, vm: &VmName, output: &Output) -> Result<Code, Failure> {
-    client.forget(vm)?;
-    output.show(&serde_json::json!({"vm": vm, "forgotten": true}), |_| {
-        format!("{vm} is forgotten; its QEMU goes on\n")
+    let forgotten = client.forget(vm)?;
+    output.show(&forgotten, |Forgotten { vm, pid, released }| match (pid, released) {
+        (Some(pid), _) => format!("{vm} is forgotten; its QEMU goes on (process {pid})\n"),
+        (None, None) => format!("{vm} is forgotten; its QEMU had ended\n"),
+        (None, Some(true)) => {
+            format!("{vm} is forgotten; its QEMU had ended, and the register of owners has it released\n")
+        }
+        (None, Some(false)) => format!(
+            "{vm} is forgotten; its QEMU had ended. The register of owners does not answer and has it for this host's: \
+             where it is started again, `whimbrel vm claim {vm}`\n"
+        ),
     });
     Ok(Code::Done)
+}
+
+/// `whimbrel vm claim`.
+pub(crate) fn claim(
+    client: &Client,
+    vm: &VmName,
+    i_know_the_risk: bool,
+    output: &Output,
+) -> Result<Code, Failure> {
+    let report = client.claim(vm, &ClaimRequest { i_know_the_risk })?;
+    let code = if report.done { Code::Done } else { Code::Failed };
+    output.show(&report, |report| {
+        let mut text = Text::default();
+        if report.done {
+            text.line(format_args!("by the register of owners {vm} belongs to this host"));
+            return text.finish();
+        }
+        text.line(format_args!("What is risked:"));
+        for line in &report.risked {
+            text.line(format_args!("  - {line}"));
+        }
+        text.line(format_args!(
+            "Nothing was done. If it is right all the same: `whimbrel vm claim {vm} --i-know-the-risk`"
+        ));
+        text.finish()
+    });
+    Ok(code)
 }

@@ -101,6 +101,9 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
             VmCommand::Adopt(adopt) => inventory::adopt(&client()?, adopt, output),
             VmCommand::Run { file, paused } => inventory::run(&client()?, &file, paused, output),
             VmCommand::Forget { vm } => inventory::forget(&client()?, &vm, output),
+            VmCommand::Claim { vm, i_know_the_risk } => {
+                inventory::claim(&client()?, &vm, i_know_the_risk, output)
+            }
         },
         Command::Migrate(command) if command.check => migration::check(&client()?, command, output),
         Command::Migrate(command) => migration::migrate(&client()?, command, &cli.socket, output),

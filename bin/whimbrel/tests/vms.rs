@@ -7,7 +7,7 @@ mod common;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use common::{Agent, Cluster};
+use common::{Agent, Cluster, GuestSpec};
 use serde_json::Value;
 
 /// QEMUs that were started for a test, ended with it.
@@ -163,4 +163,65 @@ fn the_example_of_a_vm_file_runs_and_moves() {
         qemus.0.push(pid(&vm));
         assert_eq!(vm["state"], "running");
     }
+}
+
+// ---- the register of owners
+
+/// A cluster with a register, and a guest that was moved to `b` and has ended there.
+fn ended_at_b() -> (Cluster, GuestSpec) {
+    let cluster = Cluster::with(&common::Setup { witness: true, ..common::Setup::default() });
+    let spec = GuestSpec::tiny("vm1", common::Load::default());
+    let guest = cluster.guest(&spec);
+    cluster.migrate("vm1", "a", "b", &[]);
+    lab::kill_pid(pid(&cluster.b.vm("vm1").unwrap()) as u32).unwrap();
+    fs::remove_dir_all(guest.directory()).unwrap();
+    (cluster, spec)
+}
+
+/// Whoever forgets a VM that has ended lets go of it: it may be started again anywhere.
+#[test]
+fn a_vm_that_ended_and_was_forgotten_is_released() {
+    let (cluster, spec) = ended_at_b();
+    let forgotten = cluster.b.cli(&["vm", "forget", "vm1"]).ok().json();
+    assert_eq!((&forgotten["released"], &forgotten["pid"]), (&true.into(), &Value::Null));
+    let _guest = cluster.guest(&spec);
+    cluster.migrate("vm1", "a", "b", &[]);
+    cluster.guest_is_whole("b", "vm1");
+    cluster.migrate("vm1", "b", "a", &[]);
+    // One that goes on where it is stays that host's.
+    let goes_on = pid(&cluster.a.vm("vm1").unwrap());
+    let forgotten = cluster.a.cli(&["vm", "forget", "vm1"]).ok().json();
+    assert_eq!((&forgotten["released"], forgotten["pid"].as_u64()), (&Value::Null, Some(goes_on)));
+}
+
+/// An owner that is wrong is found by `--check`, and corrected by an operator who has read what that risks.
+#[test]
+fn an_owner_that_is_wrong_is_corrected() {
+    let (cluster, spec) = ended_at_b();
+    let _guest = cluster.guest(&spec);
+    let found = |words: &[&str]| {
+        let said = cluster.a.cli(words);
+        assert_eq!(said.code, 1, "{said:?}");
+        let said = said.json();
+        let of = |name: &str| said[name].as_array().cloned().unwrap_or_default();
+        let all = [of("source_findings"), of("destination_findings"), of("findings")].concat();
+        all.into_iter().filter(|one| one["severity"] == "blocker").collect::<Vec<_>>()
+    };
+    let check = found(&["migrate", "vm1", "--to", "b", "--check"]);
+    let owner = check.iter().find(|one| one["code"] == "owner-other").unwrap();
+    assert!(owner["advice"].as_str().unwrap().contains("vm claim vm1"), "{owner}");
+    assert_eq!(found(&["migrate", "vm1", "--to", "b"]), [owner.clone()]);
+
+    let said = cluster.a.cli(&["vm", "claim", "vm1"]);
+    assert_eq!(said.code, 1, "{said:?}");
+    assert!(!said.json()["risked"].as_array().unwrap().is_empty(), "{said:?}");
+    assert!(!found(&["migrate", "vm1", "--to", "b"]).is_empty(), "nothing was done");
+    let done = cluster.a.cli(&["vm", "claim", "vm1", "--i-know-the-risk"]).ok().json();
+    assert_eq!((&done["done"], &done["owner"]), (&true.into(), &"b".into()));
+    // What has ended there is the other host's no more.
+    assert_eq!(cluster.b.cli(&["vm", "forget", "vm1"]).ok().json()["released"], Value::Null);
+    assert!(cluster.a.cli(&["vm", "claim", "vm1"]).ok().json()["risked"].as_array().unwrap().is_empty());
+    cluster.migrate("vm1", "a", "b", &[]);
+    cluster.guest_is_whole("b", "vm1");
+    cluster.migrate("vm1", "b", "a", &[]);
 }

@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 
 use engine::handover::Terms;
 use engine::handover::register::RegisterAnswer;
-use proto::message::{Ownership, RegisterRequest};
+use proto::message::{Finding, Ownership, RegisterRequest, Severity};
 use proto::{Epoch, HostId, VmName};
 use tracing::warn;
 
 use crate::context::Context;
 use crate::progress::{Phase, Progress, Standing};
+use crate::register::Register;
 
 /// Asks the register that a migration began with. Blocks until it has answered or its time-outs have passed. Another
 /// one, which the configuration may name by now, has no say in it.
@@ -105,9 +106,7 @@ pub(crate) enum OwnerError {
     #[error("the register at {0} does not answer; start the witness, or see that it can be reached")]
     Unreachable(HostId),
     /// Another host owns the VM.
-    #[error(
-        "by the register {owner} owns {vm} since epoch {epoch}; if that is wrong, see `whimbrel recover {vm}` there"
-    )]
+    #[error("by the register of owners {vm} belongs to {owner}, since epoch {epoch}")]
     Other {
         /// The VM.
         vm: VmName,
@@ -116,33 +115,144 @@ pub(crate) enum OwnerError {
         /// Since which epoch.
         epoch: Epoch,
     },
+    /// There is none.
+    #[error("no register of owners is configured here")]
+    NoRegister,
 }
 
-/// The epoch in which this host holds a VM by the register; a VM that the register does not know is entered. None where
-/// no register is configured.
+/// The register, and the host that keeps it; none where no register is configured.
+fn configured(context: &Context) -> Option<(&dyn Register, &HostId)> {
+    Some((context.register.as_deref()?, context.config.register.as_ref()?))
+}
+
+/// What stands in the register of a VM; an error where it does not answer.
+fn read(register: &dyn Register, witness: &HostId, vm: &VmName) -> Result<Option<Ownership>, OwnerError> {
+    match register.read(vm) {
+        RegisterAnswer::Stands(record) => Ok(record),
+        RegisterAnswer::Unreachable | RegisterAnswer::Unknown => {
+            Err(OwnerError::Unreachable(witness.clone()))
+        }
+    }
+}
+
+/// Makes this host the owner in place of what stands there, and returns what stands there then.
+fn enter(
+    context: &Context,
+    (register, witness): (&dyn Register, &HostId),
+    vm: &VmName,
+    found: Option<&Ownership>,
+    epoch: Epoch,
+) -> Result<Option<Ownership>, OwnerError> {
+    let new = Ownership { epoch, owner: context.config.host.clone(), offer: None, released: false };
+    let expected = found.map(|record| (record.epoch, record.owner.clone()));
+    match register.compare_and_set(vm, expected, new) {
+        RegisterAnswer::Stands(record) => Ok(record),
+        RegisterAnswer::Unknown => read(register, witness, vm),
+        RegisterAnswer::Unreachable => Err(OwnerError::Unreachable(witness.clone())),
+    }
+}
+
+/// The epoch in which this host holds a VM by the register; a VM that the register does not know, or that its owner has
+/// released, is entered. None where no register is configured.
 pub(crate) fn held_since(context: &Context, vm: &VmName) -> Result<Option<Epoch>, OwnerError> {
-    let (Some(register), Some(witness)) = (&context.register, &context.config.register) else {
-        return Ok(None);
+    let Some((register, witness)) = configured(context) else { return Ok(None) };
+    let mut found = read(register, witness, vm)?;
+    let epoch = match &found {
+        None => Some(Epoch(0)),
+        Some(record) => record.released.then(|| record.epoch.next()),
     };
-    let host = &context.config.host;
-    let unreachable = || OwnerError::Unreachable(witness.clone());
-    let mut answer = register.read(vm);
-    if answer == RegisterAnswer::Stands(None) {
-        let first = Ownership { epoch: Epoch(0), owner: host.clone(), offer: None };
-        answer = register.compare_and_set(vm, None, first);
-        if answer == RegisterAnswer::Unknown {
-            answer = register.read(vm);
-        }
+    if let Some(epoch) = epoch {
+        found = enter(context, (register, witness), vm, found.as_ref(), epoch)?;
     }
-    match answer {
-        RegisterAnswer::Stands(Some(record)) if record.owner == *host => Ok(Some(record.epoch)),
-        RegisterAnswer::Stands(Some(record)) => {
-            Err(OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch })
-        }
-        RegisterAnswer::Stands(None) | RegisterAnswer::Unreachable | RegisterAnswer::Unknown => {
-            Err(unreachable())
-        }
+    match found {
+        Some(record) if record.owner == context.config.host => Ok(Some(record.epoch)),
+        Some(record) => Err(OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch }),
+        None => Err(OwnerError::Unreachable(witness.clone())),
     }
+}
+
+/// Why a migration of a VM from this host would be refused for its owner's sake. Nothing is entered.
+pub(crate) fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
+    let (register, witness) = configured(context)?;
+    let error = match read(register, witness, vm) {
+        Ok(Some(record)) if record.owner != context.config.host && !record.released => {
+            OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch }
+        }
+        Ok(_) => return None,
+        Err(error) => error,
+    };
+    Some(finding(&error))
+}
+
+/// The finding that an error is.
+pub(crate) fn finding(error: &OwnerError) -> Finding {
+    let (code, advice) = match error {
+        OwnerError::Unreachable(_) => {
+            ("register", "start the witness, or see that it can be reached from the source".to_owned())
+        }
+        OwnerError::NoRegister => ("register", "name a witness, a third host, under [register]".to_owned()),
+        OwnerError::Other { vm, owner, .. } => (
+            "owner-other",
+            format!(
+                "move it from {owner}; if it does not run there and never will again, `whimbrel vm claim {vm}` here"
+            ),
+        ),
+    };
+    Finding { severity: Severity::Blocker, code: code.to_owned(), what: error.to_string(), advice }
+}
+
+/// What the register is to be corrected from.
+pub(crate) enum Claim {
+    /// This host is the owner already.
+    Held,
+    /// Another host is, or none.
+    Other(Option<Ownership>),
+}
+
+/// What stands in the register of a VM that this host claims.
+///
+/// # Errors
+/// When no register is configured, or it does not answer.
+pub(crate) fn claimed(context: &Context, vm: &VmName) -> Result<Claim, OwnerError> {
+    let (register, witness) = configured(context).ok_or(OwnerError::NoRegister)?;
+    Ok(match read(register, witness, vm)? {
+        Some(record) if record.owner == context.config.host && !record.released => Claim::Held,
+        other => Claim::Other(other),
+    })
+}
+
+/// Makes this host the owner of a VM, whoever is: only an operator can say that this is right. The epoch is larger than
+/// any that is known here, so that no request of an earlier migration finds what it compares with.
+///
+/// # Errors
+/// When the register does not answer, or another host has become the owner meanwhile.
+pub(crate) fn claim(
+    context: &Context,
+    vm: &VmName,
+    found: Option<&Ownership>,
+    largest: Epoch,
+) -> Result<Epoch, OwnerError> {
+    let configured = configured(context).ok_or(OwnerError::NoRegister)?;
+    let epoch = found.map_or(largest, |record| record.epoch.max(largest)).next();
+    match enter(context, configured, vm, found, epoch)? {
+        Some(record) if record.owner == context.config.host => Ok(record.epoch),
+        Some(record) => Err(OwnerError::Other { vm: vm.clone(), owner: record.owner, epoch: record.epoch }),
+        None => Err(OwnerError::Unreachable(configured.1.clone())),
+    }
+}
+
+/// Lets go of a VM that has ended here and was forgotten, if this host is its owner. Whether that is done; none where there
+/// is nothing to let go.
+pub(crate) fn release(context: &Context, vm: &VmName) -> Option<bool> {
+    let (register, witness) = configured(context)?;
+    let record = match read(register, witness, vm) {
+        Ok(record) => record.filter(|record| record.owner == context.config.host && !record.released)?,
+        Err(_) => return Some(false),
+    };
+    let expected = (record.epoch, record.owner.clone());
+    let new = Ownership { released: true, offer: None, ..record };
+    let answer = register.compare_and_set(vm, Some(expected), new);
+    Some(matches!(answer, RegisterAnswer::Stands(Some(record)) if record.released))
 }
 
 #[cfg(test)]

@@ -13,11 +13,12 @@ use qemu::vmfile::VmFile;
 use tracee::Process;
 use tracing::{info, warn};
 
-use crate::api::{AdoptRequest, RunRequest, VmDetail, VmSummary};
+use crate::api::{AdoptRequest, ClaimReport, ClaimRequest, Forgotten, RunRequest, VmDetail, VmSummary};
 use crate::api::{Kind, Problem};
 use crate::context::Context;
 use crate::destination::find_by_monitor;
 use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
+use crate::owners::{self, Claim};
 use crate::preflight;
 use crate::report::rfc3339;
 
@@ -238,12 +239,62 @@ fn nobody_is_at_home(name: &VmName, directory: &Path) -> Result<(), Problem> {
     })
 }
 
-/// Forgets a VM; its QEMU goes on. What the agent made for a QEMU that is gone is removed.
-pub(crate) fn forget(context: &Context, record: &VmRecord) -> Result<(), Problem> {
+/// Forgets a VM; its QEMU goes on. What the agent made for a QEMU that is gone is removed, and the register has the VM
+/// released.
+pub(crate) fn forget(context: &Context, record: &VmRecord) -> Result<Forgotten, Problem> {
     let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
+    let pid = record.process(&context.boot_id).is_ok().then_some(record.pid);
     context.journal.remove_vm(&record.vm).map_err(failed)?;
     remove_own_directory(context, record);
-    Ok(())
+    let released = if pid.is_none() { owners::release(context, &record.vm) } else { None };
+    Ok(Forgotten { vm: record.vm.clone(), pid, released })
+}
+
+/// Makes this host the owner of one of its VMs in the register, or says what that risks.
+pub(crate) fn claim(
+    context: &Context,
+    record: &VmRecord,
+    request: &ClaimRequest,
+) -> Result<ClaimReport, Problem> {
+    let vm = &record.vm;
+    if record.process(&context.boot_id).is_err() {
+        let error = format!("{vm} has ended here: a VM that does not run needs no owner");
+        return Err(Problem::new(Kind::Conflict, error, format!("`whimbrel vm forget {vm}`")));
+    }
+    let problem = |error: owners::OwnerError| {
+        let found = owners::finding(&error);
+        Problem::new(Kind::Unavailable, found.what, found.advice)
+    };
+    let found = match owners::claimed(context, vm).map_err(problem)? {
+        Claim::Held => {
+            let owner = Some(context.config.host.clone());
+            return Ok(ClaimReport { vm: vm.clone(), owner, risked: Vec::new(), done: true });
+        }
+        Claim::Other(found) => found,
+    };
+    let risked = found.iter().filter(|found| !found.released).flat_map(|found| {
+        let (owner, epoch) = (&found.owner, found.epoch);
+        [
+            format!("by the register {owner} may run {vm}, since epoch {epoch}: if it does, there are two of it, and disks that both write to are lost"),
+            format!("a migration of {vm} from or to {owner} that is not over stays in doubt, and an operator has to decide it"),
+            format!("see first that {owner} does not have it (`whimbrel vm show {vm}` there), nor any host to which {owner} has moved it"),
+        ]
+    });
+    let mut report = ClaimReport {
+        vm: vm.clone(),
+        owner: found.as_ref().map(|found| found.owner.clone()),
+        risked: risked.collect(),
+        done: false,
+    };
+    if report.risked.is_empty() || request.i_know_the_risk {
+        let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
+        let largest = context.journal.largest_epoch(vm).map_err(failed)?;
+        let epoch = owners::claim(context, vm, found.as_ref(), largest).map_err(problem)?;
+        context.journal.learn_epoch(vm, epoch).map_err(failed)?;
+        info!(%vm, %epoch, was = ?found, "claimed in the register of owners");
+        report.done = true;
+    }
+    Ok(report)
 }
 
 /// Removes what the agent made for a VM's QEMU that is gone.

@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::thread;
 
 use agent::api::{
-    AdoptRequest, CancelOutcome, Client, ClientError, Control, Kind, Limits, MigrateRequest, Problem,
-    RecoverAction, RecoverRequest, RegisterSay, Server, ServerError, Which, serve,
+    AdoptRequest, CancelOutcome, ClaimRequest, Client, ClientError, Control, Kind, Limits, MigrateRequest,
+    Problem, RecoverAction, RecoverRequest, RegisterSay, Server, ServerError, Which, serve,
 };
 use agent::progress::{Phase, Standing};
 use whimbrel_agent as agent;
@@ -109,7 +109,9 @@ fn vms_are_listed_shown_adopted_and_forgotten() {
         .adopt(&AdoptRequest { pid: Some(77), name: Some(vm("mail")), ..AdoptRequest::default() })
         .unwrap();
     assert_eq!((adopted.vm.vm.as_str(), adopted.findings.len()), ("mail", 1));
-    world.client.forget(&vm("db")).unwrap();
+    let claim = |i_know_the_risk| world.client.claim(&vm("db"), &ClaimRequest { i_know_the_risk }).unwrap();
+    assert!(!claim(false).done && claim(true).done);
+    assert_eq!(world.client.forget(&vm("db")).unwrap().released, Some(true));
     assert_eq!(names(&world), ["mail", "web"]);
     let missing = problem(world.client.vm(&vm("db")));
     assert_eq!(missing.kind, Kind::NotFound);

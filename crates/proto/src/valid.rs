@@ -7,7 +7,7 @@ use crate::awaited::ENTRY_BYTES;
 use crate::ids::Incarnation;
 use crate::limits;
 use crate::message::{
-    Acceptance, Message, NamedRun, Offer, Ownership, Proposal, ProposedDisk, RamBlock, RegisterReply,
+    Acceptance, Message, NamedRun, Ownership, Proposal, ProposedDisk, RamBlock, RegisterReply,
     RegisterRequest, Verdict,
 };
 
@@ -283,7 +283,7 @@ impl Ownership {
     /// Checks the offer, where there is one.
     pub fn validate(&self) -> Result<(), Invalid> {
         match &self.offer {
-            Some(Offer { incarnation, .. }) => incarnation.validate(),
+            Some(offer) => offer.incarnation.validate(),
             None => Ok(()),
         }
     }

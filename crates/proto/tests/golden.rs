@@ -41,7 +41,7 @@ fn incarnation() -> Incarnation {
 
 fn ownership() -> Ownership {
     let offer = Offer { epoch: Epoch(4), incarnation: incarnation(), run: true };
-    Ownership { epoch: Epoch(3), owner: host(), offer: Some(offer) }
+    Ownership { epoch: Epoch(3), owner: host(), offer: Some(Box::new(offer)), released: false }
 }
 
 fn finding() -> Finding {
@@ -140,7 +140,7 @@ fn messages() -> Vec<Message> {
     let first = RegisterRequest::CompareAndSet {
         vm: vm(),
         expected: None,
-        new: Ownership { epoch: Epoch(1), owner: host(), offer: None },
+        new: Ownership { epoch: Epoch(1), owner: host(), offer: None, released: false },
     };
     vec![
         Message::Propose(Box::new(proposal())),

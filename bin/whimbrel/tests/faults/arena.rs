@@ -105,7 +105,12 @@ impl Arena {
         let register = SqliteRegister::open(&witness.directory.join("state")).unwrap();
         for (vm, record) in register.all().unwrap() {
             let expected = Some((record.epoch, record.owner));
-            let new = Ownership { epoch: record.epoch, owner: HostId::new("a").unwrap(), offer: None };
+            let new = Ownership {
+                epoch: record.epoch,
+                owner: HostId::new("a").unwrap(),
+                offer: None,
+                released: false,
+            };
             register.apply(&RegisterRequest::CompareAndSet { vm, expected, new }).unwrap();
         }
     }

@@ -16,8 +16,9 @@ use tokio::runtime::Runtime;
 
 use super::problem::Problem;
 use super::types::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, LeftImage, Limits, MigrateRequest,
-    MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
+    LeftImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail,
+    VmSummary,
 };
 use crate::progress::ProgressLine;
 use crate::report::Report;
@@ -118,8 +119,13 @@ impl Client {
     }
 
     /// `DELETE /v1/vms/{vm}`.
-    pub fn forget(&self, vm: &VmName) -> Result<(), ClientError> {
-        self.exchange(&Method::DELETE, &format!("/v1/vms/{vm}"), Bytes::new()).map(|_| ())
+    pub fn forget(&self, vm: &VmName) -> Result<Forgotten, ClientError> {
+        self.delete(&format!("/v1/vms/{vm}"))
+    }
+
+    /// `POST /v1/vms/{vm}/claim`.
+    pub fn claim(&self, vm: &VmName, request: &ClaimRequest) -> Result<ClaimReport, ClientError> {
+        self.post(&format!("/v1/vms/{vm}/claim"), request)
     }
 
     /// `POST /v1/migrations` with `check_only`.
@@ -175,7 +181,11 @@ impl Client {
     /// `DELETE /v1/images/{vm}`, or `…/{epoch}`.
     pub fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, ClientError> {
         let epoch = epoch.map_or_else(String::new, |epoch| format!("/{epoch}"));
-        let body = self.exchange(&Method::DELETE, &format!("/v1/images/{vm}{epoch}"), Bytes::new())?;
+        self.delete(&format!("/v1/images/{vm}{epoch}"))
+    }
+
+    fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        let body = self.exchange(&Method::DELETE, path, Bytes::new())?;
         serde_json::from_slice(&body).map_err(ClientError::Answer)
     }
 

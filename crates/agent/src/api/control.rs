@@ -4,8 +4,9 @@ use proto::{MigrationId, VmName};
 
 use super::problem::Problem;
 use super::types::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, LeftImage, Limits, MigrateRequest,
-    MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
+    LeftImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail,
+    VmSummary,
 };
 use crate::progress::Watcher;
 use crate::report::Report;
@@ -29,7 +30,10 @@ pub trait Control: Send + Sync + 'static {
     fn run(&self, request: RunRequest) -> Result<Adopted, Problem>;
 
     /// Forgets a VM; its QEMU goes on. Refused while a migration of it is open.
-    fn forget(&self, vm: &VmName) -> Result<(), Problem>;
+    fn forget(&self, vm: &VmName) -> Result<Forgotten, Problem>;
+
+    /// Makes this host the owner of a VM in the register, or says what that risks.
+    fn claim(&self, vm: &VmName, request: ClaimRequest) -> Result<ClaimReport, Problem>;
 
     /// Pre-flight alone, on both hosts. Changes nothing on either.
     fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem>;

@@ -37,6 +37,7 @@ pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> R
         .route("/v1/vms", get(vms).post(adopt))
         .route("/v1/vms/run", post(run))
         .route("/v1/vms/{vm}", get(vm).delete(forget))
+        .route("/v1/vms/{vm}/claim", post(claim))
         .route("/v1/images", get(images))
         .route("/v1/images/{vm}", delete(remove_images_of))
         .route("/v1/images/{vm}/{epoch}", delete(remove_images_of_one))
@@ -83,8 +84,16 @@ async fn vm(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
 
 async fn forget(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
     let vm = vm_name(vm)?;
-    shared.call(move |control| control.forget(&vm)).await?;
-    Ok(StatusCode::NO_CONTENT.into_response())
+    json(StatusCode::OK, &shared.call(move |control| control.forget(&vm)).await?)
+}
+
+async fn claim(
+    State(shared): State<Shared>,
+    Path(vm): Path<String>,
+    Given(request): Given<super::ClaimRequest>,
+) -> Answer {
+    let vm = vm_name(vm)?;
+    json(StatusCode::OK, &shared.call(move |control| control.claim(&vm, request)).await?)
 }
 
 async fn images(State(shared): State<Shared>) -> Answer {

@@ -162,6 +162,39 @@ pub struct Adopted {
     pub findings: Vec<Finding>,
 }
 
+/// A VM that the agent takes care of no longer.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Forgotten {
+    /// The VM.
+    pub vm: VmName,
+    /// Its QEMU, which goes on; absent if it had ended.
+    pub pid: Option<u32>,
+    /// Of a VM that had ended and that the register had for this host's: whether the register has it released.
+    pub released: Option<bool>,
+}
+
+/// A correction of the register of owners.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClaimRequest {
+    /// Whether to carry it out; otherwise the answer only says what it risks.
+    #[serde(default)]
+    pub i_know_the_risk: bool,
+}
+
+/// What the register says of a VM, and what correcting it risks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClaimReport {
+    /// The VM.
+    pub vm: VmName,
+    /// Who was its owner; absent if nobody was.
+    pub owner: Option<HostId>,
+    /// What making this host the owner would risk, or risked, line by line; empty if nothing.
+    pub risked: Vec<String>,
+    /// Whether this host is the owner now.
+    pub done: bool,
+}
+
 /// A migration to be started or checked. What is absent is taken from the agent's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

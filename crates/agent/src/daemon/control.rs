@@ -13,8 +13,9 @@ use super::drive::{internal, keeps_time};
 use super::{Daemon, Mail};
 use crate::api::Control;
 use crate::api::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, LeftImage, Limits, MigrateRequest,
-    MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Forgotten,
+    LeftImage, Limits, MigrateRequest, MigrationStatus, RecoverReport, RecoverRequest, RunRequest, VmDetail,
+    VmSummary,
 };
 use crate::api::{Kind, Problem};
 use crate::destination::untrusted;
@@ -107,10 +108,17 @@ impl Control for Users {
         Ok(Adopted { vm: self.summary(&record), findings })
     }
 
-    fn forget(&self, vm: &VmName) -> Result<(), Problem> {
+    fn forget(&self, vm: &VmName) -> Result<Forgotten, Problem> {
         let _alone = self.context.names.alone(vm);
         self.not_in_migration(vm)?;
         vms::forget(&self.context, &self.known(vm)?)
+    }
+
+    fn claim(&self, vm: &VmName, request: ClaimRequest) -> Result<ClaimReport, Problem> {
+        let _alone = self.context.names.alone(vm);
+        let record = self.known(vm)?;
+        self.not_in_migration(vm)?;
+        vms::claim(&self.context, &record, &request)
     }
 
     fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem> {

@@ -40,7 +40,8 @@ impl Daemon {
         self.reachable(request)?;
         // Its monitor is the migration's.
         self.not_in_migration(&vm)?;
-        let offer = self.offer(&record, request, true)?;
+        let mut offer = self.offer(&record, request, true)?;
+        offer.findings.extend(owners::refused(&self.context, &vm));
         let mut report = CheckReport {
             vm: vm.clone(),
             from: self.context.config.host.clone(),
@@ -83,8 +84,11 @@ impl Daemon {
             let advice = "see the findings; each says what to do";
             return Err(Problem::new(Kind::Refused, error, advice).with_findings(offer.findings));
         }
-        let held = owners::held_since(&self.context, &request.vm)
-            .map_err(|error| Problem::caused_by(Kind::Unavailable, &error, ""))?;
+        let held = owners::held_since(&self.context, &request.vm).map_err(|error| {
+            let found = owners::finding(&error);
+            Problem::new(Kind::Unavailable, found.what.clone(), found.advice.clone())
+                .with_findings(vec![found])
+        })?;
         let journal = &self.context.journal;
         if let Some(epoch) = held {
             journal.learn_epoch(&request.vm, epoch).map_err(|error| internal(&error))?;

@@ -26,7 +26,7 @@ fn web() -> VmName {
 }
 
 fn owned(epoch: u64, owner: &str) -> Ownership {
-    Ownership { epoch: Epoch(epoch), owner: host(owner), offer: None }
+    Ownership { epoch: Epoch(epoch), owner: host(owner), offer: None, released: false }
 }
 
 fn stands(epoch: u64, owner: &str) -> RegisterAnswer {

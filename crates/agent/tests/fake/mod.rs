@@ -10,9 +10,10 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use crate::agent::api::{
-    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, Control, Epoch, Finding, HostId,
-    KernelFeature, Kind, LeftImage, Limits, MigrateRequest, MigrationId, MigrationStatus, Problem,
-    RecoverAction, RecoverReport, RecoverRequest, Role, RunRequest, Severity, VmDetail, VmName, VmSummary,
+    AdoptRequest, Adopted, AgentInfo, CancelOutcome, CheckReport, ClaimReport, ClaimRequest, Control, Epoch,
+    Finding, Forgotten, HostId, KernelFeature, Kind, LeftImage, Limits, MigrateRequest, MigrationId,
+    MigrationStatus, Problem, RecoverAction, RecoverReport, RecoverRequest, Role, RunRequest, Severity,
+    VmDetail, VmName, VmSummary,
 };
 use crate::agent::progress::{Phase, Progress, Publisher, Standing, Watcher};
 use crate::agent::report::{Downtime, Measured, Objective, Outcome, Report, Round};
@@ -242,8 +243,20 @@ impl Control for Fake {
         Ok(Adopted { vm: summary("fresh"), findings: Vec::new() })
     }
 
-    fn forget(&self, name: &VmName) -> Result<(), Problem> {
-        self.state.lock().unwrap().vms.remove(name.as_str()).map(drop).ok_or_else(|| unknown_vm(name))
+    fn forget(&self, name: &VmName) -> Result<Forgotten, Problem> {
+        let forgotten = Forgotten { vm: name.clone(), pid: None, released: Some(true) };
+        self.state
+            .lock()
+            .unwrap()
+            .vms
+            .remove(name.as_str())
+            .map(|_| forgotten)
+            .ok_or_else(|| unknown_vm(name))
+    }
+
+    fn claim(&self, name: &VmName, request: ClaimRequest) -> Result<ClaimReport, Problem> {
+        let risked = vec!["two of it".to_owned()];
+        Ok(ClaimReport { vm: name.clone(), owner: None, risked, done: request.i_know_the_risk })
     }
 
     fn check(&self, request: MigrateRequest) -> Result<CheckReport, Problem> {

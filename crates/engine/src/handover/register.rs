@@ -109,7 +109,7 @@ pub fn standing(terms: &Terms, record: Option<&Ownership>) -> Standing {
             _ => Standing::Foreign,
         }
     } else if record.owner == terms.source {
-        Standing::Open { since: record.epoch, offer: record.offer.clone() }
+        Standing::Open { since: record.epoch, offer: record.offer.as_deref().cloned() }
     } else {
         Standing::Foreign
     }
@@ -142,7 +142,11 @@ impl Use {
 
 /// Enters a VM that the register does not know yet, as owned by a host. For adoption, not for a migration.
 pub fn enrol(vm: VmName, epoch: Epoch, owner: HostId) -> RegisterRequest {
-    RegisterRequest::CompareAndSet { vm, expected: None, new: Ownership { epoch, owner, offer: None } }
+    RegisterRequest::CompareAndSet {
+        vm,
+        expected: None,
+        new: Ownership { epoch, owner, offer: None, released: false },
+    }
 }
 
 /// Asks what stands.
@@ -180,6 +184,6 @@ fn change(
     RegisterRequest::CompareAndSet {
         vm: terms.migration.vm.clone(),
         expected: Some((from.0, from.1.clone())),
-        new: Ownership { epoch: to.0, owner: to.1.clone(), offer },
+        new: Ownership { epoch: to.0, owner: to.1.clone(), offer: offer.map(Box::new), released: false },
     }
 }

@@ -242,8 +242,10 @@ const DECISIONS: [Decision; 5] = [
 /// Every answer of a register that a role may tell from another; none where there is no register.
 fn answers(terms: &Terms) -> Vec<RegisterAnswer> {
     let Some(base) = terms.register else { return vec![] };
-    let owned = |epoch, owner: &HostId, offer| Some(Ownership { epoch, owner: owner.clone(), offer });
-    let offered = |pid, run| Some(Offer { epoch: EPOCH, incarnation: incarnation(pid), run });
+    let owned = |epoch, owner: &HostId, offer| {
+        Some(Ownership { epoch, owner: owner.clone(), offer, released: false })
+    };
+    let offered = |pid, run| Some(Box::new(Offer { epoch: EPOCH, incarnation: incarnation(pid), run }));
     [
         owned(base, &terms.source, None),
         owned(base, &terms.source, offered(1, true)),

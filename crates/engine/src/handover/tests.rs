@@ -96,7 +96,8 @@ fn a_paused_guest_stays_paused() {
     let begin = || On::Begin { run: true };
     for register in [None, Some(Epoch(3))] {
         let terms = terms(register);
-        let source_owns = Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None };
+        let source_owns =
+            Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None, released: false };
         let returned = On::RegisterSays(RegisterAnswer::Stands(Some(source_owns)));
         let mut ends = vec![
             vec![begin(), On::Cancel],
@@ -119,7 +120,8 @@ fn a_paused_guest_stays_paused() {
             DestinationEvent::Go { epoch: EPOCH, incarnation: incarnation(1), run: false },
         ];
         if register.is_some() {
-            let owned = Ownership { epoch: EPOCH, owner: terms.destination.clone(), offer: None };
+            let owned =
+                Ownership { epoch: EPOCH, owner: terms.destination.clone(), offer: None, released: false };
             events.push(DestinationEvent::RegisterSays(RegisterAnswer::Stands(Some(owned))));
         }
         let (state, effects) = walk_destination(&terms, events);
@@ -221,7 +223,7 @@ fn a_guest_that_has_run_there_is_never_run_here() {
                 choices.iter().map(|choice| choice.decision).collect::<Vec<_>>(),
                 [Decision::RunElsewhere]
             );
-            let owned = Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None };
+            let owned = Ownership { epoch: EPOCH, owner: terms.source.clone(), offer: None, released: false };
             for event in [
                 SourceEvent::OperatorDecides(Decision::RunHere { force: true }),
                 SourceEvent::OperatorDecides(Decision::WithoutRegister { run_here: true }),
@@ -342,7 +344,8 @@ fn a_rebooted_destination_asks_the_source_and_clears_up_if_that_has_aborted() {
 #[test]
 fn the_register_does_not_go_back() {
     let terms = terms(Some(Epoch(3)));
-    let owned = |epoch, owner: &HostId| Ownership { epoch, owner: owner.clone(), offer: None };
+    let owned =
+        |epoch, owner: &HostId| Ownership { epoch, owner: owner.clone(), offer: None, released: false };
     let enrol = register::enrol(terms.migration.vm.clone(), Epoch(3), terms.source.clone());
     let (reply, first) = apply(&enrol, None);
     assert_eq!((reply, first.clone()), (RegisterReply::Set, Some(owned(Epoch(3), &terms.source))));
@@ -366,7 +369,8 @@ fn the_register_does_not_go_back() {
 #[test]
 fn a_third_host_in_the_register_decides_nothing() {
     let terms = terms(Some(Epoch(3)));
-    let record = Ownership { epoch: Epoch(8), owner: HostId::new("c").unwrap(), offer: None };
+    let record =
+        Ownership { epoch: Epoch(8), owner: HostId::new("c").unwrap(), offer: None, released: false };
     assert_eq!(register::standing(&terms, Some(&record)), Standing::Foreign);
     let says = RegisterAnswer::Stands(Some(record));
     let states = [
@@ -385,7 +389,7 @@ fn a_third_host_in_the_register_decides_nothing() {
 #[test]
 fn an_older_attempt_s_end_does_not_stop_this_one() {
     let terms = terms(Some(Epoch(3)));
-    let moved_on = Ownership { epoch: Epoch(5), owner: terms.source.clone(), offer: None };
+    let moved_on = Ownership { epoch: Epoch(5), owner: terms.source.clone(), offer: None, released: false };
     let says = RegisterAnswer::Stands(Some(moved_on.clone()));
     let taking = DestinationState::Taking { incarnation: incarnation(1), run: true };
     let step = moved(destination(&terms, &taking, &DestinationEvent::RegisterSays(says)));
@@ -407,7 +411,7 @@ proptest! {
             register::give_back(&terms),
             register::offer(&terms, Epoch(3), &incarnation(1), true),
         ];
-        let mut record = Ownership { epoch: Epoch(3), owner: terms.source.clone(), offer: None };
+        let mut record = Ownership { epoch: Epoch(3), owner: terms.source.clone(), offer: None, released: false };
         let mut source_has_it = false;
         for pick in picks {
             let before = record.clone();

@@ -288,7 +288,12 @@ fn small(owned: &Ownership) -> Record {
 
 fn large(record: Record) -> Ownership {
     let offer = |epoch: u8| Offer { epoch: Epoch(epoch.into()), incarnation: incarnation(epoch), run: true };
-    Ownership { epoch: Epoch(record.epoch.into()), owner: host(record.owner), offer: record.offer.map(offer) }
+    Ownership {
+        epoch: Epoch(record.epoch.into()),
+        owner: host(record.owner),
+        offer: record.offer.map(offer).map(Box::new),
+        released: false,
+    }
 }
 
 fn small_op(request: &RegisterRequest) -> Op {

@@ -12,7 +12,11 @@ pub struct Ownership {
     /// The host that may run it.
     pub owner: HostId,
     /// The next epoch's COMMITTED, recorded by the owner for a destination that cannot ask it any more.
-    pub offer: Option<Offer>,
+    pub offer: Option<Box<Offer>>,
+    /// Whether the owner has let go of it: its VM has ended there and was forgotten, and another host that has a VM of
+    /// this name may become its owner. To a migration under way it means nothing.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub released: bool,
 }
 
 /// A COMMITTED, recorded in the register.

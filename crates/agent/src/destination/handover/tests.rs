@@ -155,8 +155,14 @@ fn the_register_is_asked_again_for_what_the_journal_did_not_take() {
     let terms = engine::handover::Terms { register: Some(Epoch(0)), ..terms("b", "a") };
     let taking = DestinationState::Taking { incarnation, run: true };
     let (mut driver, _source) = driver_of(&world, terms, taking, Some(vm));
-    let owner =
-        |name| RegisterAnswer::Stands(Some(Ownership { epoch: Epoch(1), owner: host(name), offer: None }));
+    let owner = |name| {
+        RegisterAnswer::Stands(Some(Ownership {
+            epoch: Epoch(1),
+            owner: host(name),
+            offer: None,
+            released: false,
+        }))
+    };
     world.context.journal.refuse_writes(true);
     driver.notice(Notice::Event(DestinationEvent::RegisterSays(owner("a"))));
     assert_eq!(world.state().name(), "taking");

@@ -353,7 +353,7 @@ fn a_register_that_does_not_answer_gathers_no_questions() {
     assert_eq!(questions.try_recv(), Err(mpsc::TryRecvError::Empty), "one at a time");
     answer.send(RegisterAnswer::Unreachable).unwrap();
     questions.recv_timeout(crate::testing::PATIENCE).expect("the one that has waited is asked now");
-    let ours = Ownership { epoch: id(1).epoch, owner: host("a"), offer: None };
+    let ours = Ownership { epoch: id(1).epoch, owner: host("a"), offer: None, released: false };
     answer.send(RegisterAnswer::Stands(Some(ours))).unwrap();
     assert_eq!(settled.join().unwrap(), SourceState::Returned);
 }

@@ -59,6 +59,7 @@ Exit codes:
     1  failed; a VM that was to be moved is at its source, unharmed
     2  usage or bad input; nothing was done
     3  in doubt, see `whimbrel recover`
+    4  the VM ended before it was moved
   130  interrupted; a migration that was watched goes on"
     };
 }

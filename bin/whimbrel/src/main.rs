@@ -74,6 +74,8 @@ enum Code {
     Usage,
     /// In doubt.
     InDoubt,
+    /// The VM ended before it was moved.
+    Ended,
     /// Ctrl-C.
     Interrupted,
 }
@@ -85,6 +87,7 @@ impl From<Code> for ExitCode {
             Code::Failed => 1,
             Code::Usage => 2,
             Code::InDoubt => 3,
+            Code::Ended => 4,
             Code::Interrupted => 130,
         })
     }

@@ -116,6 +116,7 @@ fn code(standing: Standing) -> Code {
     match standing {
         Standing::Done | Standing::Underway => Code::Done,
         Standing::Failed => Code::Failed,
+        Standing::Ended => Code::Ended,
         Standing::InDoubt => Code::InDoubt,
     }
 }
@@ -127,6 +128,7 @@ fn row(status: &MigrationStatus) -> [String; 6] {
         Standing::Underway => "under way",
         Standing::Done => "done",
         Standing::Failed => "failed",
+        Standing::Ended => "ended",
         Standing::InDoubt => "in doubt",
     };
     let remark = [&status.message, &status.advice].into_iter().flatten().cloned().collect::<Vec<_>>();

@@ -8,7 +8,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::{Agent, Cluster, GuestSpec};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// QEMUs that were started for a test, ended with it.
 struct Qemus(Vec<u64>);
@@ -83,7 +83,7 @@ fn a_forgotten_vm_keeps_its_place() {
     assert_eq!(a.vm("vm1").unwrap()["state"], "running");
 
     // Once it is gone, its place is free.
-    lab::Monitor::connect(&monitor).unwrap().command("quit", &serde_json::json!({})).unwrap();
+    lab::Monitor::connect(&monitor).unwrap().command("quit", &json!({})).unwrap();
     common::until("the VM is gone", || a.vm("vm1").unwrap()["state"] == "gone");
     let next = run(a, &file);
     qemus.0.push(pid(&next));
@@ -128,7 +128,7 @@ fn one_that_was_started_paused_is_moved_paused() {
             assert_eq!(arrived["state"], "paused", "{version:?}");
         }
         let mut monitor = lab::Monitor::connect(&qmp(&cluster.a, &name)).unwrap();
-        monitor.command("cont", &serde_json::json!({})).unwrap();
+        monitor.command("cont", &json!({})).unwrap();
         drop(monitor);
         assert_eq!(cluster.a.vm(&name).unwrap()["state"], "running", "{version:?}");
     }
@@ -210,7 +210,7 @@ fn an_owner_that_is_wrong_is_corrected() {
     let check = found(&["migrate", "vm1", "--to", "b", "--check"]);
     let owner = check.iter().find(|one| one["code"] == "owner-other").unwrap();
     assert!(owner["advice"].as_str().unwrap().contains("vm claim vm1"), "{owner}");
-    assert_eq!(found(&["migrate", "vm1", "--to", "b"]), [owner.clone()]);
+    assert_eq!(found(&["migrate", "vm1", "--to", "b"]), std::slice::from_ref(owner));
 
     let said = cluster.a.cli(&["vm", "claim", "vm1"]);
     assert_eq!(said.code, 1, "{said:?}");
@@ -224,4 +224,43 @@ fn an_owner_that_is_wrong_is_corrected() {
     cluster.migrate("vm1", "a", "b", &[]);
     cluster.guest_is_whole("b", "vm1");
     cluster.migrate("vm1", "b", "a", &[]);
+}
+
+// ---- VMs that end while they are moved
+
+/// How a guest comes to its end.
+type End<'a> = &'a dyn Fn(&common::Guest);
+
+/// The headline says what became of the VM, and its exit code is its own; the next one of that name moves.
+#[test]
+fn a_vm_that_ends_while_it_is_moved() {
+    let cluster = Cluster::new();
+    // Written to the port that the firmware has chosen for it, this is how a guest powers off (ACPI, S5).
+    let power_off = json!({"command-line": "o /w 0x604 0x2000"});
+    let monitor = |guest: &common::Guest| guest.monitor().unwrap();
+    let ends: [(End<'_>, &str); 3] = [
+        (&|guest| drop(monitor(guest).command("human-monitor-command", &power_off)), "shut itself down"),
+        (&|guest| drop(monitor(guest).command("quit", &json!({}))), "told to quit"),
+        (&|guest| lab::kill_pid(guest.pid()).unwrap(), "crashed, or was killed"),
+    ];
+    for (end, reason) in ends {
+        let load = common::Load { fill_mib: 16, ..common::Load::default() };
+        let spec = GuestSpec { second_monitor: true, ..GuestSpec::tiny("vm1", load) };
+        let guest = cluster.guest(&spec);
+        let migration = cluster.migrate_slowly("vm1", "4MiB");
+        cluster.wait_for_sent(1 << 20);
+        end(&guest);
+        assert_eq!(migration.wait_with_output().unwrap().status.code(), Some(4), "{}", cluster.a.log());
+        cluster.a.wait_settled();
+        cluster.b.wait_settled();
+        let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+        assert_eq!(report["outcome"], "ended", "{report:#}");
+        assert!(report["reason"].as_str().unwrap().contains(reason), "{report:#}");
+        let last = cluster.a.cli(&["migrations"]).ok().json();
+        assert_eq!((&last[0]["standing"], &last[0]["state"]), (&"ended".into(), &"aborted".into()));
+        assert_eq!(cluster.a.vm("vm1").unwrap()["state"], "gone");
+        assert!(cluster.b.vm("vm1").is_none());
+        cluster.a.cli(&["vm", "forget", "vm1"]).ok();
+        fs::remove_dir_all(guest.directory()).unwrap();
+    }
 }

@@ -47,6 +47,8 @@ pub enum Standing {
     Done,
     /// The VM is at its source, unharmed.
     Failed,
+    /// The VM ended at its source, before it was moved: its guest shut down, or its QEMU ended otherwise.
+    Ended,
     /// It is not known which side has the VM, or it is known and the other side cannot be told. Neither side guesses.
     InDoubt,
 }
@@ -54,7 +56,7 @@ pub enum Standing {
 impl Standing {
     /// Nothing more will happen without somebody asking for it.
     pub fn is_over(self) -> bool {
-        matches!(self, Self::Done | Self::Failed)
+        matches!(self, Self::Done | Self::Failed | Self::Ended)
     }
 }
 

@@ -167,6 +167,8 @@ pub enum Outcome {
     Aborted,
     /// Somebody cancelled it; the VM is at its source.
     Cancelled,
+    /// The VM ended at its source, before it was moved: its guest shut down, or its QEMU ended otherwise.
+    Ended,
     /// The destination refused after COMMITTED; the VM is at its source again.
     Returned,
     /// It is not known which side has the VM.

@@ -221,6 +221,9 @@ pub(crate) struct Details {
     /// Its QEMU. What the journal has of the VM itself can be forgotten or replaced meanwhile.
     #[serde(default)]
     pub(crate) process: Option<ProcessTrace>,
+    /// Whether the VM ended before it was moved.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) vm_ended: bool,
 }
 
 /// How a QEMU is found again.
@@ -239,7 +242,7 @@ impl Details {
             start_time_ticks: vm.process.start_time(),
             qmp: vm.qmp_path.clone(),
         });
-        Self { boot_id: context.boot_id.clone(), accepted, later: None, process }
+        Self { boot_id: context.boot_id.clone(), accepted, later: None, process, vm_ended: false }
     }
 
     /// The record of the VM's QEMU, as the migration found it.

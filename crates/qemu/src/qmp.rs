@@ -267,6 +267,16 @@ impl Qmp {
         }
     }
 
+    /// All events collected so far, also of a QEMU that has ended, reading those that have already arrived.
+    pub fn last_events(&mut self) -> &VecDeque<Event> {
+        while let Ok(message) = self.read_message(Instant::now(), "events") {
+            if self.collect(message).is_err() {
+                break;
+            }
+        }
+        &self.events
+    }
+
     /// Forgets the collected events of that name, e.g. before an act whose event is then waited for.
     pub fn forget_events(&mut self, name: &str) {
         self.events.retain(|event| event.name != name);

@@ -233,7 +233,13 @@ mod tests {
 
     #[test]
     fn a_source_that_was_never_accepted_has_nobody_to_ask_after_a_reboot() {
-        let details = |accepted| Details { boot_id: "last".to_owned(), accepted, later: None, process: None };
+        let details = |accepted| Details {
+            boot_id: "last".to_owned(),
+            accepted,
+            later: None,
+            process: None,
+            vm_ended: false,
+        };
         assert_eq!(left_of_source(None, "this"), Found::Gone);
         assert_eq!(left_of_source(Some(&details(false)), "this"), Found::Gone);
         assert_eq!(left_of_source(Some(&details(true)), "this"), Found::Rebooted);

@@ -29,7 +29,10 @@ impl Daemon {
     pub(super) fn status_of(&self, record: &MigrationRecord) -> MigrationStatus {
         let id = record.id();
         let progress = self.drivers().get(id).map(|driven| driven.publisher.now());
-        let resting = record.state.standing();
+        let resting = match record.state.standing() {
+            Standing::Failed if record.details["vm_ended"] == true => Standing::Ended,
+            standing => standing,
+        };
         let standing = match &progress {
             // A driver that is at work on a state that would be doubtful without it gets it settled, or says so.
             Some(progress) if record.open => progress.standing,

@@ -15,6 +15,7 @@ impl Outcome {
             Self::Moved => "moved",
             Self::Aborted => "failed; the VM is at its source, unharmed",
             Self::Cancelled => "cancelled; the VM is at its source",
+            Self::Ended => "the VM ended before it was moved",
             Self::Returned => "refused by the destination; the VM is at its source again",
             Self::InDoubt => "in doubt: see `whimbrel recover`",
         }

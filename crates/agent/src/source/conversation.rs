@@ -276,7 +276,7 @@ impl Driver {
             Notice::Event(event) => {
                 let reason = match &event {
                     SourceEvent::Cancel => "cancelled by a user",
-                    SourceEvent::QemuDied => "QEMU ended by itself",
+                    SourceEvent::QemuDied => self.how_it_ended(),
                     _ => "ended from outside",
                 };
                 Err(Failure::new(event, reason))

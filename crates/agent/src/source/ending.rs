@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use engine::handover::source::{SourceReport, SourceState};
 use tracing::{error, info, warn};
 
-use super::Driver;
 use super::inbox::Notice;
+use super::{Details, Driver};
 use crate::cpu::CpuTime;
 use crate::journal::{Durability, JournalError};
 use crate::progress::{Phase, Standing};
@@ -46,7 +46,7 @@ impl Driver {
             SourceReport::Failed => "failed; the VM is here".to_owned(),
             SourceReport::PeerGaveUp => format!("{to} gave up or was lost; the VM is here"),
             SourceReport::Interrupted => "the agent was restarted meanwhile; the VM is here".to_owned(),
-            SourceReport::VmCrashed => "QEMU ended by itself".to_owned(),
+            SourceReport::VmCrashed => self.how_it_ended().to_owned(),
             SourceReport::Bereft => {
                 format!(
                     "this side's QEMU is gone and {to} may have the only copy: asking it. Do not start {vm} here"
@@ -95,10 +95,10 @@ impl Driver {
             SourceReport::Cancelled => Some(Outcome::Cancelled),
             SourceReport::Returned => Some(Outcome::Returned),
             SourceReport::Done => Some(Outcome::Moved),
-            SourceReport::Failed
-            | SourceReport::PeerGaveUp
-            | SourceReport::Interrupted
-            | SourceReport::VmCrashed => Some(Outcome::Aborted),
+            SourceReport::VmCrashed => Some(Outcome::Ended),
+            SourceReport::Failed | SourceReport::PeerGaveUp | SourceReport::Interrupted => {
+                Some(Outcome::Aborted)
+            }
             _ => None,
         };
         self.outcome = outcome.or(self.outcome);
@@ -147,6 +147,7 @@ impl Driver {
         self.end_recording();
         let standing = match self.state {
             SourceState::Done { .. } => Standing::Done,
+            _ if self.outcome == Some(Outcome::Ended) => Standing::Ended,
             _ => Standing::Failed,
         };
         if let SourceState::Done { run, .. } = self.state {
@@ -193,11 +194,28 @@ impl Driver {
         });
     }
 
+    /// Why this side's QEMU is gone, as it said itself.
+    pub(super) fn how_it_ended(&mut self) -> &'static str {
+        let reason = self.vm.as_mut().and_then(SourceVm::shutdown_reason);
+        match reason.as_deref() {
+            Some("guest-shutdown") => "the guest shut itself down",
+            Some("host-qmp-quit" | "host-ui") => "QEMU was told to quit",
+            Some("host-signal") => "QEMU was ended by a signal",
+            Some("guest-panic") => "the guest panicked",
+            _ => "QEMU ended by itself: it crashed, or was killed",
+        }
+    }
+
     /// The last entries.
     fn leave(&self, standing: Standing) -> Result<(), JournalError> {
         let (journal, id) = (&self.context.journal, &self.terms.migration);
         if standing == Standing::Done {
             journal.remove_vm(&id.vm)?;
+        }
+        if standing == Standing::Ended && self.state != SourceState::Idle {
+            let details =
+                serde_json::json!(Details { vm_ended: true, ..Details::of(&self.context, None, true) });
+            journal.set_details(id, &details, Durability::Process)?;
         }
         if self.state == SourceState::Idle { Ok(()) } else { journal.close(id) }
     }

@@ -15,6 +15,7 @@ use tracing::{error, info, warn};
 
 use self::effects::EffectError;
 use super::inbox::Notice;
+use super::phases::Failure;
 use super::vm::{SourceVm, VmError};
 use super::{Details, Driver};
 use crate::config::Timeouts;
@@ -62,6 +63,7 @@ impl Driver {
         let event = match self.reach_ready() {
             Ok(ready) => SourceEvent::Ready { epoch: self.terms.epoch(), incarnation: ready.incarnation },
             Err(failure) => {
+                let failure = self.or_the_vm_ended(failure);
                 info!(migration = %self.terms.migration, reason = failure.reason, "the migration ends");
                 self.because(&failure.reason);
                 failure.event
@@ -69,6 +71,14 @@ impl Driver {
         };
         self.phases_ended(&event);
         self.settle()
+    }
+
+    /// What fails on this side often fails because the VM has ended, a moment before that is seen.
+    fn or_the_vm_ended(&mut self, failure: Failure) -> Failure {
+        if failure.event != SourceEvent::Failed || self.vm.as_mut().is_none_or(SourceVm::is_there) {
+            return failure;
+        }
+        Failure::new(SourceEvent::QemuDied, self.how_it_ended())
     }
 
     /// Whatever it was that ended the phases: nobody sends any more.

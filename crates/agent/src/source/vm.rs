@@ -170,6 +170,21 @@ impl SourceVm {
         self.ask(qemu::control::status).ok().map(|status| status.status)
     }
 
+    /// Whether it answers, or lives nevertheless. One that ends closes its monitor a moment earlier.
+    pub(crate) fn is_there(&mut self) -> bool {
+        const END_PATIENCE: Duration = Duration::from_secs(1);
+        self.run_state().is_some() || !matches!(self.process.wait_exit(Some(END_PATIENCE)), Ok(true))
+    }
+
+    /// Why a QEMU that has ended did so, as the last thing that it said on its monitor.
+    pub(crate) fn shutdown_reason(&mut self) -> Option<String> {
+        let qmp = self.qmp.as_mut()?;
+        // The monitor is closed; what came before that is read.
+        let events = qmp.last_events();
+        let last = events.iter().rev().find(|event| event.name == "SHUTDOWN")?;
+        Some(last.data["reason"].as_str()?.to_owned())
+    }
+
     pub(crate) fn is_running(&mut self) -> Result<bool, VmError> {
         Ok(self.ask(qemu::control::status)?.running)
     }

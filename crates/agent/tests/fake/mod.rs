@@ -147,7 +147,7 @@ impl Fake {
             state: match progress.standing {
                 Standing::Underway => "prepared",
                 Standing::Done => "done",
-                Standing::Failed => "aborted",
+                Standing::Failed | Standing::Ended => "aborted",
                 Standing::InDoubt => "committed",
             }
             .into(),
@@ -342,6 +342,7 @@ impl Control for Fake {
                 report.end(Outcome::Moved, None, 1_200_000);
             }
             Standing::Failed => report.end(Outcome::Aborted, progress.message, 900_000),
+            Standing::Ended => report.end(Outcome::Ended, progress.message, 900_000),
             Standing::InDoubt => report.outcome = Outcome::InDoubt,
         }
         Ok(report)

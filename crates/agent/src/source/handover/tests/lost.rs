@@ -15,7 +15,7 @@ fn a_guest_that_is_lost_before_all_of_it_was_sent_is_nobodys() {
     assert_eq!(world.state(), State::Source(SourceState::Aborted));
     assert!(matches!(peer.hung_up()[..], [Message::Inquire { .. }, Message::Abort { .. }]));
     let (outcome, reason) = controls.report(|report| (report.outcome, report.reason.clone()));
-    assert_eq!(outcome, Outcome::Aborted);
+    assert_eq!(outcome, Outcome::Ended);
     assert_eq!(reason.as_deref(), Some("QEMU ended"), "nobody is asked any more");
 }
 
@@ -49,7 +49,7 @@ fn a_guest_that_is_lost_before_committed_is_nobodys_where_pages_were_to_come_aft
         let world = World::new();
         let (mut driver, ..) = driver(&world, STOPPED, None);
         let (boot_id, process) = (world.context.boot_id.clone(), None);
-        let details = Details { boot_id, accepted: true, later, process };
+        let details = Details { boot_id, accepted: true, later, process, vm_ended: false };
         let found = driver.found_gone(Found::Gone, Some(&details));
         let settled = thread::spawn(move || driver.run_on(found));
         let mut peer = world.accept();

@@ -264,3 +264,42 @@ fn a_vm_that_ends_while_it_is_moved() {
         fs::remove_dir_all(guest.directory()).unwrap();
     }
 }
+
+// ---- what QEMU writes for people
+
+/// A log goes on where the guest is, and what was written at each host stays there.
+#[test]
+fn logs_stay_where_they_were_written() {
+    let cluster = Cluster::new();
+    let at_source = cluster.lab.a.directory().join("debug.log");
+    let mut spec = GuestSpec::tiny("vm1", common::Load::default());
+    spec.extra = [
+        "-chardev".to_owned(),
+        format!("file,id=debug,path={}", at_source.display()),
+        "-device".to_owned(),
+        "isa-debugcon,iobase=0x402,chardev=debug".to_owned(),
+    ]
+    .into();
+    let _guest = cluster.guest(&spec);
+    let say = |agent: &Agent, word: u8| {
+        let write = json!({"command-line": format!("o /b 0x402 {word}")});
+        let mut monitor = lab::Monitor::connect(&qmp(agent, "vm1")).unwrap();
+        monitor.command("human-monitor-command", &write).unwrap();
+    };
+    let logs = |agent: &Agent, epoch: u64| agent.directory.join(format!("state/logs/vm1@{epoch}/debug.log"));
+    let there = logs(&cluster.b, 1);
+    let report = cluster.migrate("vm1", "a", "b", &[]);
+    let is_named = |finding: &Value| finding["what"].as_str().unwrap().contains(there.to_str().unwrap());
+    assert!(report["findings"].as_array().unwrap().iter().any(is_named), "{report:#}");
+    say(&cluster.b, b'B');
+    assert_eq!(fs::read_to_string(&there).unwrap(), "B");
+    cluster.migrate("vm1", "b", "a", &[]);
+    assert_eq!(fs::read_to_string(&there).unwrap(), "B", "it stays when the guest has left");
+    say(&cluster.a, b'A');
+    cluster.migrate("vm1", "a", "b", &[]);
+    assert_eq!(fs::read_to_string(logs(&cluster.a, 2)).unwrap(), "A");
+    // One in which nothing stands does not.
+    cluster.migrate("vm1", "b", "a", &[]);
+    assert!(!logs(&cluster.b, 3).exists());
+    assert!(at_source.exists());
+}

@@ -46,6 +46,8 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// Where sockets of running things lie.
     pub run_dir: PathBuf,
+    /// Where the files go that QEMU writes for people (serial ports, logs) of VMs that have arrived.
+    pub log_dir: PathBuf,
     /// The API's socket.
     pub api_socket: PathBuf,
     /// How connections between agents are secured.

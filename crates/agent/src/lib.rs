@@ -24,6 +24,7 @@ mod guard;
 mod hold;
 pub mod journal;
 mod left_images;
+mod logs;
 mod machine;
 mod names;
 mod owners;

@@ -196,7 +196,7 @@ pub(crate) fn destination(
     };
     let (theirs, files) =
         theirs(&proposal).map_err(|error| unreadable("the facts cannot be read", &error))?;
-    let mut traces = Traces::plan(&context.config.run_dir, id);
+    let mut traces = Traces::plan(&context.config, id);
     let (plan, ram_kind) = ram_plan(proposal.ram_kind.as_deref(), &theirs);
     let config = &context.config.qemu;
     let mut here = HostRules {
@@ -215,6 +215,7 @@ pub(crate) fn destination(
             &traces.directory,
         )
     };
+    here.log_dir = Some(traces.log_directory.clone());
     let sights = files::see_files(&files, &here, &shared(context));
     let disks = disks::plan(context.config.pool.as_ref(), id, &theirs.vm, &proposal.disks, &sights);
     let files = disks::still_needed(files, &theirs.vm, &disks.copied);
@@ -252,6 +253,7 @@ pub(crate) fn destination(
     let findings: Vec<_> = checked.chain(others.iter().cloned()).collect();
     let blocked = findings.iter().any(|finding| finding.severity == Severity::Blocker);
     let (Ok(built), false) = (built, blocked) else { return Err(findings) };
+    traces.logs = built.logs;
     let needs = Needs { memory_bytes: needed_bytes, hugepage_bytes, images };
     let promised = (!proposal.check_only).then(|| arrivals.promise(needs));
     let launch = Launch {

@@ -18,6 +18,7 @@ use crate::api::{Kind, Problem};
 use crate::context::Context;
 use crate::destination::find_by_monitor;
 use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
+use crate::logs;
 use crate::owners::{self, Claim};
 use crate::preflight;
 use crate::report::rfc3339;
@@ -306,8 +307,9 @@ pub(crate) fn remove_leavings(context: &Context, vm: &VmName) {
 
 fn remove_own_directory(context: &Context, record: &VmRecord) {
     let gone = record.process(&context.boot_id).is_err();
-    if gone && let Some(directory) = own_directory(context, &record.qmp) {
+    if gone && let Some((directory, log_directory)) = own_directories(context, &record.qmp) {
         remove(&directory);
+        logs::remove_empty(&log_directory);
     }
 }
 
@@ -320,10 +322,12 @@ fn remove(directory: &Path) {
     }
 }
 
-/// The directory that the agent made for a VM's QEMU, if it did.
-pub(crate) fn own_directory(context: &Context, qmp: &Path) -> Option<PathBuf> {
-    let directory = qmp.parent()?;
-    (directory.parent()? == context.config.run_dir.join("vms")).then(|| directory.to_owned())
+/// The directories that the agent made for a VM's QEMU and for its logs, if it did.
+pub(crate) fn own_directories(context: &Context, qmp: &Path) -> Option<(PathBuf, PathBuf)> {
+    let directory =
+        qmp.parent().filter(|found| found.parent() == Some(&context.config.run_dir.join("vms")))?;
+    let name = directory.file_name()?.to_str()?;
+    Some((directory.to_owned(), logs::directory(&context.config, name)))
 }
 
 /// What a list says of a VM.

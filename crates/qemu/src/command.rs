@@ -6,8 +6,8 @@
 //! | what | becomes |
 //! |---|---|
 //! | unix sockets that QEMU listens on (monitors, serial ports, VNC) | the same name in the run directory |
-//! | files that serial ports write, logs | the same name in the run directory |
-//! | terminals (`stdio`, `-nographic`) | a file in the run directory |
+//! | files that serial ports write, logs | the same name in the directory for logs |
+//! | terminals (`stdio`, `-nographic`) | a file in the directory for logs |
 //! | taps, bridges | the interface that `tap` names for them, else the same name |
 //! | disks that are copied | the image that was made for it, alone, with the same way of caching and I/O |
 //! | other disks, kernels, firmware | the same path, or under the directory that `disk_dirs` gives |
@@ -38,6 +38,10 @@ pub const MONITOR_ID: &str = "whimbrel-qmp";
 pub const QMP_FILE: &str = "whimbrel-qmp.sock";
 /// QEMU's messages, in a guest's run directory.
 pub const LOG_FILE: &str = "whimbrel-qemu.log";
+/// Where the device state is taken in, in a guest's run directory.
+const STATE_FILE: &str = "whimbrel-state.sock";
+/// What a guest's own sockets and logs are never called.
+const OURS: [&str; 3] = [QMP_FILE, LOG_FILE, STATE_FILE];
 /// Longest path of a unix socket, in bytes.
 const MAX_SOCKET_PATH: usize = 107;
 
@@ -64,6 +68,8 @@ pub struct HostRules {
     pub data_dirs: Vec<PathBuf>,
     /// A directory of this guest's own, for sockets and logs.
     pub run_dir: PathBuf,
+    /// Where files go that QEMU writes for people (serial ports, logs); where none is named, into the run directory.
+    pub log_dir: Option<PathBuf>,
     /// Interface or bridge here for an interface, a bridge or a netdev id there.
     pub tap: BTreeMap<String, String>,
     /// Directories here for directories there; the longest match counts.
@@ -83,6 +89,7 @@ impl HostRules {
             qemu_binary: qemu_binary.into(),
             data_dirs: Vec::new(),
             run_dir: run_dir.into(),
+            log_dir: None,
             tap: BTreeMap::new(),
             disk_dirs: Vec::new(),
             images: BTreeMap::new(),
@@ -120,6 +127,8 @@ pub struct BuiltCommand {
     pub log: PathBuf,
     /// Where the device state can be taken in ([`crate::device_state::Incoming`]).
     pub state_socket: PathBuf,
+    /// Names of the files that QEMU will write into the directory for logs.
+    pub logs: Vec<String>,
     /// What was changed that somebody may miss.
     pub notes: Vec<String>,
     /// What was left out and may make the guest slower here, with what to do about each.
@@ -160,6 +169,7 @@ struct Build<'a> {
     problems: Vec<Problem>,
     notes: Vec<String>,
     warnings: Vec<Problem>,
+    logs: Vec<String>,
     /// Names in the run directory that are taken.
     names: BTreeSet<String>,
     /// How many options have the image of each disk that has one.
@@ -175,7 +185,8 @@ impl<'a> Build<'a> {
             problems: vm.problems.clone(),
             notes: Vec::new(),
             warnings: Vec::new(),
-            names: BTreeSet::new(),
+            logs: Vec::new(),
+            names: OURS.map(str::to_owned).into(),
             images_used: BTreeMap::new(),
         }
     }
@@ -290,8 +301,24 @@ impl<'a> Build<'a> {
         self.rules.path_here(path)
     }
 
+    /// A file of that name for what QEMU writes, another one each time.
+    fn log(&mut self, path: &str) -> String {
+        let name = self.unused_name(path);
+        let directory = self.rules.log_dir.as_ref().unwrap_or(&self.rules.run_dir);
+        let file = directory.join(&name).to_string_lossy().into_owned();
+        if self.rules.log_dir.is_some() {
+            self.logs.push(name);
+        }
+        file
+    }
+
     /// A file of that name in the run directory, another one each time.
     fn in_run_dir(&mut self, path: &str) -> String {
+        let name = self.unused_name(path);
+        self.rules.run_dir.join(name).to_string_lossy().into_owned()
+    }
+
+    fn unused_name(&mut self, path: &str) -> String {
         let name = Path::new(path).file_name().map_or("file".into(), |name| name.to_string_lossy());
         let mut unique = name.clone().into_owned();
         let mut number = 1;
@@ -299,7 +326,7 @@ impl<'a> Build<'a> {
             number += 1;
             unique = format!("{name}.{number}");
         }
-        self.rules.run_dir.join(unique).to_string_lossy().into_owned()
+        unique
     }
 
     fn socket_in_run_dir(&mut self, path: &str) -> String {
@@ -336,7 +363,7 @@ impl<'a> Build<'a> {
         let has = |out: &[Given], name: &str| out.iter().any(|option| option.name == name);
         if has(&self.out, "nographic") && !has(&self.out, "nodefaults") {
             if !has(&self.out, "serial") {
-                let file = self.in_run_dir("serial0.log");
+                let file = self.log("serial0.log");
                 self.notes.push(format!("the first serial port writes to {file}"));
                 self.out.push(Given::new("serial", format!("file:{file}")));
             }
@@ -351,7 +378,7 @@ impl<'a> Build<'a> {
 
     fn finish(mut self) -> Result<BuiltCommand, CommandError> {
         let file = |name: &str| self.rules.run_dir.join(name);
-        let (qmp, log, state_socket) = (file(QMP_FILE), file(LOG_FILE), file("whimbrel-state.sock"));
+        let (qmp, log, state_socket) = (file(QMP_FILE), file(LOG_FILE), file(STATE_FILE));
         if state_socket.as_os_str().len() > MAX_SOCKET_PATH {
             let what = format!("{} is too long for a unix socket", state_socket.display());
             self.problem("run-dir-too-long", what, "choose a run directory with a shorter path");
@@ -368,7 +395,15 @@ impl<'a> Build<'a> {
         argv.extend(cmdline::arguments(&self.out).into_iter().map(OsString::from));
         argv.extend(monitor(&qmp).map(OsString::from));
         argv.extend(["-S", "-incoming", "defer"].map(OsString::from));
-        Ok(BuiltCommand { argv, qmp, log, state_socket, notes: self.notes, warnings: self.warnings })
+        Ok(BuiltCommand {
+            argv,
+            qmp,
+            log,
+            state_socket,
+            logs: self.logs,
+            notes: self.notes,
+            warnings: self.warnings,
+        })
     }
 }
 

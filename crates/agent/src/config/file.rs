@@ -1,6 +1,7 @@
 //! The file as it is written, and the checks that make a [`Config`] of it.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +23,7 @@ struct File {
     state_dir: PathBuf,
     #[serde(default = "default_run_dir")]
     run_dir: PathBuf,
+    log_dir: Option<PathBuf>,
     api_socket: Option<PathBuf>,
     #[serde(default)]
     tls: Tls,
@@ -116,7 +118,10 @@ struct Checks<'a> {
 impl Checks<'_> {
     fn not_understood(&self, error: &toml::de::Error) -> ConfigError {
         let offset = error.span().map_or(0, |span| span.start);
-        let what = error.message().trim_end().replace('\n', ", ");
+        let mut what = error.message().trim_end().replace('\n', ", ");
+        if let Some(name) = self.locator.host_with_dots() {
+            let _ = write!(what, "; a name with a dot stands in quotes: [hosts.\"{name}\"]");
+        }
         // What is missing at the top level is not missing in the first key.
         let nowhere = offset == 0 && what.starts_with("missing");
         ConfigError::Invalid {
@@ -140,6 +145,8 @@ impl Checks<'_> {
         let run_dir = self.absolute(file.run_dir);
         let api_socket =
             file.api_socket.map_or_else(|| run_dir.join("agent.sock"), |socket| self.absolute(socket));
+        let state_dir = self.absolute(file.state_dir);
+        let log_dir = file.log_dir.map_or_else(|| state_dir.join("logs"), |dir| self.absolute(dir));
         let listen: SocketAddr = file.listen.parse().map_err(|_| {
             let what = format!(
                 "{:?} is no address to listen at; write ADDRESS:PORT with an IP address, e.g. \"0.0.0.0:7740\"",
@@ -162,8 +169,9 @@ impl Checks<'_> {
             host: file.host,
             role: file.role,
             listen,
-            state_dir: self.absolute(file.state_dir),
+            state_dir,
             run_dir,
+            log_dir,
             api_socket,
             security,
             hosts,

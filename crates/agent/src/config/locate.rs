@@ -37,6 +37,13 @@ impl Locator {
         self.line_at(offset)
     }
 
+    /// A host whose name has dots and stands without quotes, so that it is read as tables within tables.
+    pub(super) fn host_with_dots(&self) -> Option<&str> {
+        let headings =
+            self.text.lines().filter_map(|line| line.trim().strip_prefix("[hosts.")?.strip_suffix(']'));
+        headings.map(str::trim).find(|name| name.contains('.') && !name.contains(['"', '\'']))
+    }
+
     /// The key, as `table.key`, in whose name or value a byte stands; empty if there is none.
     pub(super) fn key_at(&self, offset: usize) -> String {
         let Ok(root) = DeTable::parse(&self.text) else { return String::new() };

@@ -78,6 +78,12 @@ fn the_example_names_every_key() {
 
 /// Text, the line and key that the error has to name, and a word of what it has to say.
 const MISTAKES: &[(&str, usize, &str, &str)] = &[
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[hosts.beta.dc1]\naddress = \"b:1\"",
+        4,
+        "hosts.beta.dc1",
+        "[hosts.\"beta.dc1\"]",
+    ),
     ("host = \"a b\"\nlisten = \"127.0.0.1:1\"\n[tls]\nplain = true", 1, "host", "letters, digits"),
     ("host = \"a\"\nlisten = \"nowhere\"\n[tls]\nplain = true", 2, "listen", "0.0.0.0:7740"),
     ("host = \"a\"\n[tls]\nplain = true", 1, "", "listen"),

@@ -73,10 +73,8 @@ impl Daemon {
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let details: Option<DestinationDetails> = serde_json::from_value(record.details.clone()).ok();
         let rebooted = details.as_ref().is_some_and(|details| details.boot_id != self.context.boot_id);
-        let traces = details.map_or_else(
-            || Traces::plan(&self.context.config.run_dir, record.id()),
-            |details| details.traces,
-        );
+        let traces =
+            details.map_or_else(|| Traces::plan(&self.context.config, record.id()), |details| details.traces);
         let proposal =
             self.context.journal.proposal(record.id()).ok().flatten().unwrap_or_else(|| Proposal {
                 reply_to: String::new(),

@@ -163,7 +163,7 @@ fn nothing_is_journalled_that_no_driver_could_end() {
 
 /// A destination that an agent before this one left in READY, with its QEMU.
 fn left_ready(world: &World) -> (Qemu, DestinationState) {
-    let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
+    let mut traces = Traces::plan(&world.context.config, &id(1));
     let qemu = Qemu::start(&traces.directory);
     traces.process = Some(qemu.process());
     let ready = DestinationState::Ready { incarnation: qemu.incarnation(), run: true };

@@ -19,10 +19,12 @@ use tracing::{info, warn};
 
 use super::awaiting::AwaitedTrace;
 use super::inbox::{Mailbox, Notice};
+use crate::config::Config;
 use crate::context::Context;
 use crate::disks;
 use crate::hold::{self, HoldError};
 use crate::journal::{Durability, JournalError};
+use crate::logs;
 use crate::pool;
 use crate::watch::Watch;
 
@@ -33,7 +35,7 @@ const KILL_PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArriveError {
     /// No place for its sockets and logs.
-    #[error("cannot make {path}; check `run_dir` in the configuration", path = path.display())]
+    #[error("cannot make {path}; check `run_dir` and `state_dir` in the configuration", path = path.display())]
     Directory {
         /// The directory.
         path: PathBuf,
@@ -87,10 +89,16 @@ pub(crate) enum ArriveError {
 }
 
 /// What the journal keeps of an arriving VM, so that an agent that was started anew finds it.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Traces {
-    /// Where its sockets and logs are; nothing else is there.
+    /// Where its sockets are, and QEMU's messages; nothing else is there.
     pub(crate) directory: PathBuf,
+    /// Where the files are that QEMU writes for people, which stay.
+    #[serde(default)]
+    pub(crate) log_directory: PathBuf,
+    /// The names of those files, also in `directory`, from where links lead to them.
+    #[serde(default)]
+    pub(crate) logs: Vec<String>,
     /// Its QEMU, once it runs: process id and start time.
     pub(crate) process: Option<(u32, u64)>,
     /// Images that are made for it.
@@ -114,12 +122,12 @@ pub(crate) struct DestinationDetails {
 impl Traces {
     /// Where an arriving VM's things will be. No VM that was started here can have a name with `@` in it, so the
     /// directory is not another VM's.
-    pub(crate) fn plan(run_dir: &Path, migration: &MigrationId) -> Self {
+    pub(crate) fn plan(config: &Config, migration: &MigrationId) -> Self {
+        let name = format!("{}@{}", migration.vm, migration.epoch);
         Self {
-            directory: run_dir.join("vms").join(format!("{}@{}", migration.vm, migration.epoch)),
-            process: None,
-            images: Vec::new(),
-            awaited: None,
+            log_directory: logs::directory(config, &name),
+            directory: config.run_dir.join("vms").join(name),
+            ..Self::default()
         }
     }
 
@@ -160,7 +168,7 @@ impl Traces {
         let this_boot = kept.as_ref().is_some_and(|details| details["boot_id"] == context.boot_id);
         let mut traces = kept
             .and_then(|details| serde_json::from_value(details).ok())
-            .unwrap_or_else(|| Self::plan(&context.config.run_dir, migration));
+            .unwrap_or_else(|| Self::plan(&context.config, migration));
         if !this_boot {
             // By now a stranger's.
             traces.process = None;
@@ -178,13 +186,15 @@ impl Traces {
         self.directory.join(qemu::command::LOG_FILE)
     }
 
-    /// Makes the directory, empty.
+    /// Makes the directories, empty.
     pub(crate) fn make_directory(&self) -> Result<(), ArriveError> {
         let failed = |source| ArriveError::Directory { path: self.directory.clone(), source };
         if self.directory.exists() {
             fs::remove_dir_all(&self.directory).map_err(failed)?;
         }
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.directory).map_err(failed)
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.directory).map_err(failed)?;
+        logs::make(&self.log_directory, &self.logs, &self.directory)
+            .map_err(|source| ArriveError::Directory { path: self.log_directory.clone(), source })
     }
 
     /// Kills what an agent before this one started here, and removes its things. A QEMU of which only the start was
@@ -198,6 +208,7 @@ impl Traces {
             kill(&process);
         }
         remove_directory(&self.directory);
+        logs::remove_empty(&self.log_directory);
     }
 }
 
@@ -400,6 +411,7 @@ impl Arriving {
     pub(crate) fn discard(self) -> Traces {
         kill(&self.process);
         remove_directory(&self.traces.directory);
+        logs::remove_empty(&self.traces.log_directory);
         self.traces
     }
 }

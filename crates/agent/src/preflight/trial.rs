@@ -41,7 +41,7 @@ impl Trial {
         let Considered { mut compared, launch, proposal, copied, here, .. } = considered;
         let run_dir = &context.config.run_dir;
         let directory = run_dir.join(format!("{PREFIX}t"));
-        let mut rules = HostRules { run_dir: directory.clone(), ..here };
+        let mut rules = HostRules { run_dir: directory.clone(), log_dir: None, ..here };
         let mut images = Vec::new();
         for disk in &copied {
             let (image, file) = stand_in(disk, run_dir)?;
@@ -58,7 +58,7 @@ impl Trial {
             scope: launch.scope.map(|scope| format!("{scope}-check")),
             ..launch
         };
-        let traces = Traces { directory, process: None, images: Vec::new(), awaited: None };
+        let traces = Traces { directory, ..Traces::default() };
         Ok(Self { compared, launch, traces, blocks: proposal.ram, _images: images })
     }
 

@@ -16,6 +16,8 @@ use rustix::fs::{AtFlags, Mode, OFlags, ResolveFlags, fstat, openat, openat2, st
 use tracee::{Process, ProcessError};
 use tracing::{info, warn};
 
+use crate::logs;
+
 /// Longest number of a process, with the end of its line.
 const PID_BYTES: usize = 16;
 
@@ -28,19 +30,22 @@ pub(super) struct Leavings {
     pid_file: Option<(Leaving, String)>,
     /// The directory that the agent made for it, when it arrived or was started from a file.
     directory: Option<PathBuf>,
+    /// Where the files are that it wrote for people; those with something in them stay.
+    logs: Option<PathBuf>,
 }
 
 impl Leavings {
-    /// Notes what a process will leave behind; `directory` is the one that the agent made for it. What cannot be looked
-    /// at is not noted.
-    pub(super) fn of(process: &Process, directory: Option<PathBuf>) -> Self {
+    /// Notes what a process will leave behind; `made` are the directories that the agent made for it and for its logs. What
+    /// cannot be looked at is not noted.
+    pub(super) fn of(process: &Process, made: Option<(PathBuf, PathBuf)>) -> Self {
+        let (directory, logs) = made.unzip();
         let sockets = sockets(process).unwrap_or_default();
         let pid_file = pid_file(process);
         if process.is_alive() {
-            Self { sockets, pid_file, directory }
+            Self { sockets, pid_file, directory, logs }
         } else {
             // Its number may have been another's meanwhile.
-            Self { directory, ..Self::default() }
+            Self { directory, logs, ..Self::default() }
         }
     }
 
@@ -57,6 +62,9 @@ impl Leavings {
             && let Err(error) = fs::remove_dir_all(directory)
         {
             warn!(directory = %directory.display(), %error, "left behind");
+        }
+        if let Some(logs) = &self.logs {
+            logs::remove_empty(logs);
         }
     }
 }

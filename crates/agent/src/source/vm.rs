@@ -122,7 +122,7 @@ impl SourceVm {
     /// Takes hold of a VM that an earlier agent was moving, without asking it anything: it may be held by SIGSTOP.
     pub(crate) fn find(context: &Context, record: &VmRecord) -> Result<Self, VmError> {
         let process = record.process(&context.boot_id)?;
-        let leavings = Leavings::of(&process, vms::own_directory(context, &record.qmp));
+        let leavings = Leavings::of(&process, vms::own_directories(context, &record.qmp));
         Ok(Self {
             process,
             leavings,

@@ -1,4 +1,4 @@
-//! Character devices: sockets and files move to the run directory, terminals become files.
+//! Character devices: sockets move to the run directory, files to the one for logs, and terminals become files.
 
 use super::{Build, MONITOR_ID};
 use crate::cmdline::Given;
@@ -31,15 +31,18 @@ impl Build<'_> {
             return None;
         }
         if let Some(log) = value.get("logfile") {
-            let here = self.in_run_dir(&log);
+            let here = self.log(&log);
+            self.notes.push(format!("log {log} goes on in {here}, and stays there when the guest leaves"));
             value.set("logfile", &here);
         }
         let kind = value.get("backend").unwrap_or_default();
         match kind.as_str() {
             "file" => {
                 if let Some(path) = value.get("path").filter(|path| moves(path)) {
-                    let here = self.in_run_dir(&path);
-                    self.notes.push(format!("file {path} becomes {here}"));
+                    let here = self.log(&path);
+                    self.notes.push(format!(
+                        "file {path} goes on in {here}, and stays there when the guest leaves"
+                    ));
                     value.set("path", &here);
                 }
                 value.remove("input-path");
@@ -59,7 +62,7 @@ impl Build<'_> {
                 }
             }
             "stdio" => {
-                let here = self.in_run_dir(&format!("{id}.log"));
+                let here = self.log(&format!("{id}.log"));
                 self.notes.push(format!("character device {id} was a terminal and writes to {here}"));
                 value.set("backend", "file");
                 value.set("path", &here);
@@ -108,7 +111,7 @@ impl Build<'_> {
             "stdio" | "con" if name == "monitor" => "none".to_owned(),
             "stdio" | "con" if monitor => return None,
             "stdio" | "con" => {
-                let here = self.in_run_dir(&format!("{name}{number}.log"));
+                let here = self.log(&format!("{name}{number}.log"));
                 self.notes.push(format!("-{name} was a terminal and writes to {here}"));
                 // A monitor that shared the terminal is gone with it.
                 if !mux.is_empty() && !self.vm.options.iter().any(|other| other.name == "monitor") {
@@ -119,8 +122,10 @@ impl Build<'_> {
             "file" => {
                 let path = rest.split(',').next().unwrap_or_default();
                 if moves(path) {
-                    let here = self.in_run_dir(path);
-                    self.notes.push(format!("file {path} becomes {here}"));
+                    let here = self.log(path);
+                    self.notes.push(format!(
+                        "file {path} goes on in {here}, and stays there when the guest leaves"
+                    ));
                     format!("{mux}file:{here}{}", rest.get(path.len()..).unwrap_or_default())
                 } else {
                     text.to_owned()

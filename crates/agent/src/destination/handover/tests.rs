@@ -37,7 +37,7 @@ fn driver_of(
 
 /// A VM that has arrived and waits.
 fn arrived(world: &World) -> (Qemu, Arriving, Incarnation) {
-    let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
+    let mut traces = Traces::plan(&world.context.config, &id(1));
     let qemu = Qemu::start(&traces.directory);
     traces.process = Some(qemu.process());
     let mut vm = Arriving::find(traces, PATIENCE).unwrap();
@@ -356,7 +356,7 @@ fn an_image_that_stays_is_named_until_it_is_gone() {
     let image = world.folder.path().join("web@1-disk0.raw");
     // Cannot be removed as a file is.
     std::fs::create_dir(&image).unwrap();
-    let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
+    let mut traces = Traces::plan(&world.context.config, &id(1));
     traces.images.push(image.clone());
     traces.keep(&world.context, &id(1), Durability::Process).unwrap();
 
@@ -379,7 +379,7 @@ fn a_copy_that_was_lost_with_its_host_leaves_its_images() {
     let (driver, mut source) = driver(&world, DestinationState::Bereft, None);
     let image = world.folder.path().join("web@1-disk0.raw");
     std::fs::write(&image, "half").unwrap();
-    let mut traces = Traces::plan(&world.context.config.run_dir, &id(1));
+    let mut traces = Traces::plan(&world.context.config, &id(1));
     traces.images.push(image.clone());
     traces.keep(&world.context, &id(1), Durability::Process).unwrap();
 

@@ -21,10 +21,13 @@ pub(super) fn best_threads(process: &Process) -> Result<Vec<i32>, ProcessError> 
 }
 
 /// How much a stop would disturb a thread: 0 not at all, 1 it may see `EINTR`, 2 it may not stop.
-/// `None`: it has ended.
+/// `None`: it has ended, or is the kernel's.
 fn rank(process: &Process, thread: u32) -> Option<u8> {
     let stat = fs::read_to_string(process.path(&format!("task/{thread}/stat"))).ok()?;
     let (_, fields) = stat.rsplit_once(')')?;
+    if is_of_kernel(fields) {
+        return None;
+    }
     match fields.trim_start().chars().next()? {
         'Z' | 'X' => return None,
         'D' => return Some(2),
@@ -33,6 +36,14 @@ fn rank(process: &Process, thread: u32) -> Option<u8> {
     let call = fs::read_to_string(process.path(&format!("task/{thread}/syscall"))).unwrap_or_default();
     let number = call.split(' ').next().and_then(|number| number.parse::<i64>().ok());
     Some(u8::from(number.is_some_and(|number| NEVER_RESTARTED.contains(&number))))
+}
+
+/// Whether a thread is the kernel's own, which serves a process (vhost, `io_uring`) and never returns to it: `PF_IO_WORKER`,
+/// `PF_USER_WORKER` or `PF_KTHREAD`. `fields` are those of its `stat` from its state on.
+pub(super) fn is_of_kernel(fields: &str) -> bool {
+    const KERNELS: u64 = 0x10 | 0x4000 | 0x20_0000;
+    let flags = fields.split_whitespace().nth(6).and_then(|flags| flags.parse::<u64>().ok());
+    flags.is_some_and(|flags| flags & KERNELS != 0)
 }
 
 /// Calls that return `EINTR` after every stop, signal(7); those that wait on sockets do so only if
@@ -55,3 +66,19 @@ const NEVER_RESTARTED: [i64; 14] = [
     // KVM_RUN; QEMU's virtual processors expect EINTR, but the main thread is the better choice.
     libc::SYS_ioctl,
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_of_the_kernel_are_not_chosen() {
+        // A virtual processor's, and vhost's worker in Linux 6.12.
+        assert!(!is_of_kernel(" S 1 700 700 0 -1 4194368 0 0 0 0"));
+        for flags in [0x40_4050_u64, 0x10, 0x20_8040] {
+            assert!(is_of_kernel(&format!(" S 1 700 700 0 -1 {flags} 0 0 0 0")), "{flags:x}");
+        }
+        let me = Process::open(std::process::id()).unwrap();
+        assert!(!best_threads(&me).unwrap().is_empty());
+    }
+}

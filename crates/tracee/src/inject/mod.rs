@@ -180,6 +180,10 @@ impl Injector {
     fn cancel_pending(&self, process: &Process) -> Result<(), InjectError> {
         let mut runnable = Vec::new();
         for thread in process.threads()? {
+            let stat = fs::read_to_string(process.path(&format!("task/{thread}/stat"))).unwrap_or_default();
+            if stat.rsplit_once(')').is_some_and(|(_, fields)| choice::is_of_kernel(fields)) {
+                continue;
+            }
             let call =
                 fs::read_to_string(process.path(&format!("task/{thread}/syscall"))).unwrap_or_default();
             let (number, _) = call.split_once([' ', '\n']).unwrap_or_default();

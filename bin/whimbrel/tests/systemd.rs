@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 
 use common::{Cluster, DEADLINE, GuestSpec, Load, QemuVersion, Serial};
 use lab::Host;
-use serde_json::Value;
 
 /// What the first process of the namespaces does before it becomes systemd. It must not change settings of the kernel,
 /// and its runtime directory and cgroups are its own.
@@ -109,16 +108,19 @@ impl Drop for Systemd {
     }
 }
 
-/// The codes of what pre-flight has to say.
-fn check(cluster: &Cluster) -> Vec<Value> {
-    let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).ok().json();
-    assert_eq!(check["possible"], true, "{check:#}");
+/// The codes of what keeps the guest where it is.
+fn blockers(cluster: &Cluster) -> Vec<String> {
+    let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).json();
     let findings = |side: &str| check[side].as_array().unwrap().clone();
-    [findings("source_findings"), findings("destination_findings")].concat()
+    let all = [findings("source_findings"), findings("destination_findings")].concat();
+    let blockers = all.iter().filter(|one| one["severity"] == "blocker");
+    let codes: Vec<_> = blockers.map(|one| one["code"].as_str().unwrap().to_owned()).collect();
+    assert_eq!(check["possible"], codes.is_empty(), "{check:#}");
+    codes
 }
 
 #[test]
-fn a_unit_that_restarts_is_warned_of_and_an_arriving_guest_has_a_scope() {
+fn a_unit_that_starts_it_again_is_refused_and_an_arriving_guest_has_a_scope() {
     let mut cluster = Cluster::new();
     let Some(systemd) = Systemd::start(&cluster.lab.a) else { return };
     cluster.a.kill();
@@ -146,14 +148,26 @@ fn a_unit_that_restarts_is_warned_of_and_an_arriving_guest_has_a_scope() {
     let warning = "systemd unit web1.service has Restart=always and would start the guest again";
     let adopted = cluster.a.cli(&["vm", "adopt", "vm1"]).ok();
     assert!(adopted.stdout.contains(warning), "{adopted:?}");
-    let findings = check(&cluster);
-    let restarts = findings.iter().find(|one| one["code"] == "restarts").expect("a warning");
-    assert_eq!(restarts["severity"], "warning");
-    assert!(restarts["what"].as_str().unwrap().contains(warning), "{restarts}");
+    assert_eq!(blockers(&cluster), ["restarts"]);
+    assert_eq!(cluster.a.cli(&["migrate", "vm1", "--to", "b"]).code, 1);
 
-    // It is heeded: nothing is left to be warned of, and the unit starts no second guest.
+    // What boots starts it, too.
+    let wants = systemd.directory.join("default.target.wants");
+    fs::create_dir(&wants).unwrap();
+    std::os::unix::fs::symlink(systemd.directory.join("web1.service"), wants.join("web1.service")).unwrap();
     systemd.unit("web1.service.d/moved.conf", "[Service]\nRestart=no\n");
-    assert!(!check(&cluster).iter().any(|one| one["code"] == "restarts"));
+    assert_eq!(blockers(&cluster), ["starts-at-boot"]);
+    // The unit of another one does.
+    fs::remove_dir_all(&wants).unwrap();
+    systemd.unit("web1.timer", "[Unit]\nDefaultDependencies=no\n[Timer]\nOnBootSec=3000\n");
+    systemd.ctl(&["start", "web1.timer"]);
+    assert_eq!(blockers(&cluster), ["starts-at-boot"]);
+    systemd.ctl(&["stop", "web1.timer"]);
+    fs::remove_file(systemd.directory.join("web1.timer")).unwrap();
+    systemd.ctl(&["daemon-reload"]);
+
+    // Nothing is left to be refused, and the unit starts no second guest.
+    assert_eq!(blockers(&cluster), Vec::<String>::new());
     cluster.migrate("vm1", "a", "b", &[]);
     cluster.guest_is_whole("b", "vm1");
     let deadline = Instant::now() + DEADLINE;

@@ -9,6 +9,7 @@ use qemu::command::QMP_FILE;
 use qemu::describe::VmDescription;
 use qemu::find::{self, QemuProcess, Selector};
 use qemu::qmp::Qmp;
+use qemu::units::{self, When};
 use qemu::vmfile::VmFile;
 use tracee::Process;
 use tracing::{info, warn};
@@ -105,7 +106,7 @@ fn enter(
     for finding in &mut findings {
         finding.severity = finding.severity.min(Severity::Warning);
     }
-    findings.extend(restart_finding(process));
+    findings.extend(starts_again(process));
     let description = serde_json::to_value(&described)
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))?;
     let record = VmRecord::new(
@@ -165,14 +166,18 @@ fn same_process(context: &Context, record: &VmRecord, process: &QemuProcess) -> 
     this_boot && (record.pid, record.start_time_ticks) == (process.pid, process.start_time_ticks)
 }
 
-/// Something would start the VM again after it has moved away (design, trap 18).
-pub(crate) fn restart_finding(process: &QemuProcess) -> Option<Finding> {
-    find::restart_warning(process).map(|what| Finding {
+/// What would start the VM a second time after it has moved away: a migration is refused for it.
+fn starts_again(process: &QemuProcess) -> impl Iterator<Item = Finding> {
+    units::starts_again(process).into_iter().map(|again| Finding {
         severity: Severity::Warning,
-        code: "restarts".to_owned(),
-        what,
-        advice: "see that nothing starts it here after it has moved: set Restart=no, or disable the unit"
-            .to_owned(),
+        code: match again.when {
+            When::AtOnce => "restarts",
+            When::AtBoot => "starts-at-boot",
+            When::Unknown => "restarts-unknown",
+        }
+        .to_owned(),
+        what: again.what,
+        advice: again.what_to_do,
     })
 }
 
@@ -394,7 +399,7 @@ pub(crate) fn detail(context: &Context, record: &VmRecord, summary: VmSummary) -
     })();
     if let Some((process, described, blocks)) = described {
         detail.findings = preflight::description_findings(&described, &context.config.qemu.allow_options);
-        detail.findings.extend(restart_finding(&process));
+        detail.findings.extend(starts_again(&process));
         detail.ram_kind =
             blocks.iter().max_by_key(|block| block.used_bytes).map(crate::ram::kind).unwrap_or_default();
         if let Ok(value) = serde_json::to_value(&described) {

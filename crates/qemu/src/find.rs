@@ -7,14 +7,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use crate::cmdline::{self, Given};
 use crate::describe::{Origin, absolute};
-use crate::process::{start_time_ticks, systemd_runs};
+use crate::process::start_time_ticks;
 use crate::qmp::{Qmp, QmpError};
 
 /// A QMP monitor of a QEMU.
@@ -215,31 +214,6 @@ pub fn connect(process: &QemuProcess, timeout: Duration) -> Result<Qmp, FindErro
         None => FindError::NoMonitor { which },
         Some(_) if process.is_libvirts() => FindError::HeldByLibvirt { which },
         Some(source) => FindError::Held { which, source },
-    })
-}
-
-/// A warning when something would start the guest again after it has moved away: its QEMU is ended by SIGKILL then,
-/// which systemd takes for a failure.
-pub fn restart_warning(process: &QemuProcess) -> Option<String> {
-    let unit = process.unit.as_ref().filter(|_| systemd_runs())?;
-    let mut command = Command::new("systemctl");
-    if let Some(user) = process.unit_of_user {
-        command.arg("--user").env("XDG_RUNTIME_DIR", format!("/run/user/{user}"));
-    }
-    let output = command.args(["show", "--property=Restart", "--value", "--", unit]).output().ok()?;
-    let whose = process.unit_of_user.map_or(String::new(), |user| format!(" of user {user}"));
-    if !output.status.success() {
-        return process.unit_of_user.map(|_| {
-            format!(
-                "the systemd{whose} does not tell whether unit {unit} would start the guest again after it has moved; make sure that its Restart= is no"
-            )
-        });
-    }
-    let restart = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-    (!restart.is_empty() && restart != "no").then(|| {
-        format!(
-            "systemd unit {unit}{whose} has Restart={restart} and would start the guest again after it has moved; set Restart=no, or stop the unit's restarting before migrating"
-        )
     })
 }
 

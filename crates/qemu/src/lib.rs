@@ -41,4 +41,5 @@ pub mod qmp;
 pub mod ram;
 pub mod recording;
 pub mod tree;
+pub mod units;
 pub mod vmfile;

@@ -26,6 +26,7 @@ pub use checks::run_state_refusal;
 use crate::describe::{Problem, VmDescription};
 use crate::ram::RamBlock;
 use crate::tree::Difference;
+use crate::units::StartsAgain;
 use facts::{HostFacts, Mappers};
 pub use identity::FileIdentity;
 pub use open_files::{OpenFiles, StrayFile};
@@ -93,8 +94,8 @@ pub struct SourceFacts {
     /// How readily the kernel ends its QEMU when memory is short.
     #[serde(default)]
     pub oom_score_adj: i32,
-    /// What would start the guest again ([`crate::find::restart_warning`]).
-    pub restart_warning: Option<String>,
+    /// What would start the guest a second time.
+    pub starts_again: Vec<StartsAgain>,
     /// Paths of its images at which there are not the files that QEMU has open ([`files::files_not_open`]).
     #[serde(default)]
     pub files_not_open: Vec<StrayFile>,

@@ -5,6 +5,7 @@ use crate::describe::Problem;
 use crate::options::Value;
 use crate::ram::RamBlock;
 use crate::tree::{Difference, OF_VHOST};
+use crate::units::When;
 
 /// What a QEMU needs besides the guest's memory, in bytes: its code, caches, the devices' buffers.
 const OVERHEAD_BYTES: u64 = 256 << 20;
@@ -72,8 +73,12 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
             "detach the debugger (gdb, strace)",
         );
     }
-    if let Some(warning) = &source.restart_warning {
-        add(findings, Warning, "restarts", warning, "do so before migrating");
+    for again in &source.starts_again {
+        match again.when {
+            When::AtOnce => add(findings, Blocker, "restarts", &again.what, &again.what_to_do),
+            When::AtBoot => add(findings, Blocker, "starts-at-boot", &again.what, &again.what_to_do),
+            When::Unknown => add(findings, Warning, "restarts-unknown", &again.what, &again.what_to_do),
+        }
     }
     match source.nested_guests {
         Some(true) => add(

@@ -7,10 +7,11 @@ use super::{DestinationFacts, Emulator, OpenFiles, SourceFacts};
 use crate::command::{HostRules, RamPlan};
 use crate::control;
 use crate::describe::{Problem, VmDescription, describe};
-use crate::find::{QemuProcess, restart_warning};
+use crate::find::QemuProcess;
 use crate::qmp::{Qmp, QmpError};
 use crate::ram::RamBlock;
 use crate::tree;
+use crate::units;
 
 /// The facts of the source: its guest is described; its memory was found already, see [`crate::ram::ram_blocks`].
 ///
@@ -34,7 +35,7 @@ pub fn source(
         nested_guests: facts::nested_guests(process.pid),
         user: facts::user(process.pid),
         oom_score_adj: facts::oom_score_adj(process.pid),
-        restart_warning: restart_warning(process),
+        starts_again: units::starts_again(process),
         files_not_open: files_not_open(&vm, &open),
         ram_blocks,
         vm,

@@ -4,6 +4,7 @@ use crate::command::RamPlan;
 use crate::describe::{Machine, Memory, Program, SCHEMA};
 use crate::ram::{MappedFile, RamKind};
 use crate::tree::{DeviceTree, Difference};
+use crate::units::When;
 use facts::MemoryFeatures;
 
 fn block(name: &str, bytes: u64) -> RamBlock {
@@ -84,7 +85,7 @@ fn facts() -> (SourceFacts, DestinationFacts) {
         nested_guests: None,
         user: Some(0),
         oom_score_adj: 0,
-        restart_warning: None,
+        starts_again: Vec::new(),
         files_not_open: Vec::new(),
     };
     let destination = DestinationFacts {
@@ -137,7 +138,13 @@ fn the_guest() {
     assert_eq!(found(|s, _| s.run_state = "paused".to_owned()), "paused.");
     assert_eq!(found(|s, _| s.run_state = "prelaunch".to_owned()), "paused.");
     assert_eq!(found(|s, _| s.tracer_pid = 9), "debugger");
-    assert_eq!(found(|s, _| s.restart_warning = Some("unit".to_owned())), "restarts?");
+    let again = |when| {
+        let (what, what_to_do) = ("unit".to_owned(), "disable it".to_owned());
+        found(move |s, _| s.starts_again.push(StartsAgain { when, what, what_to_do }))
+    };
+    assert_eq!(again(When::AtOnce), "restarts");
+    assert_eq!(again(When::AtBoot), "starts-at-boot");
+    assert_eq!(again(When::Unknown), "restarts-unknown?");
     assert_eq!(found(|s, _| s.nested_guests = Some(true)), "nested-guests");
     assert_eq!(found(|s, _| s.nested_guests = Some(false)), "");
     assert_eq!(found(|s, _| s.vm.machine.cpu_option = Some("Skylake,+vmx".to_owned())), "nested-possible?");

@@ -1,0 +1,129 @@
+//! What would start a guest a second time after it has moved away: the systemd unit in which its QEMU runs.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+
+use serde::{Deserialize, Serialize};
+
+use crate::find::QemuProcess;
+use crate::process::systemd_runs;
+
+/// Settings of a unit by which systemd starts it again when its QEMU is ended by SIGKILL.
+const RESTARTS: &[&str] = &["always", "on-failure", "on-abnormal", "on-abort"];
+/// Properties of a unit that name units which start it.
+const STARTED_BY: &[&str] = &["WantedBy", "RequiredBy", "UpheldBy", "BoundBy", "TriggeredBy"];
+
+/// A way in which a guest would be started a second time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StartsAgain {
+    /// When that happens.
+    pub when: When,
+    /// What was found.
+    pub what: String,
+    /// What to do about it.
+    pub what_to_do: String,
+}
+
+/// When a guest would be started a second time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum When {
+    /// As soon as its QEMU ends here.
+    AtOnce,
+    /// When the host boots, or something else happens that the unit is started for.
+    AtBoot,
+    /// The user's systemd does not say whether it is.
+    Unknown,
+}
+
+/// How the guest of a process would be started a second time by the unit it runs in.
+pub fn starts_again(process: &QemuProcess) -> Vec<StartsAgain> {
+    let Some(unit) = process.unit.as_ref().filter(|_| systemd_runs()) else { return Vec::new() };
+    let mut command = Command::new("systemctl");
+    if let Some(user) = process.unit_of_user {
+        command.arg("--user").env("XDG_RUNTIME_DIR", format!("/run/user/{user}"));
+    }
+    let properties = format!("--property=Restart,UnitFileState,{}", STARTED_BY.join(","));
+    let Ok(output) = command.args(["show", &properties, "--", unit]).output() else { return Vec::new() };
+    let whose = process.unit_of_user.map_or(String::new(), |user| format!(" of user {user}"));
+    if output.status.success() {
+        return of_unit(unit, &whose, &String::from_utf8_lossy(&output.stdout));
+    }
+    let unknown = process.unit_of_user.map(|_| StartsAgain {
+        when: When::Unknown,
+        what: format!("the systemd{whose} does not say whether unit {unit} would start the guest again"),
+        what_to_do: "make sure that the unit is disabled and has Restart=no".to_owned(),
+    });
+    unknown.into_iter().collect()
+}
+
+/// Reads what `systemctl show` prints of a unit.
+fn of_unit(unit: &str, whose: &str, shown: &str) -> Vec<StartsAgain> {
+    let user = if whose.is_empty() { "" } else { " --user" };
+    let properties: BTreeMap<&str, &str> = shown
+        .lines()
+        .filter_map(|line| line.split_once('='))
+        .filter(|(_, value)| !value.is_empty())
+        .collect();
+    let mut found = Vec::new();
+    if let Some(restart) = properties.get("Restart").filter(|restart| RESTARTS.contains(restart)) {
+        found.push(StartsAgain {
+            when: When::AtOnce,
+            what: format!(
+                "systemd unit {unit}{whose} has Restart={restart} and would start the guest again as soon as it has moved"
+            ),
+            what_to_do: format!("set Restart=no before it moves (`systemctl{user} edit {unit}`)"),
+        });
+    }
+    let is_enabled = properties.get("UnitFileState").is_some_and(|state| state.starts_with("enabled"));
+    let starters: Vec<_> =
+        STARTED_BY.iter().filter_map(|name| Some(format!("{name}={}", properties.get(name)?))).collect();
+    if is_enabled || !starters.is_empty() {
+        let why = if is_enabled { "is enabled".to_owned() } else { format!("has {}", starters.join(", ")) };
+        found.push(StartsAgain {
+            when: When::AtBoot,
+            what: format!(
+                "systemd unit {unit}{whose} {why} and would start a second copy of the guest when this host boots"
+            ),
+            what_to_do: format!(
+                "`systemctl{user} disable {unit}` here before it moves, and have it started where it is then"
+            ),
+        });
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_starts_a_guest_again_is_found() {
+        let found = |shown: &str| -> Vec<When> {
+            of_unit("web.service", "", shown).into_iter().map(|found| found.when).collect()
+        };
+        let static_unit = "Restart=no\nUnitFileState=static\nWantedBy=\nRequiredBy=\nTriggeredBy=\n";
+        assert_eq!(found(static_unit), []);
+        assert_eq!(found("Restart=no\nUnitFileState=disabled\n"), []);
+        // A SIGKILL is no success.
+        assert_eq!(found("Restart=on-success\nUnitFileState=transient\n"), []);
+        for restart in RESTARTS {
+            assert_eq!(found(&format!("Restart={restart}\n")), [When::AtOnce]);
+        }
+        for state in ["enabled", "enabled-runtime"] {
+            assert_eq!(found(&format!("Restart=no\nUnitFileState={state}\n")), [When::AtBoot]);
+        }
+        for started_by in STARTED_BY {
+            assert_eq!(
+                found(&format!("Restart=no\nUnitFileState=static\n{started_by}=x.target\n")),
+                [When::AtBoot]
+            );
+        }
+        assert_eq!(
+            found("Restart=always\nUnitFileState=enabled\nWantedBy=x.target\n"),
+            [When::AtOnce, When::AtBoot]
+        );
+        let of_user = of_unit("web.service", " of user 7", "Restart=no\nUnitFileState=enabled\n");
+        assert!(of_user[0].what_to_do.contains("systemctl --user disable web.service"), "{of_user:?}");
+    }
+}

@@ -7,13 +7,13 @@
 mod common;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
 use std::path::Path;
 use std::process::Command;
 
 use common::{Cluster, Device, Disk, GuestSpec, Load, QemuVersion};
 use lab::disk;
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// A guest that writes while it is moved.
 fn busy() -> Load {
@@ -202,6 +202,50 @@ fn nothing_is_left_of_a_trial() {
     assert_eq!(left(), 0);
     drop(waiting.wait_with_output().unwrap());
     assert!(cluster.b.vm("vm1").is_none());
+}
+
+// ---- a guest that waits for ever
+
+/// What a missed interrupt leaves: QEMU has answered, the driver wants to be told, and nobody does anything.
+#[test]
+fn a_disk_that_waits_for_ever_is_found() {
+    let cluster = Cluster::new();
+    let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk0.raw");
+    disk::known_content(&qemu, &image, "raw", 1).unwrap();
+    let mut spec = GuestSpec {
+        qemu: QemuVersion::Installed,
+        second_monitor: true,
+        ..GuestSpec::tiny("vm1", Load::default())
+    };
+    spec.devices.push(Device::Disk(Disk::new("disk0", &image, "raw")));
+    let guest = cluster.guest(&spec);
+    let warned = || {
+        let check = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).ok().json();
+        let found = check["destination_findings"].as_array().unwrap().clone();
+        found.iter().any(|one| one["code"] == "disk-stuck")
+    };
+    assert!(!warned());
+
+    let mut monitor = guest.monitor().unwrap();
+    let devices = monitor.command("x-query-virtio", &json!({})).unwrap();
+    let is_disk = |device: &&Value| device["name"] == "virtio-blk";
+    let path = devices.as_array().unwrap().iter().find(is_disk).unwrap()["path"].clone();
+    let of_queue = json!({"path": path, "queue": 0});
+    let monitor = std::cell::RefCell::new(monitor);
+    let ask = |command: &str, arguments: &Value| monitor.borrow_mut().command(command, arguments).unwrap();
+    let queue = || ask("x-query-virtio-queue-status", &of_queue);
+    common::until("the disk rests", || queue()["inuse"] == 0);
+    let (queue, number) = (queue(), |of: &Value| of.as_u64().unwrap());
+    // The driver's word for the last answer that it has seen, one before the last that QEMU gave.
+    let used_event = number(&queue["vring-avail"]) + 4 + 2 * number(&queue["vring-num"]);
+    let line = json!({"command-line": format!("gpa2hva {used_event:#x}")});
+    let place = ask("human-monitor-command", &line);
+    let (_, address) = place.as_str().unwrap().trim().rsplit_once(" is 0x").unwrap();
+    let memory = fs::OpenOptions::new().write(true).open(format!("/proc/{}/mem", guest.pid())).unwrap();
+    let before = (number(&queue["used-idx"]) as u16).wrapping_sub(1);
+    memory.write_all_at(&before.to_le_bytes(), u64::from_str_radix(address, 16).unwrap()).unwrap();
+    assert!(warned());
 }
 
 // ---- disks and files

@@ -93,7 +93,7 @@ pub const OPTIONS: &[Known] = &[
     rewrite("machine", Some("type")),
     keep("accel"),
     keep("cpu"),
-    keep("smp"),
+    Known { implied: Some("cpus"), ..keep("smp") },
     keep("numa"),
     keep("m"),
     keep("global"),

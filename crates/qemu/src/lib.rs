@@ -38,6 +38,7 @@ pub mod options;
 pub mod preflight;
 pub mod process;
 pub mod qmp;
+pub mod queues;
 pub mod ram;
 pub mod recording;
 pub mod tree;

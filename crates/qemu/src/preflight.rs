@@ -94,6 +94,9 @@ pub struct SourceFacts {
     /// How readily the kernel ends its QEMU when memory is short.
     #[serde(default)]
     pub oom_score_adj: i32,
+    /// Queues of disks at which the guest waits for ever.
+    #[serde(default)]
+    pub stuck_queues: Vec<String>,
     /// What would start the guest a second time.
     pub starts_again: Vec<StartsAgain>,
     /// Paths of its images at which there are not the files that QEMU has open ([`files::files_not_open`]).

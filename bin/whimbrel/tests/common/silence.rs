@@ -25,7 +25,20 @@ impl Cluster {
         });
         let ask = || say(Path::new(shown["qmp"].as_str().unwrap_or_default()));
         let events = self.a.cli(&["report", vm]).stdout;
-        format!("its disk does nothing since {idle_since:?}\n{:#?}\n{:#?}\n{events}", ask(), ask())
+        let source = self.ticks_at_source(vm);
+        format!(
+            "its disk does nothing since {idle_since:?}\n{:#?}\n{:#?}\n{events}\nat its source: {source:#?}",
+            ask(),
+            ask()
+        )
+    }
+
+    /// The last ticks of a guest before it was moved for the first time.
+    fn ticks_at_source(&self, vm: &str) -> Vec<lab::Tick> {
+        let directory = self.lab.a.directory().join(vm);
+        let serial = lab::Serial::new(&directory.join("serial.sock"), &directory.join("serial.log"), None);
+        let ticks = serial.ticks().unwrap_or_default();
+        ticks.into_iter().rev().take(TOLD).rev().collect()
     }
 }
 

@@ -3,8 +3,9 @@
 use super::{DestinationFacts, Finding, Severity, SourceFacts};
 use crate::describe::Problem;
 use crate::options::Value;
+use crate::queues;
 use crate::ram::RamBlock;
-use crate::tree::{Difference, OF_VHOST};
+use crate::tree::{Device, Difference, OF_VHOST};
 use crate::units::When;
 
 /// What a QEMU needs besides the guest's memory, in bytes: its code, caches, the devices' buffers.
@@ -71,6 +72,32 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
             "debugger",
             format!("QEMU is being debugged by process {}", source.tracer_pid),
             "detach the debugger (gdb, strace)",
+        );
+    }
+    if !source.stuck_queues.is_empty() {
+        add(
+            findings,
+            Warning,
+            "disk-stuck",
+            format!(
+                "the guest waits for an answer of its disks that it was given before ({}), and does nothing with them any \
+                 more, moved or not",
+                source.stuck_queues.join(", ")
+            ),
+            "restart the guest; an emulated one needs a second possible processor (-smp 1,maxcpus=2)",
+        );
+    }
+    let is_virtio = |device: &Device| device.driver.starts_with("virtio-");
+    if queues::may_become_stuck(&source.vm.machine.accelerator, &source.vm.options)
+        && source.vm.devices.devices.iter().any(is_virtio)
+    {
+        add(
+            findings,
+            Warning,
+            "virtio-emulated",
+            "QEMU emulates the guest's only processor without barriers for its devices: its virtio drivers may miss an \
+             interrupt and wait for ever, and moving it makes that likelier",
+            "start it with a second possible processor next time (-smp 1,maxcpus=2), or with KVM",
         );
     }
     for again in &source.starts_again {

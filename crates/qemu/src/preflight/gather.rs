@@ -9,6 +9,7 @@ use crate::control;
 use crate::describe::{Problem, VmDescription, describe};
 use crate::find::QemuProcess;
 use crate::qmp::{Qmp, QmpError};
+use crate::queues;
 use crate::ram::RamBlock;
 use crate::tree;
 use crate::units;
@@ -35,6 +36,7 @@ pub fn source(
         nested_guests: facts::nested_guests(process.pid),
         user: facts::user(process.pid),
         oom_score_adj: facts::oom_score_adj(process.pid),
+        stuck_queues: queues::stuck(qmp)?,
         starts_again: units::starts_again(process),
         files_not_open: files_not_open(&vm, &open),
         ram_blocks,

@@ -85,6 +85,7 @@ fn facts() -> (SourceFacts, DestinationFacts) {
         nested_guests: None,
         user: Some(0),
         oom_score_adj: 0,
+        stuck_queues: Vec::new(),
         starts_again: Vec::new(),
         files_not_open: Vec::new(),
     };
@@ -142,6 +143,17 @@ fn the_guest() {
         let (what, what_to_do) = ("unit".to_owned(), "disable it".to_owned());
         found(move |s, _| s.starts_again.push(StartsAgain { when, what, what_to_do }))
     };
+    assert_eq!(found(|s, _| s.stuck_queues.push("queue 0 of d".to_owned())), "disk-stuck?");
+    let emulated = |driver: &'static str, smp: &'static str| {
+        found(move |s, _| {
+            s.vm.machine.accelerator = "tcg".to_owned();
+            s.vm.options.push(Given::new("smp", smp));
+            s.vm.devices = DeviceTree::parse(&format!("bus: main-system-bus\n  dev: {driver}, id \"\"\n"));
+        })
+    };
+    assert_eq!(emulated("virtio-blk-pci", "1"), "virtio-emulated?");
+    assert_eq!(emulated("virtio-blk-pci", "1,maxcpus=2"), "");
+    assert_eq!(emulated("e1000", "1"), "");
     assert_eq!(again(When::AtOnce), "restarts");
     assert_eq!(again(When::AtBoot), "starts-at-boot");
     assert_eq!(again(When::Unknown), "restarts-unknown?");

@@ -284,7 +284,7 @@ fn preflight_of_a_real_guest() {
             dir.path(),
             "a",
             &args(&format!(
-                "-machine q35 -m 64 -usb -drive file={boot},format=raw,if=ide -drive file=d.qcow2,if=virtio,cache=none,file.locking=off
+                "-machine q35 -smp 1,maxcpus=2 -m 64 -usb -drive file={boot},format=raw,if=ide -drive file=d.qcow2,if=virtio,cache=none,file.locking=off
                  -netdev tap,id=t0,ifname=whq-none,script=/bin/true,downscript=no -device virtio-net-pci,netdev=t0"
             )),
         );

@@ -17,6 +17,7 @@ mod devices;
 mod graph;
 mod live;
 mod machine;
+mod secrets;
 
 use std::path::{Path, PathBuf};
 
@@ -27,6 +28,7 @@ use crate::qmp::{Qmp, QmpError};
 use crate::tree::{DeviceTree, device_tree};
 
 use live::Live;
+pub use secrets::without_secrets;
 
 /// Version of the form of [`VmDescription`].
 pub const SCHEMA: u32 = 1;

@@ -392,6 +392,18 @@ fn an_encrypted_disk_is_not_copied() {
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.stdout.contains("plain text"), "{refused:?}");
     assert_eq!(entries(&pool(&cluster, "b")), [""; 0]);
+
+    // Both hosts have its key on a command line, and nowhere else.
+    cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
+    cluster.guest_is_whole("b", "vm1");
+    for agent in [&cluster.a, &cluster.b] {
+        let state = agent.directory.join("state");
+        for name in entries(&state) {
+            let kept = std::fs::read(state.join(&name)).unwrap_or_default();
+            let key = b"a-word-of-some-length";
+            assert!(!kept.windows(key.len()).any(|words| words == key), "{name} of {} has it", agent.name);
+        }
+    }
 }
 
 /// Writes to a disk from below its guest, through QEMU's own block layer: what no program in the guest does.

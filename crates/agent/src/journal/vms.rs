@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use proto::VmName;
+use qemu::describe::without_secrets;
 use rusqlite::{OptionalExtension, Row, params};
 use tracee::{Process, ProcessError};
 
@@ -63,7 +64,7 @@ impl Journal {
     }
 
     fn keep_vm(&self, record: &VmRecord, room: impl FnOnce(usize) -> Room) -> Result<(), JournalError> {
-        let description = record.description.to_string();
+        let description = without_secrets(&record.description).to_string();
         let room = room(description.len());
         self.write("keep a VM", Durability::Synced, room, |transaction| {
             transaction

@@ -8,8 +8,8 @@
 //!
 //! Nothing relies on this exact layout. A structure is taken for one only where three consecutive
 //! words equal the offset, the used and the maximal length that `x-query-ramblock` printed, the
-//! block's name, ended by a zero byte, follows within 160 bytes, and one of the 16 words before is
-//! the page-aligned start of mapped memory of at least the maximal length. No two different answers
+//! block's name, ended by a zero byte, follows within 160 bytes, and one of the 16 words before (the
+//! nearest of such) is the page-aligned start of mapped memory of at least the maximal length. No two different answers
 //! are accepted. The offset makes each block unique: blocks never share their place in QEMU's
 //! address space of RAM.
 
@@ -109,7 +109,8 @@ fn search(chunk: &[u8], maps: &Maps, listed: &[Listed], candidates: &mut [BTreeS
                 && name_follows(chunk, (at + 1) * 8, &block.name);
             if is_it {
                 let before = (at - 2).saturating_sub(WORDS_BEFORE)..at - 2;
-                found.extend(before.filter_map(word).filter(|address| is_start(*address, max, maps)));
+                // The nearest: before the structure other things lie, and may be pointers, too.
+                found.extend(before.rev().filter_map(word).find(|address| is_start(*address, max, maps)));
             }
         }
     }
@@ -200,6 +201,15 @@ mod tests {
             assert_eq!(found(&record, &block), [Vec::<u64>::new()]);
         }
         assert_eq!(found(&record(0x7f00_0000_0000, 0, 0x800_0000, "pc.ram"), &block), [[0x7f00_0000_0000]]);
+    }
+
+    #[test]
+    fn what_lies_before_the_structure_is_not_taken() {
+        let block = [listed("a.rom", 0x1000_0000, 0x40000)];
+        let mut chunk: Vec<u8> = u64::to_le_bytes(0x7f00_2000_0000).into();
+        chunk.extend([0; 24]);
+        chunk.extend(record(0x7f00_1000_0000, 0x1000_0000, 0x40000, "a.rom"));
+        assert_eq!(found(&chunk, &block), [[0x7f00_1000_0000]]);
     }
 
     #[test]

@@ -127,6 +127,27 @@ fn a_like_destination_is_none_the_worse_for_it() {
     assert!(!pid_file.exists(), "what the source's QEMU would have removed is left");
 }
 
+/// A device that only the destination has stands for one that nobody knows yet: QEMU ends when it saves its state.
+#[test]
+fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
+    is_refused("-device vmbus-bridge", "devices-differ", "vmbus-bridge");
+    let cluster = Cluster::new();
+    for device in ["vmbus-bridge", "pci-serial-2x"] {
+        let mut spec = GuestSpec { qemu: QemuVersion::Installed, ..GuestSpec::tiny("vm1", busy()) };
+        spec.extra = ["-device", device].map(str::to_owned).to_vec();
+        let guest = cluster.guest(&spec);
+        // Of these it is known at the source.
+        for more in [&["--check"][..], &[]] {
+            let said = cluster.a.cli(&[&["migrate", "vm1", "--to", "b"], more].concat());
+            assert!(said.code == 1 && said.stdout.contains(device), "{said:?}");
+        }
+        cluster.guest_is_whole("a", "vm1");
+        lab::kill_pid(guest.pid()).unwrap();
+        cluster.a.cli(&["vm", "forget", "vm1"]).ok();
+        fs::remove_dir_all(guest.directory()).unwrap();
+    }
+}
+
 // ---- what another program of the destination has
 
 /// What only one program of a host can have, the destination's QEMU asks for when it starts, and `--check` starts one.

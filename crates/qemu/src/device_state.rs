@@ -235,6 +235,15 @@ pub fn capture(qmp: &mut Qmp, disks: Disks) -> Result<Vec<u8>, StateError> {
     Ok(raw)
 }
 
+/// Has a QEMU that has not run its guest save the state of its devices, and throws that away. There are devices with
+/// which QEMU ends then; one that has a guest would take it with it.
+///
+/// # Errors
+/// When QEMU refuses, or is gone.
+pub fn try_saving(qmp: &mut Qmp) -> Result<(), QmpError> {
+    qmp.run("xen-save-devices-state", json!({ "filename": "/dev/null", "live": false }))
+}
+
 /// Turns what `xen-save-devices-state` wrote into a stream that a QEMU of that machine type (the
 /// versioned name, e.g. `pc-q35-10.0`) loads.
 ///

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use engine::handover::Found;
 use engine::handover::destination::DestinationEvent;
-use proto::message::{Finding, RamBlock as ProposedBlock};
+use proto::message::{Finding, RamBlock as ProposedBlock, Severity};
 use proto::{Generation, Incarnation, MigrationId};
 use qemu::device_state::{Incoming, LoadError};
 use qemu::process::{Launch, StartError};
@@ -263,6 +263,7 @@ impl Arriving {
             disks::give(&traces.images, started.pid)
                 .map_err(|finding| ArriveError::Refused(vec![finding]))?;
             let seen = look(&mut qmp, &blocks, started.pid)?;
+            saves(&mut qmp, &traces)?;
             let blocks = in_order(blocks, proposed)?;
             let incoming = Incoming::prepare(&mut qmp, Some(&traces.log()))?;
             Ok((process, blocks, incoming, seen))
@@ -414,6 +415,21 @@ impl Arriving {
         logs::remove_empty(&self.traces.log_directory);
         self.traces
     }
+}
+
+/// Whether a QEMU with such devices can save their state: that of the source must.
+fn saves(qmp: &mut Qmp, traces: &Traces) -> Result<(), ArriveError> {
+    let Err(error) = qemu::device_state::try_saving(qmp) else { return Ok(()) };
+    let said = qemu::process::log_tail(&traces.log());
+    let why = if said.is_empty() { crate::chain(&error) } else { said };
+    Err(ArriveError::Refused(vec![Finding {
+        severity: Severity::Blocker,
+        code: "devices-not-saved".to_owned(),
+        what: format!("a QEMU with the guest's devices cannot save their state, and ends: {why}"),
+        advice:
+            "start the guest without the device that cannot be saved; QEMU's own migration would end it, too"
+                .to_owned(),
+    }]))
 }
 
 /// The blocks as the proposal lists them; both sides must have the same ones.

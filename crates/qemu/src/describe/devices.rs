@@ -35,6 +35,8 @@ const REFUSED: &[(&str, &str)] = &[
     ("virtio-vga-rutabaga", "its memory is shared with the host's graphics driver"),
     ("virtio-input-host", "it is a device of this host"),
     ("x-vfio-user", "its back end is another process"),
+    ("vmbus-bridge", "QEMU ends, guest and all, when it saves the state of this device"),
+    ("pci-serial-2x", "QEMU ends, guest and all, when it saves the state of this device"),
 ];
 
 /// Type names that QEMU takes for others.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use whimbrel_qemu::cmdline;
 use whimbrel_qemu::command::{HostRules, build, monitor};
+use whimbrel_qemu::device_state::try_saving;
 use whimbrel_qemu::find::{FindError, Selector, connect, connect_at, find, list};
 use whimbrel_qemu::preflight::{Severity, check, check_source, files, gather, is_possible};
 use whimbrel_qemu::process::{Launch, StartError, start};
@@ -43,6 +44,19 @@ impl Drop for Killed {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
+    }
+}
+
+/// Of a device that nobody has refused yet a QEMU without a guest finds out.
+#[test]
+fn a_device_that_ends_qemu_when_it_is_saved_is_found_out() {
+    for version in versions() {
+        let dir = tempfile::tempdir().unwrap();
+        for (device, is_saved) in [("e1000", true), ("pci-serial-2x", false), ("vmbus-bridge", false)] {
+            let words = format!("-machine pc -m 32 -S -incoming defer -device {device}");
+            let mut waiting = version.start(dir.path(), device, &args(&words));
+            assert_eq!(try_saving(&mut waiting.qmp).is_ok(), is_saved, "{device}");
+        }
     }
 }
 

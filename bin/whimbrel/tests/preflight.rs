@@ -127,7 +127,7 @@ fn a_like_destination_is_none_the_worse_for_it() {
     assert!(!pid_file.exists(), "what the source's QEMU would have removed is left");
 }
 
-/// A device that only the destination has stands for one that nobody knows yet: QEMU ends when it saves its state.
+/// A device that only the destination has stands for one that is not known yet: QEMU ends when it saves its state.
 #[test]
 fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
     is_refused("-device vmbus-bridge", "devices-differ", "vmbus-bridge");
@@ -227,7 +227,7 @@ fn nothing_is_left_of_a_trial() {
 
 // ---- a guest that waits for ever
 
-/// What a missed interrupt leaves: QEMU has answered, the driver wants to be told, and nobody does anything.
+/// What a missed interrupt leaves: QEMU has answered, the driver waits for an interrupt, and nothing happens any more.
 #[test]
 fn a_disk_that_waits_for_ever_is_found() {
     let cluster = Cluster::new();

@@ -225,7 +225,7 @@ pub(crate) fn claimed(context: &Context, vm: &VmName) -> Result<Claim, OwnerErro
 /// any that is known here, so that no request of an earlier migration finds what it compares with.
 ///
 /// # Errors
-/// When the register does not answer, or another host has become the owner meanwhile.
+/// When the register does not answer, or another host has become the owner in between.
 pub(crate) fn claim(
     context: &Context,
     vm: &VmName,

@@ -1,7 +1,7 @@
 //! Disks whose driver in the guest waits for an interrupt that will not come.
 //!
 //! A virtio driver says in `used_event` after which answer it wants to be interrupted (virtio 1.1, section 2.6.7). Where QEMU
-//! has answered that and no interrupt was sent, nobody does anything any more: the driver waits, and QEMU has nothing to
+//! has answered that and no interrupt was sent, nothing happens any more: the driver waits, and QEMU has nothing to
 //! answer. A QEMU that emulates one processor can come to that, with or without a migration.
 
 use std::thread;
@@ -50,7 +50,7 @@ struct QueueStatus {
 }
 
 impl Queue {
-    /// Whether the driver was to be interrupted and is not, as far as one look tells.
+    /// Whether the driver was to be interrupted and is not, as far as one look shows.
     fn seems_stuck(&self) -> bool {
         let unseen = u64::from(self.used.wrapping_sub(self.used_event));
         self.in_flight == 0 && (1..=self.entries).contains(&unseen)

@@ -187,7 +187,7 @@ pub struct ClaimRequest {
 pub struct ClaimReport {
     /// The VM.
     pub vm: VmName,
-    /// Who was its owner; absent if nobody was.
+    /// Who was its owner; absent if none was.
     pub owner: Option<HostId>,
     /// What making this host the owner would risk, or risked, line by line; empty if nothing.
     pub risked: Vec<String>,

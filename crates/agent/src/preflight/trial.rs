@@ -1,6 +1,6 @@
 //! The trial of `--check`: the QEMU that the VM would get is started, looked at, and ended.
 //!
-//! Only a start shows that a port is free, that a tap is nobody's, and that the guest would have the same devices. Nothing
+//! Only a start shows that a port is free, that a tap is unused, and that the guest would have the same devices. Nothing
 //! of it stays, whenever the agent ends: the images of disks that would be copied have no names any more when QEMU opens
 //! them, and the directory is swept like that of a probe.
 

@@ -47,8 +47,13 @@ fn write_all(out: &mut String, report: &Report) -> fmt::Result {
             report.objective.max_downtime_ms
         )?;
     }
+    // The images of one that ended before are removed again.
+    let copied = match report.outcome {
+        Outcome::Underway | Outcome::Moved | Outcome::InDoubt => "copied to",
+        Outcome::Aborted | Outcome::Cancelled | Outcome::Ended | Outcome::Returned => "was to be copied to",
+    };
     for disk in &report.disks {
-        writeln!(out, "  disk        {}, {}, copied to {}", disk.name, bytes(disk.bytes), disk.path)?;
+        writeln!(out, "  disk        {}, {}, {copied} {}", disk.name, bytes(disk.bytes), disk.path)?;
     }
     let ram_bytes: u64 = report.ram_blocks.iter().map(|block| block.bytes).sum();
     writeln!(

@@ -47,7 +47,7 @@ impl Drop for Killed {
     }
 }
 
-/// Of a device that nobody has refused yet a QEMU without a guest finds out.
+/// A QEMU without a guest shows what a device that is not on any list would do to one with a guest.
 #[test]
 fn a_device_that_ends_qemu_when_it_is_saved_is_found_out() {
     for version in versions() {

@@ -32,6 +32,7 @@ mod agents;
 pub mod bare;
 pub mod bench;
 pub mod client;
+pub mod configurations;
 pub mod database;
 pub mod demo;
 pub mod disk;

@@ -18,7 +18,7 @@ const MANY: usize = 200;
 /// Devices of one configuration.
 const DEVICES: usize = 4;
 
-/// What was tried, and what came of it.
+/// Counts of what became of the configurations.
 #[derive(Default)]
 struct Tally {
     moved: usize,
@@ -76,7 +76,7 @@ impl Trial<'_> {
         kept
     }
 
-    /// What keeps the guest where it is, as `--check` says it.
+    /// Blockers that `--check` finds.
     fn blockers(&self) -> Vec<Value> {
         let check = self.cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).json();
         let of = |side: &str| check[side].as_array().unwrap_or_else(|| panic!("{check:#}")).clone();

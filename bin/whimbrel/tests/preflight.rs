@@ -150,7 +150,7 @@ fn a_device_whose_state_ends_qemu_is_found_at_the_destination() {
 
 // ---- what another program of the destination has
 
-/// What only one program of a host can have, the destination's QEMU asks for when it starts, and `--check` starts one.
+/// Ports and taps that another program has are refused by `--check`, which starts a QEMU.
 #[test]
 fn what_is_taken_at_the_destination_is_found() {
     let cluster = Cluster::new();
@@ -194,7 +194,7 @@ fn what_is_taken_at_the_destination_is_found() {
     }
 }
 
-/// Nothing is left of a trial, whenever the destination's agent dies.
+/// Trials leave nothing behind, whenever the destination's agent dies.
 #[test]
 fn nothing_is_left_of_a_trial() {
     let mut cluster = Cluster::with(&common::Setup { pool: true, ..common::Setup::default() });
@@ -227,7 +227,7 @@ fn nothing_is_left_of_a_trial() {
 
 // ---- a guest that waits for ever
 
-/// What a missed interrupt leaves: QEMU has answered, the driver waits for an interrupt, and nothing happens any more.
+/// A missed interrupt leaves this: QEMU has answered, the driver waits for an interrupt, and nothing happens any more.
 #[test]
 fn a_disk_that_waits_for_ever_is_found() {
     let cluster = Cluster::new();

@@ -228,7 +228,7 @@ fn an_owner_that_is_wrong_is_corrected() {
 
 // ---- VMs that end while they are moved
 
-/// How a guest comes to its end.
+/// Act by which a guest ends.
 type End<'a> = &'a dyn Fn(&common::Guest);
 
 /// The headline says what became of the VM, and its exit code is its own; the next one of that name moves.

@@ -9,7 +9,7 @@ use qemu::command::QMP_FILE;
 use qemu::describe::VmDescription;
 use qemu::find::{self, QemuProcess, Selector};
 use qemu::qmp::Qmp;
-use qemu::units::{self, When};
+use qemu::units;
 use qemu::vmfile::VmFile;
 use tracee::Process;
 use tracing::{info, warn};
@@ -170,12 +170,7 @@ fn same_process(context: &Context, record: &VmRecord, process: &QemuProcess) -> 
 fn starts_again(process: &QemuProcess) -> impl Iterator<Item = Finding> {
     units::starts_again(process).into_iter().map(|again| Finding {
         severity: Severity::Warning,
-        code: match again.when {
-            When::AtOnce => "restarts",
-            When::AtBoot => "starts-at-boot",
-            When::Unknown => "restarts-unknown",
-        }
-        .to_owned(),
+        code: again.when.code().to_owned(),
         what: again.what,
         advice: again.what_to_do,
     })

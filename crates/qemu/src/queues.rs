@@ -89,7 +89,11 @@ fn disk_queues(qmp: &mut Qmp) -> Result<Vec<Queue>, QmpError> {
             "virtio-scsi" => 2,
             _ => continue,
         };
-        let status: Value = qmp.execute("x-query-virtio-status", json!({ "path": device.path }))?;
+        let status: Value = match qmp.execute("x-query-virtio-status", json!({ "path": device.path })) {
+            // It was unplugged since.
+            Err(error) if error.is_refusal() => continue,
+            status => status?,
+        };
         let has_events = status["guest-features"].to_string().contains("VIRTIO_RING_F_EVENT_IDX");
         if !has_events || status["vhost-started"] == true {
             continue;

@@ -36,6 +36,17 @@ pub enum When {
     Unknown,
 }
 
+impl When {
+    /// The code of the finding.
+    pub fn code(self) -> &'static str {
+        match self {
+            Self::AtOnce => "restarts",
+            Self::AtBoot => "starts-at-boot",
+            Self::Unknown => "restarts-unknown",
+        }
+    }
+}
+
 /// How the guest of a process would be started a second time by the unit it runs in.
 pub fn starts_again(process: &QemuProcess) -> Vec<StartsAgain> {
     let Some(unit) = process.unit.as_ref().filter(|_| systemd_runs()) else { return Vec::new() };

@@ -169,7 +169,7 @@ pub struct Forgotten {
     pub vm: VmName,
     /// Its QEMU, which goes on; absent if it had ended.
     pub pid: Option<u32>,
-    /// Of a VM that had ended and that the register had for this host's: whether the register has it released.
+    /// Whether the register has released it; absent where its QEMU goes on, or the register has another owner or none.
     pub released: Option<bool>,
 }
 
@@ -177,7 +177,7 @@ pub struct Forgotten {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClaimRequest {
-    /// Whether to carry it out; otherwise the answer only says what it risks.
+    /// Carry it out; without this the answer only says what it risks.
     #[serde(default)]
     pub i_know_the_risk: bool,
 }

@@ -35,7 +35,7 @@ const KILL_PATIENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ArriveError {
     /// No place for its sockets and logs.
-    #[error("cannot make {path}; check `run_dir` and `state_dir` in the configuration", path = path.display())]
+    #[error("cannot make {path}; check `run_dir` and `log_dir` in the configuration", path = path.display())]
     Directory {
         /// The directory.
         path: PathBuf,

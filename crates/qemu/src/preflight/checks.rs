@@ -101,11 +101,8 @@ pub(super) fn guest(source: &SourceFacts, findings: &mut Findings) {
         );
     }
     for again in &source.starts_again {
-        match again.when {
-            When::AtOnce => add(findings, Blocker, "restarts", &again.what, &again.what_to_do),
-            When::AtBoot => add(findings, Blocker, "starts-at-boot", &again.what, &again.what_to_do),
-            When::Unknown => add(findings, Warning, "restarts-unknown", &again.what, &again.what_to_do),
-        }
+        let severity = if again.when == When::Unknown { Warning } else { Blocker };
+        add(findings, severity, again.when.code(), &again.what, &again.what_to_do);
     }
     match source.nested_guests {
         Some(true) => add(

@@ -7,5 +7,6 @@ mod handover;
 mod images;
 mod life;
 mod ram;
+mod rebuilt;
 mod recording;
 mod support;

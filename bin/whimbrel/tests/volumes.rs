@@ -28,8 +28,21 @@ impl Volumes {
             std::fs::write(&path, text).unwrap();
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
         };
-        program("vgs", "[ \"$6 $7\" = \"vg_free $group\" ]; echo '  1073741824'\n");
-        program("lvs", "[ \"$6 $7\" = \"lv_size,data_percent $group/thin\" ]; echo '  2147483648 50.00'\n");
+        program("vgs", "[ \"$6 $7\" = \"vg_size,vg_free $group\" ]; echo '  2147483648 1073741824'\n");
+        // A thin pool of 1024 blocks of 1 MiB; a file tells how many are in use.
+        std::fs::write(directory.join("used"), "100").unwrap();
+        program(
+            "dmsetup",
+            r#"[ "$2" = --target ]
+case "$1 $3 $4" in
+"status thin-pool $(echo "$group" | sed s/-/--/g)-thin-tpool")
+    echo "0 2097152 thin-pool 1 112/1024 $(cat "$files/used")/1024 - rw discard_passdown queue_if_no_space - 256" ;;
+"table thin-pool $(echo "$group" | sed s/-/--/g)-thin-tpool") echo "0 2097152 thin-pool 253:0 253:1 2048 0 0" ;;
+"status thin /dev/$group/"*) echo "0 8192 thin 0 -" ;;
+*) exit 1 ;;
+esac
+"#,
+        );
         // Rounded up to whole extents, as LVM does.
         program(
             "lvcreate",
@@ -39,7 +52,12 @@ bytes=${10%b}
 [ "$9 ${11}" = "--size $group" ] || [ "$9 ${11} ${12}" = "--virtualsize --thinpool $group/thin" ]
 [ ! -e "/dev/$group/$name" ]
 bytes=$(((bytes + 4194303) / 4194304 * 4194304))
-head -c "$bytes" /dev/zero | tr '\0' '\252' >"$files/$name"
+# What is not provisioned of a thin volume reads as zeros.
+if [ "$9" = --virtualsize ]; then
+    truncate -s "$bytes" "$files/$name"
+else
+    head -c "$bytes" /dev/zero | tr '\0' '\252' >"$files/$name"
+fi
 mkdir -p "/dev/$group"
 ln -s "$(losetup --find --show "$files/$name")" "/dev/$group/$name"
 "#,
@@ -60,6 +78,11 @@ rm "$path" "$files/${path##*/}"
     fn starter(&self) -> Vec<String> {
         let path = std::env::var("PATH").unwrap();
         ["env".to_owned(), format!("PATH={}:{path}", self.directory.join("bin").display())].into()
+    }
+
+    /// Lets so many of the thin pool's 1024 blocks be in use.
+    fn use_blocks(&self, count: u64) {
+        std::fs::write(self.directory.join("used"), count.to_string()).unwrap();
     }
 
     fn devices(&self) -> Vec<String> {
@@ -125,6 +148,9 @@ fn a_disk_arrives_in_a_volume_and_leaves_it() {
             cluster.b.kill();
             cluster.b.start();
         }
+        if thin {
+            a_pool_is_not_filled(&cluster, &volumes);
+        }
         let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
         let volume = report["disks"][0]["path"].as_str().unwrap();
         assert!(volume.starts_with(&format!("/dev/{}/whimbrel-vm1+", volumes.group)), "{report:#}");
@@ -137,4 +163,34 @@ fn a_disk_arrives_in_a_volume_and_leaves_it() {
         assert_eq!(report["disks"][0]["format"], "raw");
         cluster.guest_is_whole("a", "vm1");
     }
+}
+
+/// Neither one that is too full at the beginning, nor one that others fill while the disk comes.
+fn a_pool_is_not_filled(cluster: &Cluster, volumes: &Volumes) {
+    let before = volumes.devices();
+    // 5 % of 1024 blocks stay free: of the 963 there are 9 left for 62 MiB.
+    volumes.use_blocks(963);
+    let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy", "--check"]).json();
+    let blockers: Vec<_> = refused["destination_findings"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter(|finding| finding["severity"] == "blocker")
+        .map(|finding| finding["code"].as_str().unwrap())
+        .collect();
+    assert_eq!(blockers, ["disk-space"], "{refused:#}");
+
+    volumes.use_blocks(100);
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "4M", "--detach"];
+    cluster.a.cli(&words).ok();
+    cluster.wait_for_sent(1 << 20);
+    volumes.use_blocks(973);
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    let report = cluster.a.cli(&["report", "vm1"]).json();
+    assert_eq!(report["outcome"], "aborted", "{report:#}");
+    assert!(report.to_string().contains("there is no room left in the thin pool"), "{report:#}");
+    assert_eq!(volumes.devices(), before);
+    cluster.guest_is_whole("a", "vm1");
+    volumes.use_blocks(100);
 }

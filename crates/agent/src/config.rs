@@ -28,7 +28,7 @@ use proto::HostId;
 use serde::{Deserialize, Serialize};
 
 use crate::api::{Compress, Deltas, OnLimit, SoftPages, StopPolicy, ThrottleCpu, ThrottleWrites};
-pub use crate::pool::{Pool, PoolFormat};
+pub use crate::pool::{Pool, PoolFormat, Storage};
 
 /// Where the configuration lies if nothing else is said.
 pub const DEFAULT_PATH: &str = "/etc/whimbrel/agent.toml";

@@ -1,15 +1,38 @@
 //! Where images of arriving disks are made: a directory, or a volume group of LVM.
+//!
+//! | module | is |
+//! |---|---|
+//! | [`room`] | whether there is room for disks, before they come |
+//! | [`watch`] | whether there still is while they come |
+
+mod room;
+mod watch;
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use block::image::{self, Format, ImageError};
+use block::thin::NewVolume;
 use block::volume::{self, Group};
 use proto::MigrationId;
 
-/// Where images are made.
+pub(crate) use watch::PoolWatch;
+
+/// Where images are made, and how much of it is left alone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Pool {
+pub struct Pool {
+    /// What they are made of.
+    pub storage: Storage,
+    /// How much of it stays free, in percent of all: a migration that would take more is refused, or ends.
+    pub keep_free_percent: u8,
+}
+
+/// How much of a thin pool stays free unless the configuration says otherwise: one that is full stops every VM in it.
+pub(crate) const THIN_KEEP_FREE_PERCENT: u8 = 5;
+
+/// What images are made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Storage {
     /// Files of a file system of this host.
     Directory {
         /// The directory.
@@ -53,8 +76,8 @@ impl Pool {
         unique: &str,
     ) -> Place {
         let name = format!("{}@{}-{disk}-{unique}", migration.vm, migration.epoch);
-        match self {
-            Self::Directory { path, format: wanted } => {
+        match &self.storage {
+            Storage::Directory { path, format: wanted } => {
                 let format = match wanted {
                     PoolFormat::Raw => Format::Raw,
                     PoolFormat::Qcow2 => Format::Qcow2,
@@ -63,32 +86,20 @@ impl Pool {
                 let path = path.join(format!("{}.{format}", plain(&name)));
                 Place { path, format, group: None }
             }
-            Self::Volumes(group) => {
+            Storage::Volumes(group) => {
                 Place { path: group.path(&name), format: Format::Raw, group: Some(group.clone()) }
             }
         }
     }
 
-    /// Bytes that are free in it.
-    ///
-    /// # Errors
-    /// When it cannot be used, with all its causes.
-    pub(crate) fn free_bytes(&self) -> Result<u64, String> {
-        match self {
-            Self::Directory { path, .. } => {
-                let system = rustix::fs::statvfs(path).map_err(|error| error.to_string())?;
-                Ok(system.f_bavail.saturating_mul(system.f_frsize))
-            }
-            Self::Volumes(group) => group.free_bytes().map_err(|error| crate::chain(&error)),
-        }
-    }
-
     /// What it is, for people.
     pub(crate) fn called(&self) -> String {
-        match self {
-            Self::Directory { path, .. } => format!("the directory for images, {}", path.display()),
-            Self::Volumes(Group { name, thin_pool: None }) => format!("the volume group for images, {name}"),
-            Self::Volumes(Group { name, thin_pool: Some(pool) }) => {
+        match &self.storage {
+            Storage::Directory { path, .. } => format!("the directory for images, {}", path.display()),
+            Storage::Volumes(Group { name, thin_pool: None }) => {
+                format!("the volume group for images, {name}")
+            }
+            Storage::Volumes(Group { name, thin_pool: Some(pool) }) => {
                 format!("the thin pool for images, {name}/{pool}")
             }
         }
@@ -98,7 +109,7 @@ impl Pool {
 impl Place {
     /// Whether it reads as zeros when it is new. What is not sent has to be zeros.
     pub(crate) fn is_blank(&self) -> bool {
-        self.group.is_none()
+        self.grows()
     }
 
     /// Whether it takes its room bit by bit, as it is written.
@@ -121,12 +132,13 @@ impl Place {
         content_bytes.saturating_add(self.format.overhead_bytes(bytes, content_bytes))
     }
 
-    /// Makes it.
-    pub(crate) fn make(&self, bytes: u64) -> Result<(), ImageError> {
-        match &self.group {
-            Some(group) => group.create(&self.path, bytes),
-            None => image::create(&self.path, self.format, bytes),
-        }
+    /// Makes it. With a thin volume comes what writes it without taking more of its pool than it must.
+    pub(crate) fn make(&self, bytes: u64) -> Result<Option<NewVolume>, ImageError> {
+        let Some(group) = &self.group else {
+            return image::create(&self.path, self.format, bytes).map(|()| None);
+        };
+        group.create(&self.path, bytes)?;
+        Ok(group.thin()?.map(|pool| NewVolume::new(&pool)))
     }
 }
 
@@ -157,10 +169,14 @@ mod tests {
 
     use super::*;
 
+    fn pool(storage: Storage) -> Pool {
+        Pool { storage, keep_free_percent: 0 }
+    }
+
     #[test]
     fn an_image_s_name_is_nobody_else_s() {
         let id = |vm: &str, epoch| MigrationId { vm: VmName::new(vm).unwrap(), epoch: Epoch(epoch) };
-        let directory = |format| Pool::Directory { path: "/pool".into(), format };
+        let directory = |format| pool(Storage::Directory { path: "/pool".into(), format });
         let path = |pool: &Pool, disk, format| pool.place(&id("web", 3), disk, format, "7f").path;
         assert_eq!(
             path(&directory(PoolFormat::Same), "drive0", Some("qcow2")),
@@ -174,17 +190,21 @@ mod tests {
             path(&directory(PoolFormat::Raw), "../x", Some("qcow2")),
             Path::new("/pool/web@3-.._x-7f.raw")
         );
-        let volumes = Pool::Volumes(Group { name: "vg0".into(), thin_pool: None });
+        let volumes = pool(Storage::Volumes(Group { name: "vg0".into(), thin_pool: None }));
         assert_eq!(path(&volumes, "../x", Some("qcow2")), Path::new("/dev/vg0/whimbrel-web+3-..+x-7f"));
     }
 
     #[test]
     fn what_does_not_grow_takes_all_of_its_length() {
         let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(1) };
-        let needed = |pool: Pool| pool.place(&id, "sda", None, "7f").needed_bytes(100 << 30, 20 << 30) >> 30;
-        assert_eq!(needed(Pool::Directory { path: "/pool".into(), format: PoolFormat::Same }), 21);
-        assert_eq!(needed(Pool::Volumes(Group { name: "vg0".into(), thin_pool: Some("thin".into()) })), 21);
-        assert_eq!(needed(Pool::Volumes(Group { name: "vg0".into(), thin_pool: None })), 100);
+        let place = |storage| pool(storage).place(&id, "sda", None, "7f");
+        let needed = |storage| place(storage).needed_bytes(100 << 30, 20 << 30) >> 30;
+        assert_eq!(needed(Storage::Directory { path: "/pool".into(), format: PoolFormat::Same }), 21);
+        assert_eq!(
+            needed(Storage::Volumes(Group { name: "vg0".into(), thin_pool: Some("thin".into()) })),
+            21
+        );
+        assert_eq!(needed(Storage::Volumes(Group { name: "vg0".into(), thin_pool: None })), 100);
     }
 
     /// No more than all of it, and what the format takes for itself: `qemu-img measure` has 384 KiB for 1 GiB.
@@ -192,7 +212,7 @@ mod tests {
     fn a_full_disk_takes_its_length_and_what_its_format_does() {
         let id = MigrationId { vm: VmName::new("web").unwrap(), epoch: Epoch(1) };
         let needed = |format| {
-            let pool = Pool::Directory { path: "/pool".into(), format };
+            let pool = pool(Storage::Directory { path: "/pool".into(), format });
             pool.place(&id, "sda", None, "7f").needed_bytes(1 << 30, 1 << 30) - (1 << 30)
         };
         assert_eq!(needed(PoolFormat::Raw), 0);

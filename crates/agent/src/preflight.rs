@@ -240,13 +240,13 @@ pub(crate) fn destination(
     let owed_image_bytes = arrivals.owed_image_bytes();
     ours.look_at_memory(owed_bytes);
     let images = disks.images();
-    let no_room = disks.no_room(context.config.pool.as_ref(), owed_image_bytes);
+    let room = disks.room(context.config.pool.as_ref(), owed_image_bytes);
     let mut others = Vec::new();
     if let Ok(built) = &built {
         others.extend(left_out(&built.warnings));
         others.extend(rewritten(&context.config.host, &built.notes));
     }
-    others.extend(disks.findings.into_iter().chain(no_room));
+    others.extend(disks.findings.into_iter().chain(room));
     others.extend(no_way_back);
     others.extend(register::finding(context.config.register.as_ref(), from, &proposal));
     let checked = rules::check(&theirs, &ours).into_iter().map(finding);

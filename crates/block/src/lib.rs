@@ -6,6 +6,7 @@
 //! | [`nbd`] | the client's side of NBD |
 //! | [`image`] | images that are made and filled |
 //! | [`volume`] | logical volumes in which disks arrive |
+//! | [`thin`] | thin pools of such volumes, and how a new thin volume is written |
 //! | [`reading`] | images that are read, whoever else has them open |
 //! | [`compare`] | whether two images have the same in them |
 //!
@@ -15,4 +16,5 @@ pub mod compare;
 pub mod image;
 pub mod nbd;
 pub mod reading;
+pub mod thin;
 pub mod volume;

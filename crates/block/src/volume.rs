@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::image::ImageError;
+use crate::thin::{ThinPool, Usage};
 
 /// Longest name of a logical volume that is made, without what it begins with; LVM takes 127, less the group's.
 const NAME_BYTES: usize = 60;
@@ -43,7 +44,7 @@ impl Group {
     }
 
     /// Makes a volume of at least so many bytes at a [path](Self::path) of this group. One of that name is an error.
-    /// What is in it is not known, thin or not: a pool need not zero what it gives.
+    /// What is in it is not known, but for a thin one, which reads as zeros.
     pub fn create(&self, path: &Path, bytes: u64) -> Result<(), ImageError> {
         let mut command = Command::new("lvcreate");
         command.args(["--quiet", "--yes", "--wipesignatures", "y", "--addtag", TAG, "--name"]);
@@ -59,32 +60,37 @@ impl Group {
         run("lvcreate", command, path).map(drop)
     }
 
-    /// Bytes that are free.
-    pub fn free_bytes(&self) -> Result<u64, ImageError> {
-        let (tool, fields, of) = match &self.thin_pool {
-            Some(pool) => ("lvs", "lv_size,data_percent", format!("{}/{pool}", self.name)),
-            None => ("vgs", "vg_free", self.name.clone()),
-        };
-        let mut command = Command::new(tool);
-        command.args(["--noheadings", "--nosuffix", "--units", "b", "--options", fields]).arg(&of);
-        let said = run(tool, command, Path::new(&of))?;
-        free(&said, self.thin_pool.is_some()).ok_or_else(|| ImageError::Tool {
-            tool,
-            path: of.into(),
+    /// The thin pool, if volumes are made in one.
+    ///
+    /// # Errors
+    /// When it cannot be looked at.
+    pub fn thin(&self) -> Result<Option<ThinPool>, ImageError> {
+        self.thin_pool.as_ref().map(|pool| ThinPool::of(&self.name, pool)).transpose()
+    }
+
+    /// What is in use of the group's own room.
+    ///
+    /// # Errors
+    /// When LVM does not tell.
+    pub fn usage(&self) -> Result<Usage, ImageError> {
+        let mut command = Command::new("vgs");
+        command.args(["--noheadings", "--nosuffix", "--units", "b", "--options", "vg_size,vg_free"]);
+        command.arg(&self.name);
+        let path = Path::new(&self.name);
+        let said = run("vgs", command, path)?;
+        usage(&said).ok_or_else(|| ImageError::Tool {
+            tool: "vgs",
+            path: path.to_owned(),
             said: format!("said {:?}", said.trim()),
         })
     }
 }
 
-/// What is free, from LVM's words: bytes; of a thin pool its bytes, and how much of it is taken, in percent.
-fn free(said: &str, thin: bool) -> Option<u64> {
-    let mut words = said.split_whitespace();
-    let bytes: u64 = words.next()?.parse().ok()?;
-    if !thin {
-        return words.next().is_none().then_some(bytes);
-    }
-    let percent: f64 = words.next()?.parse().ok().filter(|percent| (0.0..=100.0).contains(percent))?;
-    Some((bytes as f64 * (1.0 - percent / 100.0)) as u64)
+/// What is in use, from LVM's words: how large the group is, and how much of it is free, in bytes.
+fn usage(said: &str) -> Option<Usage> {
+    let words: Option<Vec<u64>> = said.split_whitespace().map(|word| word.parse().ok()).collect();
+    let [total_bytes, free_bytes] = words?[..] else { return None };
+    Some(Usage { used_bytes: total_bytes.checked_sub(free_bytes)?, total_bytes })
 }
 
 /// Removes a volume that was made here; whether there was one.
@@ -108,8 +114,8 @@ pub fn remove(path: &Path) -> Result<bool, ImageError> {
     }
 }
 
-/// Runs one of LVM's programs, which waits for the group's lock as long as somebody else has it.
-fn run(tool: &'static str, mut command: Command, path: &Path) -> Result<String, ImageError> {
+/// Runs a program of LVM or device mapper. LVM's wait for the group's lock as long as another has it.
+pub(crate) fn run(tool: &'static str, mut command: Command, path: &Path) -> Result<String, ImageError> {
     let failed = |said: String| ImageError::Tool { tool, path: path.to_owned(), said };
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).env("LC_ALL", "C");
     let started = command.spawn();
@@ -148,13 +154,10 @@ mod tests {
 
     #[test]
     fn what_lvm_says_is_free() {
-        assert_eq!(free("  1073741824\n", false), Some(1 << 30));
-        assert_eq!(free("  1073741824 25.00\n", true), Some(768 << 20));
-        assert_eq!(free("  1073741824 100.00\n", true), Some(0));
-        for (said, thin) in
-            [("", false), ("1g", false), ("1 2", false), ("1024", true), ("1024 x", true), ("1 101", true)]
-        {
-            assert_eq!(free(said, thin), None, "{said:?}");
+        let found = usage("  1073741824 268435456\n");
+        assert_eq!(found, Some(Usage { used_bytes: 768 << 20, total_bytes: 1 << 30 }));
+        for said in ["", "1g 1", "1", "1 2", "1 1 1"] {
+            assert_eq!(usage(said), None, "{said:?}");
         }
     }
 }

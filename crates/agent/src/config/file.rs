@@ -10,7 +10,8 @@ use proto::{HostId, limits};
 use serde::Deserialize;
 
 use super::locate::Locator;
-use super::{AgentRole, Config, ConfigError, Limits, Pool, PoolFormat, Qemu, Security, Timeouts};
+use super::{AgentRole, Config, ConfigError, Limits, Pool, PoolFormat, Qemu, Security, Storage, Timeouts};
+use crate::pool::THIN_KEEP_FREE_PERCENT;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -87,6 +88,7 @@ struct PoolTable {
     volume_group: Option<String>,
     thin_pool: Option<String>,
     format: Option<PoolFormat>,
+    keep_free_percent: Option<u8>,
 }
 
 #[derive(Deserialize)]
@@ -283,13 +285,19 @@ impl Checks<'_> {
             let known = |letter: char| letter.is_ascii_alphanumeric() || "+_.-".contains(letter);
             !name.is_empty() && !name.starts_with(['-', '.']) && name.chars().all(known)
         };
-        let PoolTable { directory, volume_group, thin_pool, format } = pool;
+        let PoolTable { directory, volume_group, thin_pool, format, keep_free_percent } = pool;
+        let usual_percent = if thin_pool.is_some() { THIN_KEEP_FREE_PERCENT } else { 0 };
+        let keep_free_percent = keep_free_percent.unwrap_or(usual_percent);
+        if keep_free_percent >= 100 {
+            return Err(self.wrong(&["disks", "pool", "keep_free_percent"], "has to be less than 100"));
+        }
+        let pool = |storage| Ok(Pool { storage, keep_free_percent });
         match (directory, volume_group) {
             (Some(path), None) if !path.is_absolute() => {
                 wrong("directory", "the directory has to be an absolute path")
             }
             (Some(_), None) if thin_pool.is_some() => wrong("thin_pool", "belongs to a `volume_group`"),
-            (Some(path), None) => Ok(Pool::Directory { path, format: format.unwrap_or_default() }),
+            (Some(path), None) => pool(Storage::Directory { path, format: format.unwrap_or_default() }),
             (None, Some(name)) if !is_name(&name) => wrong("volume_group", "is no name of a volume group"),
             (None, Some(_)) if thin_pool.as_ref().is_some_and(|pool| !is_name(pool)) => {
                 wrong("thin_pool", "is no name of a thin pool")
@@ -297,7 +305,7 @@ impl Checks<'_> {
             (None, Some(_)) if !matches!(format, None | Some(PoolFormat::Raw)) => {
                 wrong("format", "volumes hold raw bytes; write \"raw\", or nothing")
             }
-            (None, Some(name)) => Ok(Pool::Volumes(Group { name, thin_pool })),
+            (None, Some(name)) => pool(Storage::Volumes(Group { name, thin_pool })),
             _ => {
                 Err(self.wrong(&["disks", "pool"], "needs a `directory` or a `volume_group`, one of the two"))
             }

@@ -53,7 +53,8 @@ fn the_example_is_right_and_shows_the_defaults() {
     assert_eq!(all.disk_dirs.len(), 1);
     assert_eq!(all.disks_shared.len(), 2);
     let path = PathBuf::from("/var/lib/whimbrel/disks");
-    assert_eq!(all.pool.take(), Some(Pool::Directory { path, format: PoolFormat::Same }));
+    let storage = Storage::Directory { path, format: PoolFormat::Same };
+    assert_eq!(all.pool.take(), Some(Pool { storage, keep_free_percent: 0 }));
     assert_eq!(all.templates.len(), 1);
     assert!(all.fault_socket.is_some());
     all.templates.clear();

@@ -80,6 +80,9 @@ pub(crate) enum ArriveError {
     /// An image for a disk cannot be made or written.
     #[error("a disk cannot be received")]
     Image(#[from] block::image::ImageError),
+    /// No thread is to be had that watches the pool of its images.
+    #[error("the pool for images cannot be watched")]
+    Watch(#[source] std::io::Error),
     /// Somebody else continued the guest here.
     #[error("somebody else continued the guest here before it was this host's")]
     Ran,

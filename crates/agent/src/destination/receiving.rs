@@ -20,6 +20,7 @@ use super::arriving::{ArriveError, Arriving};
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
 use crate::disks::Images;
+use crate::pool::PoolWatch;
 use crate::templates::{SharedImage, Told, shared_images};
 
 /// Memory on its way in.
@@ -37,6 +38,8 @@ pub(crate) struct Receiving {
     switch: Switch,
     /// Templates to which the source may refer.
     told: Arc<Told>,
+    /// Whether there is room for the disks.
+    _watch: Option<PoolWatch>,
 }
 
 impl Receiving {
@@ -86,7 +89,19 @@ impl Receiving {
         let receiver = Receiver::presuming(Arc::clone(&ram), presumed, streams, observer);
         let (receiver, context) = (Arc::new(Mutex::new(receiver)), Arc::clone(context));
         let has_page_stream = proposal.post_copy;
-        Ok(Self { receiver, context, migration, streams, has_page_stream, mailbox, ram, switch, told })
+        let watch = watch_pool(&context, images, &mailbox)?;
+        Ok(Self {
+            receiver,
+            context,
+            migration,
+            streams,
+            has_page_stream,
+            mailbox,
+            ram,
+            switch,
+            told,
+            _watch: watch,
+        })
     }
 
     /// Prepares to have pages placed in a guest that may run already.
@@ -107,7 +122,19 @@ impl Receiving {
         let receiver = Arc::new(Mutex::new(Receiver::new(Arc::clone(&ram), streams, observer)));
         let told = Arc::new(Told::new(PathBuf::new(), Duration::ZERO, Vec::new()));
         let (context, switch) = (Arc::clone(context), Switch::default());
-        Self { receiver, context, migration, streams, has_page_stream: true, mailbox, ram, switch, told }
+        let (has_page_stream, watch) = (true, None);
+        Self {
+            receiver,
+            context,
+            migration,
+            streams,
+            has_page_stream,
+            mailbox,
+            ram,
+            switch,
+            told,
+            _watch: watch,
+        }
     }
 
     /// Blocks that are written to, the disks last; and what has pages placed in the others instead.
@@ -174,6 +201,20 @@ impl Receiving {
     fn lock(&self) -> std::sync::MutexGuard<'_, Receiver> {
         self.receiver.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Ends the migration when disks that come would take more of the pool than may be taken.
+fn watch_pool(
+    context: &Context,
+    images: &Images,
+    mailbox: &Mailbox,
+) -> Result<Option<PoolWatch>, ArriveError> {
+    let Some(pool) = context.config.pool.as_ref().filter(|_| !images.is_empty()) else { return Ok(None) };
+    let notices = mailbox.clone();
+    let is_short = move |error| {
+        notices.put(Notice::StorageFailed { error });
+    };
+    PoolWatch::start(pool, is_short).map_err(ArriveError::Watch)
 }
 
 /// The images that both hosts have, as this one knows them by now: those that are copied have no layers here.

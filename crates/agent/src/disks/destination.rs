@@ -9,8 +9,9 @@ use std::time::Duration;
 use ::memory::BlockWriter;
 use ::memory::ram::RamError;
 use block::image::{self, Format, ImageError, Server};
-use block::nbd::NbdError;
+use block::nbd::{Client, NbdError};
 use block::reading::Reading;
+use block::thin::NewVolume;
 use proto::limits::CHUNK_BYTES;
 
 use super::served::{Connections, ServedDisk, failed};
@@ -21,8 +22,17 @@ use crate::verification::{self, CompareError};
 /// The images of all disks that are copied, made and open for writing.
 #[derive(Debug, Default)]
 pub(crate) struct Images {
-    images: Vec<(Planned, Arc<Server>)>,
+    images: Vec<Image>,
     flushing: Flushing,
+}
+
+/// The image of one disk.
+#[derive(Debug)]
+struct Image {
+    disk: Planned,
+    server: Arc<Server>,
+    /// Where it is a thin volume.
+    thin: Option<Arc<NewVolume>>,
 }
 
 /// A thread that flushes, and what comes of it.
@@ -86,13 +96,18 @@ impl Images {
     ) -> Result<Self, ImageError> {
         let mut images = Vec::new();
         for (number, disk) in planned.into_iter().enumerate() {
-            disk.place.make(disk.bytes)?;
+            let thin = disk.place.make(disk.bytes)?.map(Arc::new);
             let socket = directory.join(format!("disk-{number}.sock"));
             let server = Server::start(&disk.place.path, disk.place.format, &socket, streams, patience)?;
-            images.push((disk, Arc::new(server)));
+            images.push(Image { disk, server: Arc::new(server), thin });
         }
-        let flushers = images.iter().map(|(_, server)| server.flusher()).collect();
+        let flushers = images.iter().map(|image| image.server.flusher()).collect();
         Ok(Self { images, flushing: Flushing { images: flushers, ..Flushing::default() } })
+    }
+
+    /// Whether there are none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.images.is_empty()
     }
 
     /// To be told of every round that has come.
@@ -110,7 +125,7 @@ impl Images {
         directory: &Path,
         patience: Duration,
     ) -> Result<Vec<u64>, CompareError> {
-        let (disk, server) =
+        let Image { disk, server, .. } =
             self.images.get(number).ok_or_else(|| CompareError::NotThere(format!("disk {number}")))?;
         server.flush()?;
         let (place, socket) = (&disk.place, directory.join("compare.sock"));
@@ -124,15 +139,15 @@ impl Images {
 
     /// Writers of the disks, in their order.
     pub(crate) fn writers(&self) -> impl Iterator<Item = Box<dyn BlockWriter>> + '_ {
-        self.images.iter().map(|(disk, server)| -> Box<dyn BlockWriter> {
-            Box::new(CopiedDisk::new(&disk.name, disk.bytes, server))
+        self.images.iter().map(|Image { disk, server, thin }| -> Box<dyn BlockWriter> {
+            Box::new(CopiedDisk { thin: thin.clone(), ..CopiedDisk::new(&disk.name, disk.bytes, server) })
         })
     }
 
     /// Puts everything on stable storage and lets go of the images; all writers are gone.
     pub(crate) fn finish(self) -> Result<(), ImageError> {
         self.flushing.end()?;
-        for (disk, server) in self.images {
+        for Image { disk, server, .. } in self.images {
             let Some(server) = Arc::into_inner(server) else {
                 let said = "a writer is left; please report this".to_owned();
                 return Err(ImageError::Tool { tool: "qemu-nbd", path: disk.place.path, said });
@@ -149,7 +164,10 @@ impl Images {
 
 /// A disk whose image is written.
 #[derive(Debug)]
-pub(super) struct CopiedDisk(ServedDisk);
+pub(super) struct CopiedDisk {
+    served: ServedDisk,
+    thin: Option<Arc<NewVolume>>,
+}
 
 impl CopiedDisk {
     /// A disk of that length, whose image the server has.
@@ -163,21 +181,21 @@ impl CopiedDisk {
                 _ => gone(),
             })
         });
-        Self(ServedDisk::new(name, bytes, connections))
+        Self { served: ServedDisk::new(name, bytes, connections), thin: None }
     }
 }
 
 impl BlockWriter for CopiedDisk {
     fn name(&self) -> &str {
-        &self.0.name
+        &self.served.name
     }
 
     fn what(&self) -> String {
-        called(&self.0.name)
+        called(&self.served.name)
     }
 
     fn bytes(&self) -> u64 {
-        whole_pages(self.0.bytes)
+        whole_pages(self.served.bytes)
     }
 
     fn is_ram(&self) -> bool {
@@ -185,22 +203,30 @@ impl BlockWriter for CopiedDisk {
     }
 
     fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), RamError> {
-        self.0.read(offset, into)
+        self.served.read(offset, into)
     }
 
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), RamError> {
-        let there = self.0.on_disk(offset..offset + data.len() as u64);
+        let there = self.served.on_disk(offset..offset + data.len() as u64);
         let data = &data[..(there.end - there.start) as usize];
-        self.0.with(|client| client.write(there.start, data)).map_err(failed)
+        let write = |client: &mut Client| match &self.thin {
+            Some(volume) => volume.write(there.start, data, client),
+            None => client.write(there.start, data),
+        };
+        self.served.with(write).map_err(failed)
     }
 
     fn drop_pages(&self, range: Range<u64>) -> Result<(), RamError> {
-        let there = self.0.on_disk(range);
-        self.0.with(|client| client.write_zeroes(there)).map_err(failed)
+        let there = self.served.on_disk(range);
+        let write = |client: &mut Client| match &self.thin {
+            Some(volume) => volume.write_zeroes(there, client),
+            None => client.write_zeroes(there),
+        };
+        self.served.with(write).map_err(failed)
     }
 
     fn end(&self) {
-        self.0.end();
+        self.served.end();
     }
 
     fn take_discardable(&self) -> Vec<Range<u64>> {

@@ -288,11 +288,11 @@ impl DiskPlan {
         self.copied.iter().map(need).collect()
     }
 
-    /// Whether the pool has no room for them beside what others there will still take.
-    pub(super) fn no_room(&self, pool: Option<&Pool>, owed_bytes: u64) -> Option<Finding> {
+    /// What the pool says to them beside what others there will still take.
+    pub(super) fn room(&self, pool: Option<&Pool>, owed_bytes: u64) -> Vec<Finding> {
         let needed_bytes = self.copied.iter().map(|disk| disk.needed_bytes).fold(0, u64::saturating_add);
-        let pool = pool.filter(|_| !self.copied.is_empty())?;
-        no_room(pool, needed_bytes, owed_bytes)
+        let pool = pool.filter(|_| !self.copied.is_empty());
+        pool.map(|pool| pool.look(needed_bytes, owed_bytes)).unwrap_or_default()
     }
 }
 
@@ -354,35 +354,6 @@ pub(super) fn unique() -> String {
         word = crate::report::unix_ms_now().to_be_bytes();
     }
     format!("{:016x}", u64::from_be_bytes(word))
-}
-
-fn no_room(pool: &Pool, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
-    match pool.free_bytes() {
-        Err(error) => Some(finding(
-            Severity::Blocker,
-            "disk-pool",
-            format!("{} cannot be used: {error}", pool.called()),
-            "make it, or name another one under [disks.pool]",
-        )),
-        Ok(free_bytes) => (free_bytes < needed_bytes.saturating_add(owed_bytes)).then(|| {
-            let promised = match owed_bytes >> 20 {
-                0 => String::new(),
-                mib => format!(", {mib} of them promised to VMs on their way here"),
-            };
-            let what = format!(
-                "the disks need {} MiB in {}, where {} are free{promised}",
-                needed_bytes >> 20,
-                pool.called(),
-                free_bytes >> 20
-            );
-            finding(
-                Severity::Blocker,
-                "disk-space",
-                what,
-                "make room there, or name another one under [disks.pool]",
-            )
-        }),
-    }
 }
 
 fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Finding {

@@ -1,0 +1,238 @@
+//! Whether a pool has room for the images of disks.
+
+use block::thin::{ThinPool, Usage};
+use proto::message::{Finding, Severity};
+
+use super::{Pool, Storage};
+
+/// What a pool has.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Room {
+    usage: Usage,
+    /// Where it is a thin pool.
+    thin: Option<ThinPool>,
+}
+
+impl Pool {
+    /// What it has at present.
+    ///
+    /// # Errors
+    /// When it cannot be used, with all its causes.
+    pub(super) fn room(&self) -> Result<Room, String> {
+        match &self.storage {
+            Storage::Directory { path, .. } => {
+                let system = rustix::fs::statvfs(path).map_err(|error| error.to_string())?;
+                // Without what is kept for root.
+                let used = system.f_blocks.saturating_sub(system.f_bfree);
+                let total_bytes = used.saturating_add(system.f_bavail).saturating_mul(system.f_frsize);
+                let usage = Usage { used_bytes: used.saturating_mul(system.f_frsize), total_bytes };
+                Ok(Room { usage, thin: None })
+            }
+            Storage::Volumes(group) => {
+                let of = |error| crate::chain(&error);
+                match group.thin().map_err(of)? {
+                    Some(thin) => Ok(Room { usage: thin.data, thin: Some(thin) }),
+                    None => Ok(Room { usage: group.usage().map_err(of)?, thin: None }),
+                }
+            }
+        }
+    }
+
+    /// What stands in the way of images that take so much, beside what VMs on their way here still take; and what is
+    /// good to know.
+    pub(crate) fn look(&self, needed_bytes: u64, owed_bytes: u64) -> Vec<Finding> {
+        match self.room() {
+            Err(error) => vec![finding(
+                Severity::Blocker,
+                "disk-pool",
+                format!("{} cannot be used: {error}", self.called()),
+                "make it, or name another one under [disks.pool]",
+            )],
+            Ok(room) => self.compare(&room, needed_bytes, owed_bytes),
+        }
+    }
+
+    fn compare(&self, room: &Room, needed_bytes: u64, owed_bytes: u64) -> Vec<Finding> {
+        let Some(thin) = &room.thin else {
+            return self.no_room(&room.usage, needed_bytes, owed_bytes).into_iter().collect();
+        };
+        if let Some(word) = &thin.trouble {
+            return vec![finding(
+                Severity::Blocker,
+                "disk-pool",
+                format!("{} cannot be written: the kernel says {word}", self.called()),
+                "mend the pool (lvs -o +lv_health_status, lvextend, lvconvert --repair)",
+            )];
+        }
+        let no_metadata = self.no_metadata(thin, needed_bytes, owed_bytes);
+        self.no_room(&room.usage, needed_bytes, owed_bytes)
+            .into_iter()
+            .chain(no_metadata)
+            .chain(self.shows_old_data(thin))
+            .collect()
+    }
+
+    fn no_room(&self, usage: &Usage, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
+        let free_bytes = usage.free_bytes(self.keep_free_percent);
+        if needed_bytes.saturating_add(owed_bytes) <= free_bytes {
+            return None;
+        }
+        let promised = match owed_bytes >> 20 {
+            0 => String::new(),
+            mib => format!(", {mib} of them promised to VMs on their way here"),
+        };
+        let what = format!(
+            "the disks need {} MiB in {}, where {} are free{}{promised}",
+            needed_bytes >> 20,
+            self.called(),
+            free_bytes >> 20,
+            self.kept()
+        );
+        let advice = "make room there, or name another one under [disks.pool]";
+        Some(finding(Severity::Blocker, "disk-space", what, advice))
+    }
+
+    /// A pool without metadata fails all of its volumes, and is hard to repair.
+    fn no_metadata(&self, thin: &ThinPool, needed_bytes: u64, owed_bytes: u64) -> Option<Finding> {
+        let metadata_bytes = thin.metadata_needed_bytes(needed_bytes.saturating_add(owed_bytes));
+        let free_bytes = thin.metadata.free_bytes(self.keep_free_percent);
+        if metadata_bytes <= free_bytes {
+            return None;
+        }
+        let what = format!(
+            "the disks may need {} KiB of metadata in {}, where {} are free{}",
+            metadata_bytes >> 10,
+            self.called(),
+            free_bytes >> 10,
+            self.kept()
+        );
+        let advice = "give the pool more metadata (lvextend --poolmetadatasize), or name another one under [disks.pool]";
+        Some(finding(Severity::Blocker, "disk-space", what, advice))
+    }
+
+    fn shows_old_data(&self, thin: &ThinPool) -> Option<Finding> {
+        if thin.zeroes_blocks {
+            return None;
+        }
+        let what = format!(
+            "{} does not zero the blocks that it provisions: what the guest never wrote may turn into what another volume had \
+             there, as soon as the guest writes beside it",
+            self.called()
+        );
+        let advice = "let it zero them (lvchange --zero y)";
+        Some(finding(Severity::Warning, "disk-pool-old-data", what, advice))
+    }
+
+    /// What of it is not free, for people.
+    fn kept(&self) -> String {
+        match self.keep_free_percent {
+            0 => String::new(),
+            percent => format!(" beside the {percent} % that stay free"),
+        }
+    }
+
+    /// Why nothing more may be written to it, if nothing may.
+    pub(super) fn shortage(&self, room: &Room) -> Option<String> {
+        let is_short = |usage: &Usage| usage.free_bytes(self.keep_free_percent) == 0;
+        let kept = self.kept();
+        let short = |what: &str, usage: &Usage| format!("{what}{}: {usage} are in use{kept}", self.called());
+        let thin = room.thin.as_ref();
+        if let Some(word) = thin.and_then(|thin| thin.trouble.as_ref()) {
+            return Some(format!("{} cannot be written: the kernel says {word}", self.called()));
+        }
+        if is_short(&room.usage) {
+            return Some(short("there is no room left in ", &room.usage));
+        }
+        let metadata = thin.map(|thin| &thin.metadata).filter(|usage| is_short(usage))?;
+        Some(short("there is no room left for metadata in ", metadata))
+    }
+}
+
+fn finding(severity: Severity, code: &str, what: String, advice: &str) -> Finding {
+    Finding { severity, code: code.to_owned(), what, advice: advice.to_owned() }
+}
+
+#[cfg(test)]
+mod tests {
+    use block::volume::Group;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn pool() -> Pool {
+        let group = Group { name: "vg0".to_owned(), thin_pool: Some("thin".to_owned()) };
+        Pool { storage: Storage::Volumes(group), keep_free_percent: 10 }
+    }
+
+    fn room(used_mib: u64, metadata_used_mib: u64) -> Room {
+        let usage = |used, total| Usage { used_bytes: used * MIB, total_bytes: total * MIB };
+        let thin = ThinPool {
+            data: usage(used_mib, 1000),
+            metadata: usage(metadata_used_mib, 10),
+            block_bytes: 64 << 10,
+            zeroes_blocks: true,
+            trouble: None,
+        };
+        Room { usage: thin.data, thin: Some(thin) }
+    }
+
+    fn codes(room: &Room, needed_mib: u64, owed_mib: u64) -> Vec<String> {
+        let found = pool().compare(room, needed_mib * MIB, owed_mib * MIB);
+        found.into_iter().map(|finding| finding.code).collect()
+    }
+
+    #[test]
+    fn a_margin_is_left_and_promises_are_kept() {
+        assert_eq!(codes(&room(500, 1), 400, 0), [""; 0]);
+        assert_eq!(codes(&room(500, 1), 401, 0), ["disk-space"]);
+        assert_eq!(codes(&room(500, 1), 300, 101), ["disk-space"]);
+        let [one] = &pool().compare(&room(500, 1), 300 * MIB, 101 * MIB)[..] else { panic!() };
+        assert_eq!(
+            one.what,
+            "the disks need 300 MiB in the thin pool for images, vg0/thin, where 400 are free beside the 10 % that stay free, \
+             101 of them promised to VMs on their way here"
+        );
+    }
+
+    #[test]
+    fn metadata_is_room_too() {
+        assert_eq!(codes(&room(0, 8), 500, 0), [""; 0]);
+        assert_eq!(codes(&room(0, 9), 1, 0), ["disk-space"]);
+    }
+
+    #[test]
+    fn a_pool_in_trouble_takes_nothing() {
+        let mut sick = room(0, 0);
+        sick.thin.as_mut().unwrap().trouble = Some("out_of_data_space".to_owned());
+        assert_eq!(codes(&sick, 1, 0), ["disk-pool"]);
+        assert!(pool().shortage(&sick).unwrap().contains("out_of_data_space"));
+    }
+
+    #[test]
+    fn a_pool_that_shows_old_data_is_named() {
+        let mut careless = room(0, 0);
+        careless.thin.as_mut().unwrap().zeroes_blocks = false;
+        assert_eq!(codes(&careless, 1, 0), ["disk-pool-old-data"]);
+    }
+
+    #[test]
+    fn a_margin_that_is_reached_ends_it() {
+        assert_eq!(pool().shortage(&room(899, 8)), None);
+        assert!(
+            pool().shortage(&room(900, 8)).unwrap().starts_with("there is no room left in the thin pool")
+        );
+        assert!(pool().shortage(&room(0, 9)).unwrap().contains("metadata"));
+    }
+
+    #[test]
+    fn what_is_kept_for_root_is_no_room() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().to_owned();
+        let storage = Storage::Directory { path, format: crate::pool::PoolFormat::Same };
+        let room = Pool { storage, keep_free_percent: 0 }.room().unwrap();
+        let system = rustix::fs::statvfs(folder.path()).unwrap();
+        let free_bytes = system.f_bavail * system.f_frsize;
+        assert!(room.usage.free_bytes(0).abs_diff(free_bytes) < 1 << 30, "{room:?}");
+    }
+}

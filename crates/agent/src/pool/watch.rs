@@ -1,0 +1,86 @@
+//! Whether a pool still has room while images in it are written.
+//!
+//! What a thin pool gives to one volume it has not for the others, and one that is full stops all VMs in it. Others take
+//! of it, too: the guests that run in it, snapshots, other programs.
+
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::Duration;
+
+use tracing::warn;
+
+use super::{Pool, Storage};
+
+/// How often it is looked at.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// A thread that looks at a pool again and again, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct PoolWatch {
+    /// Its end stops the thread.
+    _stop: Sender<()>,
+}
+
+impl PoolWatch {
+    /// Watches a pool of which something stays free; none if nothing does. `is_short` is called once, with the reason,
+    /// as soon as no more may be written.
+    ///
+    /// # Errors
+    /// When there is no thread to be had.
+    pub(crate) fn start(
+        pool: &Pool,
+        is_short: impl FnOnce(String) + Send + 'static,
+    ) -> std::io::Result<Option<Self>> {
+        let is_thin = matches!(&pool.storage, Storage::Volumes(group) if group.thin_pool.is_some());
+        if pool.keep_free_percent == 0 && !is_thin {
+            return Ok(None);
+        }
+        let (stop, stopped) = mpsc::channel();
+        let pool = pool.clone();
+        let watch = move || {
+            let mut is_warned = false;
+            while stopped.recv_timeout(PAUSE) == Err(RecvTimeoutError::Timeout) {
+                match pool.room() {
+                    Ok(room) => {
+                        if let Some(reason) = pool.shortage(&room) {
+                            return is_short(reason);
+                        }
+                    }
+                    // The writing itself fails where it has to.
+                    Err(error) if !is_warned => {
+                        warn!(error, "the pool for images cannot be watched");
+                        is_warned = true;
+                    }
+                    Err(_) => {}
+                }
+            }
+        };
+        thread::Builder::new().name("pool".to_owned()).spawn(watch)?;
+        Ok(Some(Self { _stop: stop }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pool::PoolFormat;
+
+    #[test]
+    fn a_pool_without_the_room_that_stays_free_is_told_of() {
+        let folder = tempfile::tempdir().unwrap();
+        let pool = |keep_free_percent| {
+            let path = folder.path().to_owned();
+            Pool { storage: Storage::Directory { path, format: PoolFormat::Raw }, keep_free_percent }
+        };
+        let (told, reasons) = mpsc::channel();
+        let start = |percent| {
+            let told = told.clone();
+            PoolWatch::start(&pool(percent), move |reason| told.send(reason).unwrap()).unwrap()
+        };
+        assert!(start(0).is_none(), "nothing is kept free of it");
+        // No file system that tests run on is quite empty.
+        let _watch = start(100).unwrap();
+        let reason = reasons.recv_timeout(crate::testing::PATIENCE).unwrap();
+        assert!(reason.starts_with("there is no room left in the directory for images"), "{reason}");
+    }
+}

@@ -23,6 +23,9 @@ const OF_GUEST: &[&str] = &["busnr", "MCFG", "smb_io_base", "hpet-offset-saved",
 /// were asked for.
 const OF_PLACE: &[&str] = &["addr", "port", "nr", "unit", "scsi-id", "lun"];
 
+/// Length of `isa-applesmc`'s key.
+const OSK_BYTES: usize = 64;
+
 /// Properties of virtio devices that the kernel of the host decides where vhost-net serves them.
 pub const OF_VHOST: &[&str] =
     &["queue_reset", "packed", "event_idx", "indirect_desc", "mrg_rxbuf", "iommu_platform", "hash", "rss"];
@@ -230,7 +233,7 @@ impl Device {
 
     fn read(&mut self, content: &str) {
         if let Some((key, value)) = content.split_once(" = ") {
-            let value = value.trim();
+            let mut value = value.trim();
             match key {
                 "addr" | "port" | "nr" | "unit" if self.place.is_empty() => {
                     value.trim_matches('"').clone_into(&mut self.place);
@@ -242,6 +245,8 @@ impl Device {
                     }
                     self.place.push_str(number);
                 }
+                // QEMU does not end its own default with a zero, and prints what follows it in memory.
+                "osk" => value = value.get(..1 + OSK_BYTES).unwrap_or(value).trim_end_matches('"'),
                 _ => {}
             }
             self.properties.insert(key.to_owned(), value.to_owned());
@@ -261,6 +266,19 @@ impl Device {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_follows_a_key_in_memory_is_no_part_of_it() {
+        let key = "This is a dummy key. Enter the real key using the -osk parameter";
+        let osk = |value: &str| {
+            let tree =
+                DeviceTree::parse(&format!("bus: isa.0\n  dev: isa-applesmc, id \"\"\n    osk = {value}\n"));
+            tree.devices[0].properties["osk"].clone()
+        };
+        assert_eq!(osk(&format!("\"{key}\u{fffd}9x\"")), format!("\"{key}"));
+        assert_eq!(osk(&format!("\"{key}\"")), format!("\"{key}"));
+        assert_eq!(osk("\"short\""), "\"short");
+    }
 
     const TEXT: &str = r#"bus: main-system-bus
   type System

@@ -70,11 +70,13 @@ impl Build<'_> {
         Some(self.with_paths(option))
     }
 
-    /// Whether no device has a memory object: only with one its block gets a name.
+    /// Whether no device has a memory object: only with one its block gets a name, which is the object's or its path,
+    /// behind the device's path where the device is on a bus (virtio-mem).
     fn is_unused(&self, id: &str) -> bool {
-        let path = format!("/objects/{id}");
+        let at_a_device = format!("/{id}");
         let blocks = &self.vm.memory.blocks;
-        !blocks.is_empty() && blocks.iter().all(|block| block.name != id && block.name != path)
+        let is_its = |name: &str| name == id || name.ends_with(&at_a_device);
+        !blocks.is_empty() && blocks.iter().all(|block| !is_its(&block.name))
     }
 
     fn memory_object(&mut self, kind: &str, id: &str, value: &mut Value) {

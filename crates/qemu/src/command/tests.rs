@@ -282,6 +282,18 @@ fn memory_that_no_device_has_stays_behind() {
 }
 
 #[test]
+fn memory_of_a_device_on_a_bus_goes_along() {
+    let mut vm = vm(
+        "-object memory-backend-ram,id=unused,size=64M -device virtio-mem-pci,memdev=unused -display none",
+    );
+    let page_size_bytes = 4096;
+    for name in ["0000:00:02.0/unused", "0000:00:02.0//objects/unused", "/objects/unused", "unused"] {
+        vm.memory.blocks = vec![MemoryBlock { name: name.to_owned(), page_size_bytes }];
+        assert_eq!(build(&vm, &rules()).unwrap().warnings, [], "{name}");
+    }
+}
+
+#[test]
 fn what_is_not_known_is_refused_unless_allowed() {
     assert_eq!(codes("-frobnicate 3", &rules()), ["option-unknown"]);
     assert_eq!(

@@ -206,6 +206,9 @@ impl Left {
         if self.created_unix_ns != created_unix_ns(found) {
             return Some("it cannot be proved to be the file that was left, and not a later one".to_owned());
         }
+        if let Some(place) = mounted_at(found) {
+            return Some(format!("it is mounted at {}, where it would be lost, too", place.display()));
+        }
         let changed_unix_ms =
             found.ctime().saturating_mul(1000).saturating_add(found.ctime_nsec() / 1_000_000);
         (changed_unix_ms > self.gone_unix_ms).then(|| {
@@ -213,6 +216,24 @@ impl Left {
             format!("it was changed after the VM had left, at {when}")
         })
     }
+}
+
+/// Where a file is mounted by itself (`mount --bind`), as containers have it.
+fn mounted_at(found: &fs::Metadata) -> Option<PathBuf> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let places = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(unescaped);
+    let mut places = places.map(PathBuf::from);
+    let is_it = |place: &PathBuf| {
+        let meta = fs::symlink_metadata(place).ok().filter(|meta| meta.is_file());
+        meta.is_some_and(|meta| (meta.dev(), meta.ino()) == (found.dev(), found.ino()))
+    };
+    places.find(is_it)
+}
+
+/// A path as it is, of one in which the kernel wrote some characters as octal numbers (`\040` for a space).
+fn unescaped(path: &str) -> String {
+    let escapes = [("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")];
+    escapes.iter().fold(path.to_owned(), |path, (escape, letter)| path.replace(escape, letter))
 }
 
 /// A lease of a file, which nobody can open while it is held; or why there is none.

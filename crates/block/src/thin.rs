@@ -68,11 +68,16 @@ impl ThinPool {
     pub fn of(group: &str, pool: &str) -> Result<Self, ImageError> {
         // Within a name LVM doubles hyphens.
         let [plain_group, plain_pool] = [group, pool].map(|name| name.replace('-', "--"));
-        let device = format!("{plain_group}-{plain_pool}-tpool");
+        let device = format!("{plain_group}-{plain_pool}");
+        // The pool itself lies under this name once it has volumes, and a device to look at under the plain one.
+        Self::at(&format!("{device}-tpool"), group, pool).or_else(|_| Self::at(&device, group, pool))
+    }
+
+    fn at(device: &str, group: &str, pool: &str) -> Result<Self, ImageError> {
         let path = format!("{group}/{pool}");
         let ask = |question| {
             let mut command = Command::new("dmsetup");
-            command.args([question, "--target", "thin-pool", &device]);
+            command.args([question, "--target", "thin-pool", device]);
             run("dmsetup", command, Path::new(&path))
         };
         let (status, table) = (ask("status")?, ask("table")?);

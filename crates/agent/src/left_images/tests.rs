@@ -5,6 +5,7 @@ use std::os::unix::fs::symlink;
 
 use proptest::prelude::*;
 use qemu::describe::{DiskNodes, FilePart};
+use rustix::mount::UnmountFlags;
 
 use super::*;
 
@@ -30,6 +31,10 @@ enum Event {
     /// A copy that may share the blocks is made beside it.
     Reflink,
     Touch,
+    /// It is mounted elsewhere, too (as root).
+    BoundElsewhere,
+    /// Another file with the same content is mounted over it (as root).
+    BoundOver,
 }
 
 /// What the image was when it was copied.
@@ -45,7 +50,8 @@ enum Kind {
 
 fn events() -> impl Strategy<Value = Vec<Event>> {
     use Event::{
-        BecomesLink, BecomesLinkToAnother, Grow, HardLink, MoveAway, MoveBack, Reflink, Replace, Touch, Write,
+        BecomesLink, BecomesLinkToAnother, BoundElsewhere, BoundOver, Grow, HardLink, MoveAway, MoveBack,
+        Reflink, Replace, Touch, Write,
     };
     let all = [
         Replace,
@@ -58,6 +64,8 @@ fn events() -> impl Strategy<Value = Vec<Event>> {
         Grow,
         Reflink,
         Touch,
+        BoundElsewhere,
+        BoundOver,
     ];
     proptest::collection::vec(proptest::sample::select(all.to_vec()), 0..4)
 }
@@ -115,7 +123,13 @@ fn until_after(left: &Left) {
 fn happen(event: &Event, directory: &Path) {
     let path = |name: &str| directory.join(name);
     let (disk, away) = (path("disk"), path("away"));
-    let is_file = fs::symlink_metadata(&disk).is_ok_and(|meta| meta.is_file());
+    // What has something mounted over it the kernel lets no one move.
+    let is_under = |meta: &fs::Metadata| mounted_at(meta).is_some_and(|place| place == disk);
+    let found = fs::symlink_metadata(&disk);
+    if found.as_ref().is_ok_and(is_under) {
+        return;
+    }
+    let is_file = found.is_ok_and(|meta| meta.is_file());
     match event {
         Event::Replace => {
             fs::write(path("new"), COPIED).unwrap();
@@ -142,7 +156,31 @@ fn happen(event: &Event, directory: &Path) {
             let file = File::options().write(true).open(&disk).unwrap();
             file.set_modified(std::time::UNIX_EPOCH).unwrap();
         }
+        Event::BoundElsewhere if is_file => {
+            fs::write(path("elsewhere"), "").unwrap();
+            bind(&disk, &path("elsewhere"));
+        }
+        Event::BoundOver if is_file => {
+            fs::write(path("over"), COPIED).unwrap();
+            bind(&path("over"), &disk);
+        }
         _ => {}
+    }
+}
+
+/// Mounts a file over another. Only root can.
+fn bind(file: &Path, over: &Path) {
+    let _ = rustix::mount::mount_bind(file, over);
+}
+
+/// Ends what was mounted in a directory when it is dropped.
+struct Mounts<'a>(&'a Path);
+
+impl Drop for Mounts<'_> {
+    fn drop(&mut self) {
+        for name in ["disk", "away", "elsewhere"] {
+            while rustix::mount::unmount(self.0.join(name), UnmountFlags::DETACH).is_ok() {}
+        }
     }
 }
 
@@ -164,6 +202,7 @@ proptest! {
         // Its inode is not used again as long as it is open: histories in which it is are in the test below.
         let inode = fs::metadata(&disk).unwrap().ino();
         until_after(&left);
+        let _mounts = Mounts(folder.path());
         for event in &events {
             happen(event, folder.path());
         }
@@ -176,7 +215,12 @@ proptest! {
             prop_assert_eq!(*removed, inode);
             prop_assert_eq!(content.as_deref(), Some(&COPIED[..]));
             // Whatever touched the file left its mark, only a copy did not.
-            let is_harmless = |event: &Event| matches!(event, Event::Reflink | Event::MoveBack);
+            let without_root = !rustix::process::geteuid().is_root();
+            let is_harmless = |event: &Event| match event {
+                Event::Reflink | Event::MoveBack => true,
+                Event::BoundElsewhere | Event::BoundOver => without_root,
+                _ => false,
+            };
             prop_assert!(events.iter().all(is_harmless), "{:?}", events);
             prop_assert!(!after.contains_key(&disk));
             after.insert(disk.clone(), before[&disk].clone());

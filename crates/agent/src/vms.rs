@@ -22,6 +22,7 @@ use crate::journal::{JournalError, MigrationRecord, State, VmRecord};
 use crate::logs;
 use crate::owners::{self, Claim};
 use crate::preflight;
+use crate::progress::Standing;
 use crate::report::rfc3339;
 
 /// How long a monitor may take to greet when a VM is only looked at.
@@ -330,8 +331,12 @@ pub(crate) fn own_directories(context: &Context, qmp: &Path) -> Option<(PathBuf,
     Some((directory.to_owned(), logs::directory(&context.config, name)))
 }
 
-/// What a list says of a VM.
-pub(crate) fn summary(context: &Context, record: &VmRecord, open: Option<&MigrationRecord>) -> VmSummary {
+/// What a list says of a VM; with its open migration, and how that stands.
+pub(crate) fn summary(
+    context: &Context,
+    record: &VmRecord,
+    open: Option<(&MigrationRecord, Standing)>,
+) -> VmSummary {
     let alive = record.process(&context.boot_id).is_ok();
     let mut summary = VmSummary {
         vm: record.vm.clone(),
@@ -339,15 +344,15 @@ pub(crate) fn summary(context: &Context, record: &VmRecord, open: Option<&Migrat
         state: "gone".to_owned(),
         ram_bytes: 0,
         qemu_version: String::new(),
-        migration: open.map(|open| open.terms.migration.clone()),
+        migration: open.map(|(open, _)| open.terms.migration.clone()),
     };
     if let Ok(described) = serde_json::from_value::<VmDescription>(record.description.clone()) {
         summary.ram_bytes = described.memory.base_bytes + described.memory.plugged_bytes;
         summary.qemu_version = described.program.version;
     }
-    if let Some(open) = open {
+    if let Some((open, standing)) = open {
         // Its monitor is the migration's now, and its QEMU may be held.
-        moving(open).clone_into(&mut summary.state);
+        moving(open, standing).clone_into(&mut summary.state);
     } else if alive {
         let patience = GLANCE.min(Duration::from_millis(context.config.timeouts.qmp_ms));
         let state = find::connect_at(record.pid, &record.qmp, patience).and_then(|mut qmp| {
@@ -361,12 +366,11 @@ pub(crate) fn summary(context: &Context, record: &VmRecord, open: Option<&Migrat
 }
 
 /// How a VM stands that is between two hosts.
-pub(crate) fn moving(record: &MigrationRecord) -> &'static str {
-    match &record.state {
-        State::Source(_) if record.state.standing() == crate::progress::Standing::InDoubt => "in-doubt",
-        State::Source(_) => "leaving",
-        State::Destination(state) if state.in_doubt() => "in-doubt",
-        State::Destination(_) => "arriving",
+fn moving(record: &MigrationRecord, standing: Standing) -> &'static str {
+    match (&record.state, standing) {
+        (_, Standing::InDoubt) => "in-doubt",
+        (State::Source(_), _) => "leaving",
+        (State::Destination(_), _) => "arriving",
     }
 }
 
@@ -405,10 +409,10 @@ pub(crate) fn detail(context: &Context, record: &VmRecord, summary: VmSummary) -
 }
 
 /// All that is known of a VM on its way here, which has no record yet.
-pub(crate) fn arriving_detail(context: &Context, record: &MigrationRecord) -> VmDetail {
+pub(crate) fn arriving_detail(context: &Context, record: &MigrationRecord, standing: Standing) -> VmDetail {
     let proposal = context.journal.proposal(record.id()).ok().flatten();
     VmDetail {
-        summary: arriving(record),
+        summary: arriving(record, standing),
         qmp: None,
         adopted: rfc3339(record.created_unix_ms),
         ram_kind: String::new(),
@@ -420,11 +424,11 @@ pub(crate) fn arriving_detail(context: &Context, record: &MigrationRecord) -> Vm
 }
 
 /// What a list says of it.
-pub(crate) fn arriving(record: &MigrationRecord) -> VmSummary {
+pub(crate) fn arriving(record: &MigrationRecord, standing: Standing) -> VmSummary {
     VmSummary {
         vm: record.id().vm.clone(),
         pid: None,
-        state: moving(record).to_owned(),
+        state: moving(record, standing).to_owned(),
         ram_bytes: 0,
         qemu_version: String::new(),
         migration: Some(record.id().clone()),

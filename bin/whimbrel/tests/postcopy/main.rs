@@ -121,6 +121,8 @@ fn as_many_passes_are_made_as_are_asked_for() {
     came_after_the_guest(&report);
     let passes = report["rounds"].as_array().unwrap().iter().map(|round| round["pass"].as_u64().unwrap());
     assert_eq!(passes.max(), Some(3), "{report:#}");
+    // The end of what is there is no loss.
+    assert!(!has_event(&report, "link-lost"), "{report:#}");
     is_whole_and_goes_on(&cluster);
 }
 

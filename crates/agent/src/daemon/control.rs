@@ -68,7 +68,7 @@ impl Control for Users {
             let vm = &record.terms.migration.vm;
             if matches!(record.state, State::Destination(_)) && known.iter().all(|summary| summary.vm != *vm)
             {
-                known.push(vms::arriving(&record));
+                known.push(vms::arriving(&record, self.standing_of(&record)));
             }
         }
         Ok(known)
@@ -81,7 +81,7 @@ impl Control for Users {
             .filter(|latest| latest.open && matches!(latest.state, State::Destination(_)))
             .filter(|latest| !latest.state.is_final());
         let mut detail = if let Some(latest) = arriving {
-            vms::arriving_detail(&self.context, latest)
+            vms::arriving_detail(&self.context, latest, self.standing_of(latest))
         } else {
             let record = self.known(vm)?;
             vms::detail(&self.context, &record, self.summary(&record))
@@ -234,7 +234,8 @@ impl Control for Users {
 impl Daemon {
     fn summary(&self, record: &crate::journal::VmRecord) -> VmSummary {
         let latest = self.context.journal.latest(&record.vm).ok().flatten().filter(|latest| latest.open);
-        vms::summary(&self.context, record, latest.as_ref())
+        let open = latest.as_ref().map(|latest| (latest, self.standing_of(latest)));
+        vms::summary(&self.context, record, open)
     }
 
     fn needs_hosts(&self, id: &MigrationId) -> Result<Vec<HostId>, Problem> {

@@ -22,6 +22,17 @@ impl Daemon {
         })
     }
 
+    /// How a migration stands.
+    pub(super) fn standing_of(&self, record: &MigrationRecord) -> Standing {
+        let driven = self.drivers().get(record.id()).map(|driven| driven.publisher.now().standing);
+        match (driven, record.state.standing()) {
+            // A driver that is at work on a state that would be doubtful without it gets it settled, or says so.
+            (Some(standing), _) if record.open => standing,
+            (_, Standing::Failed) if record.details["vm_ended"] == true => Standing::Ended,
+            (_, standing) => standing,
+        }
+    }
+
     pub(super) fn status(&self, id: &MigrationId) -> Result<MigrationStatus, Problem> {
         Ok(self.status_of(&self.record(id)?))
     }
@@ -29,15 +40,7 @@ impl Daemon {
     pub(super) fn status_of(&self, record: &MigrationRecord) -> MigrationStatus {
         let id = record.id();
         let progress = self.drivers().get(id).map(|driven| driven.publisher.now());
-        let resting = match record.state.standing() {
-            Standing::Failed if record.details["vm_ended"] == true => Standing::Ended,
-            standing => standing,
-        };
-        let standing = match &progress {
-            // A driver that is at work on a state that would be doubtful without it gets it settled, or says so.
-            Some(progress) if record.open => progress.standing,
-            _ => resting,
-        };
+        let standing = self.standing_of(record);
         let message = progress
             .as_ref()
             .and_then(|progress| progress.message.clone())

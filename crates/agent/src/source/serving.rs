@@ -45,6 +45,8 @@ pub(super) struct Later {
     pub(super) began: Instant,
     /// None while there are no connections.
     pub(super) serving: Option<Serving>,
+    /// Why those before ended, until something is done about it.
+    pub(super) lost: Option<String>,
 }
 
 /// Pages, and how they were pushed, for the report.
@@ -74,8 +76,8 @@ impl Later {
             left,
             push: Mutex::new(Traced::new(Push::default())),
         });
-        let before = PostCopy::default();
-        Self { readers, counted, recency, rate, packing: None, before, began: Instant::now(), serving: None }
+        let (before, began) = (PostCopy::default(), Instant::now());
+        Self { readers, counted, recency, rate, packing: None, before, began, serving: None, lost: None }
     }
 
     /// Sends over these connections, until they end. The destination says first what is left, and so that it is there for

@@ -9,7 +9,7 @@ use engine::handover::destination::{DestinationEvent, DestinationState};
 use link::Incoming;
 use proto::message::{Acceptance, Finding, Message, Severity};
 use proto::{Epoch, Purpose};
-use tracing::warn;
+use tracing::{info, warn};
 
 use super::effects::EffectError;
 use crate::destination::Driver;
@@ -86,10 +86,17 @@ impl Driver {
     }
 
     /// Something came where it has no place. From a connection that has been replaced it comes late, and means nothing.
+    /// So does what a source sends that has not heard yet what became of its migration here: this host was booted anew, for
+    /// one.
     pub(super) fn does_not_belong(&mut self, link: u64, what: &str) {
-        if self.links.contains_key(&link) {
-            self.broken_protocol(link, &format!("the source sent `{what}` where it does not belong"));
+        if !self.links.contains_key(&link) {
+            return;
         }
+        if self.state == DestinationState::Prepared {
+            return self.broken_protocol(link, &format!("the source sent `{what}` where it does not belong"));
+        }
+        info!(migration = %self.terms.migration, what, "the source goes on with what is over here; it connects anew");
+        self.hang_up(link);
     }
 
     /// The source does not keep to the protocol: it is not listened to any more on that connection, and what nobody

@@ -61,7 +61,9 @@ impl Driver {
     pub(super) fn serving_ended(&mut self, error: String) {
         let Some(serving) = self.later.as_mut().and_then(|later| later.serving.take()) else { return };
         drop(serving);
-        self.note("link-lost", error);
+        if let Some(later) = &mut self.later {
+            later.lost = Some(error);
+        }
         // Should this agent die before the next connections are there, the report has what was decided so far.
         self.note_served();
         let report = self.controls.report(|report| report.clone());
@@ -85,6 +87,10 @@ impl Driver {
         let is_cut = self.later.as_ref().is_some_and(Later::is_cut);
         if !is_cut || !self.may_be_needed() {
             return;
+        }
+        // When all pages are there, the destination ends them and says so in the next moment: then nothing was lost.
+        if let Some(error) = self.later.as_mut().and_then(|later| later.lost.take()) {
+            self.note("link-lost", error);
         }
         self.generation = self.generation.next();
         match self.resume_serving() {

@@ -224,7 +224,7 @@ fn mounted_at(found: &fs::Metadata) -> Option<PathBuf> {
     let places = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(unescaped);
     let mut places = places.map(PathBuf::from);
     let is_it = |place: &PathBuf| {
-        let meta = fs::symlink_metadata(place).ok().filter(|meta| meta.is_file());
+        let meta = fs::symlink_metadata(place).ok().filter(fs::Metadata::is_file);
         meta.is_some_and(|meta| (meta.dev(), meta.ino()) == (found.dev(), found.ino()))
     };
     places.find(is_it)

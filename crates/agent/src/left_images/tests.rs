@@ -124,12 +124,11 @@ fn happen(event: &Event, directory: &Path) {
     let path = |name: &str| directory.join(name);
     let (disk, away) = (path("disk"), path("away"));
     // What has something mounted over it the kernel lets no one move.
-    let is_under = |meta: &fs::Metadata| mounted_at(meta).is_some_and(|place| place == disk);
-    let found = fs::symlink_metadata(&disk);
-    if found.as_ref().is_ok_and(is_under) {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    if mounts.lines().any(|line| line.split(' ').nth(4).is_some_and(|place| Path::new(place) == disk)) {
         return;
     }
-    let is_file = found.is_ok_and(|meta| meta.is_file());
+    let is_file = fs::symlink_metadata(&disk).is_ok_and(|meta| meta.is_file());
     match event {
         Event::Replace => {
             fs::write(path("new"), COPIED).unwrap();
@@ -156,7 +155,7 @@ fn happen(event: &Event, directory: &Path) {
             let file = File::options().write(true).open(&disk).unwrap();
             file.set_modified(std::time::UNIX_EPOCH).unwrap();
         }
-        Event::BoundElsewhere if is_file => {
+        Event::BoundElsewhere if is_file && !path("elsewhere").exists() => {
             fs::write(path("elsewhere"), "").unwrap();
             bind(&disk, &path("elsewhere"));
         }

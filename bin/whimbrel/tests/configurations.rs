@@ -1,5 +1,5 @@
 //! Guests of random configurations: each moves there and back, or is refused by `--check` with a reason that is true.
-//! `make soak` tries many; `WHIMBREL_SEED` draws others. Needs root.
+//! `make test` tries 20, `make soak` 200 more; `WHIMBREL_SEED` draws others. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -14,8 +14,9 @@ use common::{Cluster, Guest, GuestSpec, Load, QemuVersion};
 use lab::configurations::{Pluggable, Plugged, plug, pluggable};
 use serde_json::Value;
 
-const FEW: usize = 20;
-const MANY: usize = 200;
+/// Configurations of one machine that `make test` and `make soak` try.
+const FEW: usize = 10;
+const MANY: usize = 100;
 /// Devices of one configuration.
 const DEVICES: usize = 4;
 
@@ -146,17 +147,17 @@ impl Trial<'_> {
     }
 }
 
-fn configurations(count: usize, version: QemuVersion) {
+fn configurations(machine: &'static str, count: usize) {
+    let version = QemuVersion::Installed;
     let mut cluster = Cluster::new();
     let Ok(qemu) = cluster.environment.qemu(version) else { return };
-    let mut draw = Draw(seed(0x5eed));
+    let mut draw = Draw(seed(0x5eed) ^ machine.len() as u64);
     let all = pluggable(&qemu).unwrap();
     assert!(all.len() > 150, "{}", all.len());
     let mut deck: Vec<Pluggable> = Vec::new();
     let mut tally = Tally::default();
     for _ in 0..count {
         let directory = cluster.lab.shared_directory().unwrap();
-        let machine = ["pc", "q35"][draw.below(2)];
         let mut devices = Vec::new();
         while devices.len() < DEVICES {
             if deck.is_empty() {
@@ -185,7 +186,7 @@ fn configurations(count: usize, version: QemuVersion) {
         }
     }
     println!(
-        "{count} configurations of {version:?}: {} moved as they were, refused: {:?}; QEMU does not start: {:#?}, the guest does \
+        "{count} configurations of {machine}: {} moved as they were, refused: {:?}; QEMU does not start: {:#?}, the guest does \
          not boot: {:#?}",
         tally.moved_as_drawn, tally.refused, tally.not_started, tally.silent
     );
@@ -202,13 +203,23 @@ fn configurations(count: usize, version: QemuVersion) {
 }
 
 #[test]
-#[ignore = "takes minutes"]
-fn a_few_configurations() {
-    configurations(FEW, QemuVersion::Installed);
+fn a_few_configurations_of_pc() {
+    configurations("pc", FEW);
 }
 
 #[test]
-#[ignore = "takes an hour"]
-fn many_configurations() {
-    configurations(MANY, QemuVersion::Installed);
+fn a_few_configurations_of_q35() {
+    configurations("q35", FEW);
+}
+
+#[test]
+#[ignore = "takes half an hour"]
+fn many_configurations_of_pc() {
+    configurations("pc", MANY);
+}
+
+#[test]
+#[ignore = "takes half an hour"]
+fn many_configurations_of_q35() {
+    configurations("q35", MANY);
 }

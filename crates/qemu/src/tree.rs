@@ -23,6 +23,9 @@ const OF_GUEST: &[&str] = &["busnr", "MCFG", "smb_io_base", "hpet-offset-saved",
 /// were asked for.
 const OF_PLACE: &[&str] = &["addr", "port", "nr", "unit", "scsi-id", "lun"];
 
+/// Properties that say what geometry a disk has.
+pub(crate) const GEOMETRY: &[&str] = &["cyls", "heads", "secs", "bios-chs-trans"];
+
 /// Length of `isa-applesmc`'s key.
 const OSK_BYTES: usize = 64;
 

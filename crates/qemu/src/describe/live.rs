@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::graph::{self, Backend, Node};
 use crate::qmp::{Qmp, QmpError, Version};
-use crate::tree::OF_VHOST;
+use crate::tree::{GEOMETRY, OF_VHOST};
 
 /// A device that somebody asked for, on the command line or later.
 #[derive(Debug, Clone, Default)]
@@ -105,9 +105,6 @@ struct Property {
 
 /// Properties that say where on its bus a device sits.
 const PLACES: &[&str] = &["addr", "port", "scsi-id", "channel", "lun", "unit", "nr", "slot"];
-
-/// Properties that say what geometry a disk has.
-const GEOMETRY: &[&str] = &["cyls", "heads", "secs", "bios-chs-trans"];
 
 /// Properties that say where a processor sits.
 const CPU_PLACES: &[&str] = &[

@@ -5,7 +5,7 @@ use crate::describe::Problem;
 use crate::options::Value;
 use crate::queues;
 use crate::ram::RamBlock;
-use crate::tree::{Device, Difference, OF_VHOST};
+use crate::tree::{Device, Difference, GEOMETRY, OF_VHOST};
 use crate::units::When;
 
 /// What a QEMU needs besides the guest's memory, in bytes: its code, caches, the devices' buffers.
@@ -209,6 +209,11 @@ fn mend(difference: &Difference) -> String {
                 "the destination's kernel cannot do that for vhost-net: start the guest with {property}=off on this \
                  device, or with vhost=off on its network, next time; or run a newer kernel there"
             )
+        }
+        Difference::Property { property, .. } if GEOMETRY.contains(&property.as_str()) => {
+            "QEMU derives this from the disk's length, which has changed since the guest was started: shut the guest down and \
+             start it again, or give the disk a device of its own (-device) with its geometry"
+                .to_owned()
         }
         _ => "if devices were plugged during the check, check again; otherwise give the devices fixed addresses \
               (-device …,addr=) when the guest is started next"

@@ -7,7 +7,7 @@ mod common;
 
 use std::fs::Permissions;
 use std::ops::Range;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -300,6 +300,45 @@ fn an_agent_that_was_started_anew_knows_the_images() {
     assert_eq!((&listed[0]["path"], &listed[0]["to"]), (&json!(image), &json!("b")), "{listed:#}");
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert_eq!(image_of(&report), there);
+}
+
+/// What QEMU does not know in the header of an image it clears when it begins to write: a mark that shows whether it did.
+#[test]
+fn no_shared_image_is_written_before_the_guest_has_left() {
+    let mut cluster = Cluster::with(&Setup { fault_harness: true, ..Setup::default() });
+    let qemu = cluster.environment.qemu(QemuVersion::Installed).unwrap();
+    let image = cluster.lab.shared_directory().unwrap().join("disk.qcow2");
+    disk::known_content(&qemu, &image, "qcow2", 16).unwrap();
+    let _guest = guest_with(&cluster, &image, "qcow2");
+    let mark = 88..96;
+    let set_mark = || {
+        let file = std::fs::File::options().write(true).open(&image).unwrap();
+        file.write_all_at(&(1_u64 << 63).to_be_bytes(), 88).unwrap();
+    };
+    set_mark();
+    let before = std::fs::read(&image).unwrap();
+
+    cluster.a.cli(&["migrate", "vm1", "--to", "b", "--check"]).ok();
+    assert!(std::fs::read(&image).unwrap() == before, "--check wrote to it");
+
+    // The destination is ready, and neither side has the guest. It will go on here, whose QEMU writes then.
+    let faults = cluster.faults.as_ref().unwrap();
+    faults.want("source/stopped/ready[no-register]:before-effects");
+    let migration = cluster.a.begin(&["migrate", "vm1", "--to", "b"]);
+    let held = faults.held(DEADLINE).unwrap();
+    assert!(std::fs::read(&image).unwrap() == before, "the destination wrote to it");
+    cluster.a.kill();
+    held.release();
+    drop(migration.wait_with_output());
+    cluster.a.start();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    assert!(cluster.b.vm("vm1").is_none(), "it is there");
+
+    set_mark();
+    cluster.migrate("vm1", "a", "b", &[]);
+    cluster.guest_is_whole("b", "vm1");
+    assert!(std::fs::read(&image).unwrap()[mark] == [0; 8], "the mark shows nothing");
 }
 
 /// How many bytes of a range an image holds, by a program that had no part in copying.

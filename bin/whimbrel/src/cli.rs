@@ -148,7 +148,7 @@ pub(crate) enum Command {
         /// The migration's report, as `whimbrel --json report` gives it; - for the standard input
         report: PathBuf,
     },
-    /// List and remove images that VMs left on this host when they moved away with their disks
+    /// List and remove images that VMs left on this host when they moved away with their disks, or ended
     Images {
         #[command(subcommand)]
         command: ImagesCommand,
@@ -226,13 +226,16 @@ pub(crate) enum VmCommand {
 pub(crate) enum ImagesCommand {
     /// List images that were left here and are still there
     List,
-    /// Remove what a VM has left here; only what was copied whole, was not changed since, and nobody has open
+    /// Remove what a VM has left here; only what was copied whole, was not changed since, and is open nowhere
     Remove {
         /// The VM
         #[arg(value_parser = vm_name)]
         vm: VmName,
         /// What it left in this migration: 7 for web1#7; by default in all of them
         epoch: Option<u64>,
+        /// The disks of a VM that came here, ended here and was forgotten, instead: there may be no other copy of them
+        #[arg(long, conflicts_with = "epoch")]
+        ended: bool,
     },
 }
 

@@ -1,4 +1,4 @@
-//! Images that VMs left behind when they moved away with their disks.
+//! Images that VMs left behind when they moved away with their disks, or ended.
 
 use agent::api::{Client, LeftImage, VmName};
 use agent::report::bytes;
@@ -21,11 +21,15 @@ pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
 fn row(image: &LeftImage) -> [String; 6] {
     [
         image.migration.to_string(),
-        image.to.to_string(),
+        if image.ended { "ended here".to_owned() } else { image.to.to_string() },
         image.disk.clone(),
         bytes(image.taken_bytes),
         image.path.display().to_string(),
-        image.kept_because.as_ref().map_or_else(|| "can be removed".to_owned(), |why| format!("kept: {why}")),
+        match &image.kept_because {
+            Some(why) => format!("kept: {why}"),
+            None if image.ended => "can be removed (--ended); there may be no other copy".to_owned(),
+            None => "can be removed".to_owned(),
+        },
     ]
 }
 
@@ -34,9 +38,11 @@ pub(crate) fn remove(
     client: &Client,
     vm: &VmName,
     epoch: Option<u64>,
+    ended: bool,
     output: &Output,
 ) -> Result<Code, Failure> {
-    output.show(&client.remove_images(vm, epoch)?, |images: &Vec<LeftImage>| {
+    let removed = if ended { client.remove_ended_images(vm)? } else { client.remove_images(vm, epoch)? };
+    output.show(&removed, |images: &Vec<LeftImage>| {
         let mut text = Text::default();
         for LeftImage { path, taken_bytes, .. } in images {
             text.line(format_args!("{} is removed, {} are free", path.display(), bytes(*taken_bytes)));

@@ -126,7 +126,9 @@ fn run(cli: Cli, output: &Output) -> Result<Code, Failure> {
         Command::Replay { report } => replay::replay(&report, output),
         Command::Images { command } => match command {
             ImagesCommand::List => images::list(&client()?, output),
-            ImagesCommand::Remove { vm, epoch } => images::remove(&client()?, &vm, epoch, output),
+            ImagesCommand::Remove { vm, epoch, ended } => {
+                images::remove(&client()?, &vm, epoch, ended, output)
+            }
         },
         Command::Recover(command) => recovery::recover(&client()?, &command, output),
         Command::Lab { command } => match command {

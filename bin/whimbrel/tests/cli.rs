@@ -156,6 +156,8 @@ fn images_that_were_left_are_listed_and_removed() {
         &[],
     );
     expect(&world.say(&["images", "remove", "web1", "4"]), 2, &[], &["no image"]);
+    expect(&world.say(&["images", "remove", "web1", "--ended"]), 0, &["/srv/web1.qcow2 is removed"], &[]);
+    expect(&world.say(&["images", "remove", "web1", "4", "--ended"]), 2, &[], &["cannot be used with"]);
     assert_eq!(world.json(&["images", "list"]).1[0]["path"], "/srv/web1.qcow2");
 }
 

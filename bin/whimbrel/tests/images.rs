@@ -226,6 +226,22 @@ fn an_image_that_was_left_is_removed_on_demand() {
     let refused = cluster.b.cli(&["images", "remove", "vm1"]);
     assert!(refused.code == 1 && refused.stdout.contains("was changed"), "{refused:?}");
     assert!(there.exists());
+
+    // The VM ends at a, with its disk there and nowhere else.
+    let pid = cluster.a.vm("vm1").unwrap()["pid"].as_u64().unwrap() as u32;
+    assert_eq!(list(&cluster.a), [Value::Null; 0]);
+    lab::kill_pid(pid).unwrap();
+    let last = pool(&cluster.lab.a).join(&entries(&pool(&cluster.lab.a))[0]);
+    assert!(list(&cluster.a)[0]["kept_because"].as_str().unwrap().contains("among its disks"));
+    let refused = cluster.a.cli(&["images", "remove", "vm1", "--ended"]);
+    assert!(refused.code != 0 && last.exists(), "{refused:?}");
+    cluster.a.cli(&["vm", "forget", "vm1"]).ok();
+    let listed = list(&cluster.a);
+    assert_eq!((&listed[0]["ended"], listed[0]["path"].as_str()), (&true.into(), last.to_str()));
+    let refused = cluster.a.cli(&["images", "remove", "vm1"]);
+    assert!(refused.code != 0 && refused.stdout.contains("--ended") && last.exists(), "{refused:?}");
+    cluster.a.cli(&["images", "remove", "vm1", "--ended"]).ok();
+    assert_eq!(entries(&pool(&cluster.lab.a)), [""; 0]);
 }
 
 /// Another file lies at the path of a running VM's image: neither is it moved with it, nor removed in its stead.

@@ -18,6 +18,7 @@
 //! | `POST /v1/migrations/{vm}/{epoch}/limits` | [`Limits`] | [`Limits`] |
 //! | `GET /v1/images` | | list of [`LeftImage`] |
 //! | `DELETE /v1/images/{vm}`, `…/{epoch}` | | those that were removed |
+//! | `DELETE /v1/images/{vm}/ended` | | the same, of a VM that ended here |
 //!
 //! `{epoch}` is a number or `latest`. Whatever fails answers a [`Problem`] with a matching status.
 //!

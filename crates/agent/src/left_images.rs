@@ -1,9 +1,12 @@
-//! Images that VMs left behind here when they moved away with their disks.
+//! Images that VMs left behind here: when they moved away with their disks, or when they ended.
 //!
 //! The image at the source is not touched by a migration: it is there if the copy turns out to be of no use. To remove
 //! it is a user's decision, and this its caution. The journal has to say that the copy was whole and on stable storage
 //! at the other host when this one gave the VM up (COMMITTED follows READY), and the file has to be the very one that it
 //! was then: the same inode, not changed since, and open nowhere.
+//!
+//! The image of a VM that came here and ended may be the only copy of its disk. It is removed where that is asked for by
+//! a word of its own, and only if it is the very file that was made for it, open nowhere, and the VM is forgotten.
 
 mod removal;
 #[cfg(test)]
@@ -13,6 +16,7 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 
+use engine::handover::destination::DestinationState;
 use engine::handover::source::SourceState;
 use proto::VmName;
 use qemu::describe::{Disk, VmDescription};
@@ -23,7 +27,9 @@ use tracing::info;
 
 use crate::api::{Kind, LeftImage, Problem};
 use crate::context::Context;
+use crate::destination::DestinationDetails;
 use crate::journal::{JournalError, MigrationRecord, State};
+use crate::pool::MadeImage;
 use crate::preflight::files_of;
 use removal::{Removable, is_same_file};
 
@@ -37,7 +43,8 @@ fn found(context: &Context) -> Result<Vec<(Left, LeftImage)>, JournalError> {
     let others = Others::of(context)?;
     let mut images: Vec<(Left, LeftImage)> = Vec::new();
     for record in context.journal.migrations()? {
-        for left in left_by(context, &record)? {
+        let ended = ended_here(context, &record)?;
+        for left in left_by(context, &record)?.into_iter().chain(ended) {
             // What was there again after it had been left was left again.
             if images.iter().all(|(known, _)| known.path != left.path)
                 && let Some(image) = left.looked_at(&record, &others)
@@ -49,18 +56,46 @@ fn found(context: &Context) -> Result<Vec<(Left, LeftImage)>, JournalError> {
     Ok(images)
 }
 
-/// Removes all that a VM left behind here, or what it left in one migration. Unless all of it may go, nothing does.
-pub(crate) fn remove(context: &Context, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem> {
+/// Images of a VM that are to be removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Which {
+    /// What it left when it moved away, or what it left in that migration alone.
+    Left { epoch: Option<u64> },
+    /// What it had when it ended here.
+    Ended,
+}
+
+impl Which {
+    fn means(self, image: &LeftImage) -> bool {
+        match self {
+            Self::Left { epoch } => {
+                !image.ended && epoch.is_none_or(|epoch| image.migration.epoch.0 == epoch)
+            }
+            Self::Ended => image.ended,
+        }
+    }
+}
+
+/// Removes images of a VM. Unless all of them may go, none does.
+pub(crate) fn remove(context: &Context, vm: &VmName, which: Which) -> Result<Vec<LeftImage>, Problem> {
     // Nobody begins to run it here meanwhile.
     let _alone = context.names.alone(vm);
     let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
-    let is_meant = |(_, image): &(Left, LeftImage)| {
-        image.migration.vm == *vm && epoch.is_none_or(|epoch| image.migration.epoch.0 == epoch)
-    };
-    let images: Vec<_> = found(context).map_err(failed)?.into_iter().filter(is_meant).collect();
+    let mut images = found(context).map_err(failed)?;
+    images.retain(|(_, image)| image.migration.vm == *vm);
+    let has_others = !images.is_empty();
+    images.retain(|(_, image)| which.means(image));
     if images.is_empty() {
-        let error = format!("{vm} has left no image here");
-        return Err(Problem::new(Kind::NotFound, error, "`whimbrel images list` shows what is there"));
+        let error = match which {
+            Which::Left { .. } => format!("{vm} has left no image here when it moved away"),
+            Which::Ended => format!("no image is here of a {vm} that ended here and is forgotten"),
+        };
+        let advice = if has_others && which != Which::Ended {
+            "it has some that it had when it ended here: `--ended` removes them, and there may be no other copy"
+        } else {
+            "`whimbrel images list` shows what is there"
+        };
+        return Err(Problem::new(Kind::NotFound, error, advice));
     }
     let kept = |path: &Path, why: &str| {
         let error = format!("{} is not removed: {why}", path.display());
@@ -110,12 +145,27 @@ impl Others {
 
 /// A file of an image as it was when it was left.
 struct Left {
-    disk: Disk,
+    /// The disk, by its name in the description.
+    disk: String,
     path: PathBuf,
     identity: Option<FileIdentity>,
     created_unix_ns: Option<u64>,
-    /// When the VM had left, in milliseconds since 1970.
-    gone_unix_ms: i64,
+    how: How,
+}
+
+/// How an image came to be left.
+enum How {
+    /// The VM moved away with its disks.
+    Moved {
+        /// Why its copy is not all of it, if it is not.
+        not_whole: Option<String>,
+        /// The most that may be in the file; none where the format says what is.
+        bytes: Option<u64>,
+        /// When the VM had left, in milliseconds since 1970.
+        gone_unix_ms: i64,
+    },
+    /// The VM came here, and ended.
+    Ended,
 }
 
 /// The top images of the disks that went away whole in a migration; what is below them may be others' as well.
@@ -136,7 +186,8 @@ fn left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, Jou
         let identity = file.and_then(|file| file.identity.clone());
         let created_unix_ns = file.and_then(|file| file.created_unix_ns);
         let gone_unix_ms = i64::try_from(record.updated_unix_ms).unwrap_or(i64::MAX);
-        Left { identity, created_unix_ns, gone_unix_ms, disk: disk.clone(), path: PathBuf::from(path) }
+        let (name, how) = (disk.name.clone(), How::moved(disk, gone_unix_ms));
+        Left { disk: name, path: PathBuf::from(path), identity, created_unix_ns, how }
     };
     let files_of_one = |disk: Disk| -> Vec<Left> {
         disk.file.iter().chain(&disk.data_files).map(|path| left(&disk, path)).collect()
@@ -144,13 +195,48 @@ fn left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, Jou
     Ok(copied.flat_map(files_of_one).collect())
 }
 
-impl Left {
-    /// Whether the file's bytes are the disk's as they are.
-    fn is_raw(&self) -> bool {
-        let format = self.disk.nodes.as_ref().map_or("", |nodes| nodes.format.as_str());
-        ["raw", "file"].contains(&format)
+/// The images with which a VM came here, if it ended here.
+fn ended_here(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, JournalError> {
+    let vm = &record.id().vm;
+    let is_there =
+        matches!(record.state, State::Destination(DestinationState::Active { .. })) && !record.open;
+    let is_last = context.journal.latest(vm)?.is_some_and(|latest| latest.id() == record.id());
+    let lives =
+        context.journal.vms()?.iter().any(|known| known.vm == *vm && known.process(&context.boot_id).is_ok());
+    if !is_there || !is_last || lives {
+        return Ok(Vec::new());
     }
+    let made = serde_json::from_value::<DestinationDetails>(record.details.clone());
+    let made = made.map(|details| details.traces.made).unwrap_or_default();
+    let left = |made: MadeImage| Left {
+        disk: made.disk,
+        path: made.path,
+        identity: Some(made.identity),
+        created_unix_ns: made.created_unix_ns,
+        how: How::Ended,
+    };
+    Ok(made.into_iter().map(left).collect())
+}
 
+impl How {
+    fn moved(disk: &Disk, gone_unix_ms: i64) -> Self {
+        let not_whole = if disk.snapshots.is_empty() {
+            disk.part
+                .as_ref()
+                .map(|_| "only a part of it was the disk, and the rest was not copied".to_owned())
+        } else {
+            let names = disk.snapshots.join(", ");
+            Some(format!("it has internal snapshots that the copy has not ({names})"))
+        };
+        // Of these formats the file's bytes are the disk's.
+        let format = disk.nodes.as_ref().map_or("", |nodes| nodes.format.as_str());
+        let is_raw = ["raw", "file"].contains(&format);
+        let bytes = is_raw.then(|| disk.bytes.unwrap_or(0).next_multiple_of(512));
+        Self::Moved { not_whole, bytes, gone_unix_ms }
+    }
+}
+
+impl Left {
     /// As it is now; none if it is not there any more.
     fn looked_at(&self, record: &MigrationRecord, others: &Others) -> Option<LeftImage> {
         let found = fs::metadata(&self.path).ok()?;
@@ -158,7 +244,8 @@ impl Left {
         Some(LeftImage {
             migration: record.id().clone(),
             to: record.terms.destination.clone(),
-            disk: self.disk.name.clone(),
+            ended: matches!(self.how, How::Ended),
+            disk: self.disk.clone(),
             kept_because: kept_because.or_else(|| Removable::open(&self.path).err()),
             path: self.path.clone(),
             taken_bytes: found.blocks() * 512,
@@ -181,15 +268,13 @@ impl Left {
                 self.path.display()
             ));
         }
-        if !self.disk.snapshots.is_empty() {
-            let names = self.disk.snapshots.join(", ");
-            return Some(format!("it has internal snapshots that the copy has not ({names})"));
-        }
-        if self.disk.part.is_some() {
-            return Some("only a part of it was the disk, and the rest was not copied".to_owned());
-        }
-        if self.is_raw() && found.len() > self.disk.bytes.unwrap_or(0).next_multiple_of(512) {
-            return Some("it is longer than the disk, and what follows was not copied".to_owned());
+        if let How::Moved { not_whole, bytes, .. } = &self.how {
+            if not_whole.is_some() {
+                return not_whole.clone();
+            }
+            if bytes.is_some_and(|bytes| found.len() > bytes) {
+                return Some("it is longer than the disk, and what follows was not copied".to_owned());
+            }
         }
         let is_it = |then: &FileIdentity, now: &FileIdentity| {
             (&then.file_system, &then.mounted, then.inode) == (&now.file_system, &now.mounted, now.inode)
@@ -202,16 +287,21 @@ impl Left {
             return Some("it is another file than the one that was left".to_owned());
         }
         // The number of an inode is used again. Where a file system does not record when one was made, the time of the
-        // last change below has to do.
-        if self.created_unix_ns != created_unix_ns(found) {
+        // last change below has to do; there is none of an image that its guest wrote to until it ended.
+        let created = created_unix_ns(found);
+        if self.created_unix_ns != created || (created.is_none() && matches!(self.how, How::Ended)) {
             return Some("it cannot be proved to be the file that was left, and not a later one".to_owned());
         }
         if let Some(place) = mounted_at(found) {
             return Some(format!("it is mounted at {}, where it would be lost, too", place.display()));
         }
+        let How::Moved { gone_unix_ms, .. } = self.how else {
+            return (found.nlink() > 1)
+                .then(|| "it has another name, too, for whoever gave it that".to_owned());
+        };
         let changed_unix_ms =
             found.ctime().saturating_mul(1000).saturating_add(found.ctime_nsec() / 1_000_000);
-        (changed_unix_ms > self.gone_unix_ms).then(|| {
+        (changed_unix_ms > gone_unix_ms).then(|| {
             let when = crate::report::rfc3339(changed_unix_ms.unsigned_abs());
             format!("it was changed after the VM had left, at {when}")
         })

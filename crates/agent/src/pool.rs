@@ -15,6 +15,9 @@ use block::image::{self, Format, ImageError};
 use block::thin::NewVolume;
 use block::volume::{self, Group};
 use proto::MigrationId;
+use qemu::preflight::FileIdentity;
+use qemu::preflight::files::created_unix_ns;
+use serde::{Deserialize, Serialize};
 
 pub(crate) use watch::PoolWatch;
 
@@ -139,6 +142,31 @@ impl Place {
         };
         group.create(&self.path, bytes)?;
         Ok(group.thin()?.map(|pool| NewVolume::new(&pool)))
+    }
+}
+
+/// An image as it was made, so that no other file is taken for it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct MadeImage {
+    /// The disk, by its name in the description.
+    pub(crate) disk: String,
+    pub(crate) path: PathBuf,
+    pub(crate) identity: FileIdentity,
+    /// When its inode was made; none where that is not recorded.
+    pub(crate) created_unix_ns: Option<u64>,
+}
+
+impl MadeImage {
+    /// The file that is at the path now; none for what is no file.
+    pub(crate) fn at(path: &Path, disk: &str) -> Option<Self> {
+        let meta = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file)?;
+        let created_unix_ns = created_unix_ns(&meta);
+        Some(Self {
+            disk: disk.to_owned(),
+            path: path.to_owned(),
+            identity: FileIdentity::of(path)?,
+            created_unix_ns,
+        })
     }
 }
 

@@ -204,6 +204,8 @@ fn images_that_were_left_are_listed_and_removed() {
     for epoch in [None, Some(3)] {
         assert_eq!(world.client.remove_images(&vm("web1"), epoch).unwrap(), [fake::left_image()]);
     }
+    assert!(world.client.remove_ended_images(&vm("web1")).unwrap()[0].ended);
+    assert_eq!(problem(world.client.remove_ended_images(&vm("web"))).kind, Kind::NotFound);
     for (name, epoch) in [("web1", Some(4)), ("web", None)] {
         assert_eq!(problem(world.client.remove_images(&vm(name), epoch)).kind, Kind::NotFound);
     }

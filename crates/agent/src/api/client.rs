@@ -184,6 +184,11 @@ impl Client {
         self.delete(&format!("/v1/images/{vm}{epoch}"))
     }
 
+    /// `DELETE /v1/images/{vm}/ended`.
+    pub fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, ClientError> {
+        self.delete(&format!("/v1/images/{vm}/ended"))
+    }
+
     fn delete<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
         let body = self.exchange(&Method::DELETE, path, Bytes::new())?;
         serde_json::from_slice(&body).map_err(ClientError::Answer)

@@ -64,10 +64,14 @@ pub trait Control: Send + Sync + 'static {
     /// Changes limits of a migration under way; answers those in force.
     fn set_limits(&self, id: &MigrationId, limits: Limits) -> Result<Limits, Problem>;
 
-    /// Images that VMs left behind when they moved away with their disks.
+    /// Images that VMs left behind: when they moved away with their disks, or when they ended here.
     fn images(&self) -> Result<Vec<LeftImage>, Problem>;
 
     /// Removes those that a VM left behind, in one migration or in all; answers them. Unless all of them may go, none
     /// does.
     fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem>;
+
+    /// Removes those of a VM that came here with its disks and ended here; answers them. Unless all of them may go, none
+    /// does.
+    fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem>;
 }

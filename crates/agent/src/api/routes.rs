@@ -40,6 +40,7 @@ pub(super) fn router(control: Arc<dyn Control>, end: watch::Receiver<bool>) -> R
         .route("/v1/vms/{vm}/claim", post(claim))
         .route("/v1/images", get(images))
         .route("/v1/images/{vm}", delete(remove_images_of))
+        .route("/v1/images/{vm}/ended", delete(remove_ended_images))
         .route("/v1/images/{vm}/{epoch}", delete(remove_images_of_one))
         .route("/v1/migrations", get(migrations).post(migrate))
         .route(migration, get(one_migration))
@@ -111,6 +112,11 @@ async fn remove_images_of_one(
 ) -> Answer {
     let (vm, epoch) = (vm_name(vm)?, epoch_number(&epoch)?);
     json(StatusCode::OK, &shared.call(move |control| control.remove_images(&vm, Some(epoch))).await?)
+}
+
+async fn remove_ended_images(State(shared): State<Shared>, Path(vm): Path<String>) -> Answer {
+    let vm = vm_name(vm)?;
+    json(StatusCode::OK, &shared.call(move |control| control.remove_ended_images(&vm)).await?)
 }
 
 async fn migrate(State(shared): State<Shared>, Given(request): Given<MigrateRequest>) -> Answer {

@@ -353,14 +353,17 @@ pub struct MigrationStatus {
     pub progress: Option<Progress>,
 }
 
-/// An image that a VM has left behind when it moved away with its disks.
+/// An image that a VM has left behind: when it moved away with its disks, or when it ended here.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftImage {
     /// The migration in which it was left.
     #[serde(flatten)]
     pub migration: MigrationId,
-    /// Where the VM went.
+    /// Where the VM went; this host where it ended here.
     pub to: HostId,
+    /// Whether the VM ended here, and may have its disk nowhere else.
+    #[serde(default)]
+    pub ended: bool,
     /// The disk, by its name in the description.
     pub disk: String,
     /// The image's file.

@@ -227,7 +227,11 @@ impl Control for Users {
     }
 
     fn remove_images(&self, vm: &VmName, epoch: Option<u64>) -> Result<Vec<LeftImage>, Problem> {
-        left_images::remove(&self.context, vm, epoch)
+        left_images::remove(&self.context, vm, left_images::Which::Left { epoch })
+    }
+
+    fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem> {
+        left_images::remove(&self.context, vm, left_images::Which::Ended)
     }
 }
 

@@ -130,7 +130,7 @@ impl Daemon {
             terms,
             proposal,
             launch,
-            traces,
+            mut traces,
             compared,
             promised,
             ram_kind,
@@ -185,6 +185,7 @@ impl Daemon {
                 let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
                 let stall = Duration::from_millis(context.config.timeouts.stall_ms);
                 let images = Images::make(copied, &traces.directory, streams, stall)?;
+                traces.made = images.made();
                 let look =
                     |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.with_started(qmp, blocks, pid);
                 // A trial may have the port that this VM needs.

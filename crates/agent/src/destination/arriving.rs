@@ -25,7 +25,7 @@ use crate::disks;
 use crate::hold::{self, HoldError};
 use crate::journal::{Durability, JournalError};
 use crate::logs;
-use crate::pool;
+use crate::pool::{self, MadeImage};
 use crate::watch::Watch;
 
 /// How long a killed process may take to be gone.
@@ -107,6 +107,9 @@ pub(crate) struct Traces {
     /// Images that are made for it.
     #[serde(default)]
     pub(crate) images: Vec<PathBuf>,
+    /// Those that are files, as they were made.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) made: Vec<MadeImage>,
     /// Pages that come while the guest runs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) awaited: Option<AwaitedTrace>,
@@ -150,6 +153,14 @@ impl Traces {
     pub(crate) fn remove_images(&self) -> Vec<(PathBuf, String)> {
         let mut left = Vec::new();
         for image in &self.images {
+            // Known from when all of them were there; what is made before that has a name that no other file has.
+            let made = self.made.iter().find(|made| made.path == *image);
+            if let Some(now) = made.and_then(|made| MadeImage::at(image, &made.disk))
+                && made != Some(&now)
+            {
+                left.push((image.clone(), "another file has taken its place".to_owned()));
+                continue;
+            }
             match pool::remove(image) {
                 Ok(true) => {
                     info!(image = %image.display(), "the image of a disk that did not arrive was removed");

@@ -16,6 +16,7 @@ use proto::limits::CHUNK_BYTES;
 
 use super::served::{Connections, ServedDisk, failed};
 use super::{called, whole_pages};
+use crate::pool::MadeImage;
 use crate::preflight::Planned;
 use crate::verification::{self, CompareError};
 
@@ -103,6 +104,12 @@ impl Images {
         }
         let flushers = images.iter().map(|image| image.server.flusher()).collect();
         Ok(Self { images, flushing: Flushing { images: flushers, ..Flushing::default() } })
+    }
+
+    /// Those that are files, as they were made.
+    pub(crate) fn made(&self) -> Vec<MadeImage> {
+        let made = |image: &Image| MadeImage::at(&image.disk.place.path, &image.disk.name);
+        self.images.iter().filter_map(made).collect()
     }
 
     /// Whether there are none.

@@ -63,6 +63,7 @@ fn finding(severity: Severity, code: &str, what: &str, advice: &str) -> Finding 
 /// The only one that was left.
 pub(crate) fn left_image() -> LeftImage {
     LeftImage {
+        ended: false,
         migration: MigrationId { vm: vm("web1"), epoch: Epoch(3) },
         to: host("beta"),
         disk: "drive0".to_owned(),
@@ -403,6 +404,16 @@ impl Control for Fake {
         match left_image() {
             image if image.migration.vm == *vm && epoch.is_none_or(|epoch| epoch == 3) => Ok(vec![image]),
             _ => Err(Problem::new(Kind::NotFound, format!("{vm} has left no image here"), "")),
+        }
+    }
+
+    fn remove_ended_images(&self, vm: &VmName) -> Result<Vec<LeftImage>, Problem> {
+        self.note(format!("remove images of {vm}, which ended"));
+        let image = LeftImage { ended: true, ..left_image() };
+        if image.migration.vm == *vm {
+            Ok(vec![image])
+        } else {
+            Err(Problem::new(Kind::NotFound, format!("{vm} has left no image here"), ""))
         }
     }
 }

@@ -269,6 +269,27 @@ fn a_file_that_took_the_place_of_an_image_is_not_taken_for_it() {
     cluster.guest_is_whole("b", "vm1");
 }
 
+/// QEMU opens images by their paths when its guest is to run: one that was swapped while memory went is found before.
+#[test]
+fn a_file_that_takes_the_place_of_an_image_on_the_way_is_found() {
+    let (cluster, image) = with_image("raw", 16);
+    let _guest = guest_with(&cluster, &image, "raw");
+    let away = image.with_extension("away");
+    let migration = cluster.migrate_slowly("vm1", "1M");
+    cluster.wait_for_sent(1 << 20);
+    std::fs::rename(&image, &away).unwrap();
+    std::fs::copy(&away, &image).unwrap();
+    cluster.a.cli(&["limit", "vm1", "--bandwidth", "none"]).ok();
+    assert_eq!(migration.wait_with_output().unwrap().status.code(), Some(1));
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(report["reason"].as_str().unwrap().contains("another file is there"), "{report:#}");
+    std::fs::rename(&away, &image).unwrap();
+    cluster.migrate("vm1", "a", "b", &[]);
+    cluster.guest_is_whole("b", "vm1");
+}
+
 /// Its image there is open for writing in QEMU before anything is in it, and its end is within a block.
 #[test]
 fn a_disk_whose_length_is_no_multiple_of_a_block_moves() {

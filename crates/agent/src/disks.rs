@@ -7,12 +7,14 @@
 
 mod cached;
 mod destination;
+mod known;
 mod owner;
 mod served;
 mod source;
 
 pub(crate) use cached::forget_cached;
 pub(crate) use destination::Images;
+pub(crate) use known::KnownFile;
 pub(crate) use owner::{give, opens_as};
 pub(crate) use source::{DiskLog, LeavingDisk, SocketPath, first_pages};
 

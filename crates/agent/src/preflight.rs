@@ -40,6 +40,7 @@ use crate::api::{KernelFeature, RamChoice};
 use crate::arrivals::{Needs, Promised};
 use crate::context::Context;
 use crate::destination::{ArriveError, Traces};
+use crate::disks::KnownFile;
 use crate::peers::{self, PeerError};
 use crate::source::{SourceVm, VmError};
 use shared_images::SharedImage;
@@ -309,6 +310,11 @@ pub(crate) struct Compared {
 }
 
 impl Compared {
+    /// The images that are not copied, as they are now.
+    pub(crate) fn shared_files(&self) -> Vec<KnownFile> {
+        self.shared.iter().filter_map(SharedImage::known).collect()
+    }
+
     /// Looks at the started QEMU before the source goes on: a guest that is not given the devices or the CPU features
     /// that it had would fail after the point of no return, or never be told. The findings are those of both sides.
     pub(crate) fn with_started(

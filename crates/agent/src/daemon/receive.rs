@@ -15,7 +15,7 @@ use tracing::{info, warn};
 
 use super::{Daemon, Driven, Mail};
 use crate::destination::{self, Arriving};
-use crate::disks::Images;
+use crate::disks::{Images, KnownFile};
 use crate::journal::Durability;
 use crate::preflight;
 use crate::progress::Publisher;
@@ -186,12 +186,15 @@ impl Daemon {
                 let stall = Duration::from_millis(context.config.timeouts.stall_ms);
                 let images = Images::make(copied, &traces.directory, streams, stall)?;
                 traces.made = images.made();
+                let copied_files = traces.made.iter().filter_map(|made| KnownFile::at(&made.path));
+                let files = compared.shared_files().into_iter().chain(copied_files).collect();
                 let look =
                     |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.with_started(qmp, blocks, pid);
                 // A trial may have the port that this VM needs.
                 let no_trial = context.starts.read().unwrap_or_else(PoisonError::into_inner);
-                let (vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
+                let (mut vm, findings) = Arriving::start(traces, &launch, &proposed, patience, look)?;
                 drop(no_trial);
+                vm.files = files;
                 vm.traces.keep(&context, &migration, Durability::Synced)?;
                 if let Some(promised) = &promised {
                     promised.taken_by(vm.process.pid());

@@ -21,7 +21,7 @@ use super::awaiting::AwaitedTrace;
 use super::inbox::{Mailbox, Notice};
 use crate::config::Config;
 use crate::context::Context;
-use crate::disks;
+use crate::disks::{self, KnownFile};
 use crate::hold::{self, HoldError};
 use crate::journal::{Durability, JournalError};
 use crate::logs;
@@ -86,6 +86,9 @@ pub(crate) enum ArriveError {
     /// Somebody else continued the guest here.
     #[error("somebody else continued the guest here before it was this host's")]
     Ran,
+    /// One of its disks is not what it was.
+    #[error("{0}")]
+    Replaced(String),
     /// It is not there, or was loaded before.
     #[error("QEMU is gone")]
     Gone,
@@ -253,6 +256,8 @@ pub(crate) struct Arriving {
     pub(crate) traces: Traces,
     /// Its RAM blocks in the order of the proposal.
     pub(crate) blocks: Vec<RamBlock>,
+    /// Images that it will open anew when its guest is to run.
+    pub(crate) files: Vec<KnownFile>,
     /// Absent once the device state was loaded.
     incoming: Option<Incoming>,
     watch: Option<Watch>,
@@ -286,7 +291,16 @@ impl Arriving {
             Ok((process, blocks, incoming, seen)) => {
                 let qmp = Some(qmp);
                 let incoming = Some(incoming);
-                let this = Self { process, qmp, traces, blocks, incoming, watch: None, asked_to_cont: None };
+                let this = Self {
+                    process,
+                    qmp,
+                    traces,
+                    blocks,
+                    files: Vec::new(),
+                    incoming,
+                    watch: None,
+                    asked_to_cont: None,
+                };
                 Ok((this, seen))
             }
             Err(error) => {
@@ -304,7 +318,16 @@ impl Arriving {
         let is_silent = hold::is_held(&process) || traces.awaited.is_some();
         let qmp = if is_silent { None } else { Some(Qmp::connect(&traces.qmp(), patience)?) };
         let blocks = Vec::new();
-        Ok(Self { process, qmp, traces, blocks, incoming: None, watch: None, asked_to_cont: None })
+        Ok(Self {
+            process,
+            qmp,
+            traces,
+            blocks,
+            files: Vec::new(),
+            incoming: None,
+            watch: None,
+            asked_to_cont: None,
+        })
     }
 
     /// QEMU's end becomes an event, for as long as this is held.

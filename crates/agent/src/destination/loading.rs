@@ -14,6 +14,7 @@ use super::awaiting::{AwaitedTrace, Awaiting};
 use super::inbox::Notice;
 use super::receiving::Receiving;
 use super::{ArriveError, Driver};
+use crate::disks::KnownFile;
 use crate::journal::Durability;
 use crate::progress::Phase;
 use crate::verification;
@@ -290,7 +291,14 @@ impl Driver {
         };
         let patience = Duration::from_millis(self.context.config.timeouts.qmp_ms);
         let Some(vm) = &mut self.vm else { return self.fail("QEMU is gone") };
-        match vm.load(state, patience, tidy_up).and(disks.map_err(ArriveError::Image)) {
+        let loaded = vm.load(state, patience, tidy_up).and(disks.map_err(ArriveError::Image));
+        let replaced = || {
+            vm.files
+                .iter()
+                .find_map(KnownFile::changed)
+                .map_or(Ok(()), |what| Err(ArriveError::Replaced(what)))
+        };
+        match loaded.and_then(|()| replaced()) {
             Ok(()) => self.loaded = Some((digest, began.elapsed().as_micros() as u64)),
             Err(error) => self.fail(&crate::chain(&error)),
         }

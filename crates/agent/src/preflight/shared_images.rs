@@ -12,7 +12,7 @@ use qemu::command::HostRules;
 use qemu::describe::VmDescription;
 use rustix::fs::{SeekFrom, seek};
 
-use crate::disks::opens_as;
+use crate::disks::{KnownFile, opens_as};
 
 /// The alignment that QEMU assumes for direct I/O where it cannot find out.
 const LARGEST_BLOCK_BYTES: u64 = 4096;
@@ -23,6 +23,13 @@ pub(super) struct SharedImage {
     path: PathBuf,
     /// Whether it is a raw image that is used without the page cache.
     is_raw_and_direct: bool,
+}
+
+impl SharedImage {
+    /// What it is now.
+    pub(super) fn known(&self) -> Option<KnownFile> {
+        KnownFile::at(&self.path)
+    }
 }
 
 /// The images of a guest's disks that are not copied, where they are files or devices of this host.

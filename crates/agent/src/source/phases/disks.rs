@@ -15,6 +15,8 @@ use engine::trace::Traced;
 use proto::limits::PAGE_BYTES;
 use proto::message::{CopiedDisk, DiskWish};
 use qemu::describe::VmDescription;
+use qemu::preflight::OpenFiles;
+use qemu::preflight::files::files_not_open;
 use qemu::recording::{RecordedDisk, Recording};
 
 use super::rounds::Looked;
@@ -50,6 +52,20 @@ impl Driver {
         let cargo = Cargo::new(vm, disks, throttling).map_err(failed)?;
         self.telemetry.shows_disks(cargo.disks());
         Ok(cargo)
+    }
+
+    /// Looks once more whether the images are where QEMU opened them: a stopped guest's QEMU opens them anew by their paths,
+    /// whichever host the guest goes on at.
+    pub(super) fn find_images_in_place(&self) -> Result<(), Failure> {
+        let (Some(described), Some(vm)) = (self.described(), &self.vm) else { return Ok(()) };
+        let open = OpenFiles::of(vm.process.pid()).unwrap_or_default();
+        let Some(stray) = files_not_open(&described, &open).into_iter().next() else { return Ok(()) };
+        let what = if stray.is_there { "another file is there by now" } else { "no file is there any more" };
+        let reason = format!(
+            "the guest is not stopped: QEMU has disk {} open from {}, and {what}; move the file that QEMU has open back",
+            stray.disk, stray.path
+        );
+        Err(Failure::new(SourceEvent::Failed, reason))
     }
 
     /// The VM as it was proposed.

@@ -88,6 +88,7 @@ pub(super) fn cannot_save(error: &VmError) -> Failure {
 impl Driver {
     pub(super) fn stop(&mut self) -> Result<(), Failure> {
         self.phase(Phase::LastRound);
+        self.find_images_in_place()?;
         let cannot = |error: VmError| Failure::local("the guest is not moved", &error);
         let prepared = self.vm()?.prepare_to_save();
         prepared.map_err(|error| Failure::local("cannot prepare to save the device state", &error))?;

@@ -1,0 +1,56 @@
+//! Files of disks as they were when the migration began.
+//!
+//! QEMU opens the images once more when its guest is to run, by their paths: what another program put there in between
+//! would be the guest's disk.
+
+use std::path::{Path, PathBuf};
+
+use qemu::preflight::FileIdentity;
+
+/// A file or a block device, and what it was.
+#[derive(Clone, Debug)]
+pub(crate) struct KnownFile {
+    path: PathBuf,
+    identity: FileIdentity,
+}
+
+impl KnownFile {
+    /// What is at the path now; none if there is nothing.
+    pub(crate) fn at(path: &Path) -> Option<Self> {
+        Some(Self { path: path.to_owned(), identity: FileIdentity::of(path)? })
+    }
+
+    /// Why the guest must not run with it: something else is there, or nothing.
+    pub(crate) fn changed(&self) -> Option<String> {
+        let path = self.path.display();
+        match FileIdentity::of(&self.path) {
+            Some(now) if now == self.identity => None,
+            Some(_) => Some(format!("another file has taken the place of {path} since the migration began")),
+            None => Some(format!("{path} is not there any more")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_took_the_place_of_a_file_is_not_taken_for_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        assert!(KnownFile::at(&path).is_none());
+        std::fs::write(&path, "disk").unwrap();
+        let known = KnownFile::at(&path).unwrap();
+        assert_eq!(known.changed(), None);
+        std::fs::write(&path, "what the guest wrote").unwrap();
+        assert_eq!(known.changed(), None);
+        let away = folder.path().join("away");
+        std::fs::rename(&path, &away).unwrap();
+        assert!(known.changed().unwrap().contains("not there"));
+        std::fs::copy(&away, &path).unwrap();
+        assert!(known.changed().unwrap().contains("another file"));
+        std::fs::rename(&away, &path).unwrap();
+        assert_eq!(known.changed(), None);
+    }
+}

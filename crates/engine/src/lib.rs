@@ -13,13 +13,11 @@
 //! - [`referring`]: whether it pays to refer memory to what the destination has.
 //! - [`throttle`]: how fast a guest may write to disks that are copied.
 //! - [`trace`]: what all of these were shown and decided, to decide it again.
-//! - [`phase`]: the parts of a migration in their order, for progress and report.
 
 pub mod bulk;
 pub mod compression;
 pub mod handover;
 pub mod naming;
-pub mod phase;
 pub mod precopy;
 pub mod pressure;
 pub mod push;

@@ -230,6 +230,13 @@ fn an_image_that_was_left_is_removed_on_demand() {
     // The VM ends at a, with its disk there and nowhere else.
     let pid = cluster.a.vm("vm1").unwrap()["pid"].as_u64().unwrap() as u32;
     assert_eq!(list(&cluster.a), [Value::Null; 0]);
+    // An attempt that came to nothing changes nothing of that.
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--bandwidth", "1M", "--detach"];
+    cluster.a.cli(&words).ok();
+    cluster.wait_for_sent(1 << 20);
+    cluster.a.cli(&["cancel", "vm1"]).ok();
+    cluster.a.wait_settled();
+    cluster.b.wait_settled();
     lab::kill_pid(pid).unwrap();
     let last = pool(&cluster.lab.a).join(&entries(&pool(&cluster.lab.a))[0]);
     assert!(list(&cluster.a)[0]["kept_because"].as_str().unwrap().contains("among its disks"));
@@ -286,7 +293,26 @@ fn a_file_that_takes_the_place_of_an_image_on_the_way_is_found() {
     let report = cluster.a.cli(&["report", "vm1"]).ok().json();
     assert!(report["reason"].as_str().unwrap().contains("another file is there"), "{report:#}");
     std::fs::rename(&away, &image).unwrap();
-    cluster.migrate("vm1", "a", "b", &[]);
+
+    // The same with the image that is made for a copy.
+    let words = ["migrate", "vm1", "--to", "b", "--disks", "copy", "--on-limit", "stop", "--bandwidth", "1M"];
+    let migration = cluster.a.begin(&words);
+    cluster.wait_for_sent(1 << 20);
+    let there = pool(&cluster.lab.b);
+    let made = there.join(&entries(&there)[0]);
+    std::fs::rename(&made, there.join("away")).unwrap();
+    std::fs::copy(there.join("away"), &made).unwrap();
+    cluster.a.cli(&["limit", "vm1", "--bandwidth", "none"]).ok();
+    assert_eq!(migration.wait_with_output().unwrap().status.code(), Some(1));
+    cluster.a.wait_settled();
+    until("the other host has tried to remove it", || cluster.b.log().contains("another file has taken"));
+    let report = cluster.a.cli(&["report", "vm1"]).ok().json();
+    assert!(report["reason"].as_str().unwrap().contains("another file has taken the place"), "{report:#}");
+    assert!(made.exists(), "what was not made for it is removed");
+    std::fs::remove_file(&made).unwrap();
+    cluster.b.wait_settled();
+
+    cluster.migrate("vm1", "a", "b", &["--disks", "shared"]);
     cluster.guest_is_whole("b", "vm1");
 }
 

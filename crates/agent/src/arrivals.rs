@@ -6,11 +6,9 @@
 
 use std::collections::BTreeMap;
 use std::fs::Metadata;
-use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-
-use block::thin::provisioned_bytes;
 
 /// What a VM will take of this host.
 #[derive(Clone, Debug, Default)]
@@ -151,13 +149,10 @@ fn memfd_bytes(process: &Path) -> u64 {
 }
 
 impl ImageNeed {
-    /// What it has of its pool so far.
+    /// What it has of its pool so far. How much a thin volume has is not asked, which takes a program and may take long:
+    /// all of it counts as owed until the VM is there.
     fn taken_bytes(&self) -> u64 {
-        let taken = |image: Metadata| match self.grows {
-            false => u64::MAX,
-            true if image.file_type().is_block_device() => provisioned_bytes(&self.path).unwrap_or(0),
-            true => image.blocks() * 512,
-        };
+        let taken = |image: Metadata| if self.grows { image.blocks() * 512 } else { u64::MAX };
         std::fs::metadata(&self.path).map_or(0, taken)
     }
 }

@@ -31,6 +31,7 @@ use crate::destination::DestinationDetails;
 use crate::journal::{JournalError, MigrationRecord, State};
 use crate::pool::MadeImage;
 use crate::preflight::files_of;
+use crate::progress::Standing;
 use removal::{Removable, is_same_file};
 
 /// All images that VMs left behind here and that are still there, those that were left last first.
@@ -42,12 +43,13 @@ pub(crate) fn list(context: &Context) -> Result<Vec<LeftImage>, JournalError> {
 fn found(context: &Context) -> Result<Vec<(Left, LeftImage)>, JournalError> {
     let others = Others::of(context)?;
     let mut images: Vec<(Left, LeftImage)> = Vec::new();
-    for record in context.journal.migrations()? {
-        let ended = ended_here(context, &record)?;
-        for left in left_by(context, &record)?.into_iter().chain(ended) {
+    let records = context.journal.migrations()?;
+    for record in &records {
+        let ended = ended_here(context, record, &records)?;
+        for left in left_by(context, record)?.into_iter().chain(ended) {
             // What was there again after it had been left was left again.
             if images.iter().all(|(known, _)| known.path != left.path)
-                && let Some(image) = left.looked_at(&record, &others)
+                && let Some(image) = left.looked_at(record, &others)
             {
                 images.push((left, image));
             }
@@ -195,12 +197,19 @@ fn left_by(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, Jou
     Ok(copied.flat_map(files_of_one).collect())
 }
 
-/// The images with which a VM came here, if it ended here.
-fn ended_here(context: &Context, record: &MigrationRecord) -> Result<Vec<Left>, JournalError> {
+/// The images with which a VM came here, if it ended here. `records` are those of all migrations, newest first.
+fn ended_here(
+    context: &Context,
+    record: &MigrationRecord,
+    records: &[MigrationRecord],
+) -> Result<Vec<Left>, JournalError> {
     let vm = &record.id().vm;
     let is_there =
         matches!(record.state, State::Destination(DestinationState::Active { .. })) && !record.open;
-    let is_last = context.journal.latest(vm)?.is_some_and(|latest| latest.id() == record.id());
+    // Attempts to move it that came to nothing left it where it was.
+    let has_moved =
+        |other: &&MigrationRecord| other.id().vm == *vm && other.state.standing() != Standing::Failed;
+    let is_last = records.iter().find(has_moved).is_some_and(|last| last.id() == record.id());
     let lives =
         context.journal.vms()?.iter().any(|known| known.vm == *vm && known.process(&context.boot_id).is_ok());
     if !is_there || !is_last || lives {
@@ -276,13 +285,10 @@ impl Left {
                 return Some("it is longer than the disk, and what follows was not copied".to_owned());
             }
         }
-        let is_it = |then: &FileIdentity, now: &FileIdentity| {
-            (&then.file_system, &then.mounted, then.inode) == (&now.file_system, &now.mounted, now.inode)
-        };
         let now = FileIdentity::of(&self.path);
         let is_left = |then: &FileIdentity| then.inode == found.ino();
         if !self.identity.as_ref().is_some_and(is_left)
-            || !self.identity.as_ref().zip(now.as_ref()).is_some_and(|(then, now)| is_it(then, now))
+            || !self.identity.as_ref().zip(now.as_ref()).is_some_and(|(then, now)| then.is_same_here(now))
         {
             return Some("it is another file than the one that was left".to_owned());
         }
@@ -292,7 +298,7 @@ impl Left {
         if self.created_unix_ns != created || (created.is_none() && matches!(self.how, How::Ended)) {
             return Some("it cannot be proved to be the file that was left, and not a later one".to_owned());
         }
-        if let Some(place) = mounted_at(found) {
+        if let Some(place) = mounted_at(found, &self.path) {
             return Some(format!("it is mounted at {}, where it would be lost, too", place.display()));
         }
         let How::Moved { gone_unix_ms, .. } = self.how else {
@@ -308,11 +314,16 @@ impl Left {
     }
 }
 
-/// Where a file is mounted by itself (`mount --bind`), as containers have it.
-fn mounted_at(found: &fs::Metadata) -> Option<PathBuf> {
+/// Where a file is mounted by itself (`mount --bind`), as this process sees it. Mount points of anything else are not
+/// looked at: one of a server that is gone would not answer.
+fn mounted_at(found: &fs::Metadata, path: &Path) -> Option<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
-    let places = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(unescaped);
-    let mut places = places.map(PathBuf::from);
+    let place = |line: &str| {
+        let mut fields = line.split(' ').skip(3).map(unescaped);
+        let (root, place) = (PathBuf::from(fields.next()?), PathBuf::from(fields.next()?));
+        (root.file_name() == path.file_name()).then_some(place)
+    };
+    let mut places = mounts.lines().filter_map(place);
     let is_it = |place: &PathBuf| {
         let meta = fs::symlink_metadata(place).ok().filter(fs::Metadata::is_file);
         meta.is_some_and(|meta| (meta.dev(), meta.ino()) == (found.dev(), found.ino()))

@@ -168,6 +168,14 @@ impl MadeImage {
             created_unix_ns,
         })
     }
+
+    /// Whether another file is at its path now.
+    pub(crate) fn is_replaced(&self) -> bool {
+        let is_it = |now: &Self| {
+            now.identity.is_same_here(&self.identity) && now.created_unix_ns == self.created_unix_ns
+        };
+        Self::at(&self.path, &self.disk).is_some_and(|now| !is_it(&now))
+    }
 }
 
 /// Removes what was made at a place; whether there was anything.
@@ -220,6 +228,22 @@ mod tests {
         );
         let volumes = pool(Storage::Volumes(Group { name: "vg0".into(), thin_pool: None }));
         assert_eq!(path(&volumes, "../x", Some("qcow2")), Path::new("/dev/vg0/whimbrel-web+3-..+x-7f"));
+    }
+
+    /// A host that was booted anew has its images all the same.
+    #[test]
+    fn an_image_stays_the_same_over_a_boot() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("image");
+        fs::write(&path, "disk").unwrap();
+        let mut made = MadeImage::at(&path, "disk0").unwrap();
+        made.identity.host = Some("the last boot".to_owned());
+        assert!(!made.is_replaced());
+        let away = folder.path().join("away");
+        fs::rename(&path, &away).unwrap();
+        assert!(!made.is_replaced());
+        fs::copy(&away, &path).unwrap();
+        assert!(made.is_replaced());
     }
 
     #[test]

@@ -39,6 +39,14 @@ impl Usage {
     }
 }
 
+impl Usage {
+    /// Whether less is free than that many percent of all.
+    pub fn is_beyond(&self, keep_free_percent: u8) -> bool {
+        let free_bytes = self.total_bytes.saturating_sub(self.used_bytes);
+        u128::from(free_bytes) * 100 < u128::from(self.total_bytes) * u128::from(keep_free_percent)
+    }
+}
+
 impl fmt::Display for Usage {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {} MiB", self.used_bytes >> 20, self.total_bytes >> 20)
@@ -77,7 +85,9 @@ impl ThinPool {
         let path = format!("{group}/{pool}");
         let ask = |question| {
             let mut command = Command::new("dmsetup");
-            command.args([question, "--target", "thin-pool", device]);
+            // A look is no reason to commit the pool's metadata.
+            let no_flush: &[&str] = if question == "status" { &["--noflush"] } else { &[] };
+            command.arg(question).args(no_flush).args(["--target", "thin-pool", device]);
             run("dmsetup", command, Path::new(&path))
         };
         let (status, table) = (ask("status")?, ask("table")?);
@@ -134,20 +144,6 @@ impl ThinPool {
     }
 }
 
-/// What a thin volume has of its pool, in bytes; none if it is none, or not there.
-pub fn provisioned_bytes(volume: &Path) -> Option<u64> {
-    let mut command = Command::new("dmsetup");
-    command.args(["status", "--target", "thin"]).arg(volume);
-    mapped_bytes(&run("dmsetup", command, volume).ok()?)
-}
-
-fn mapped_bytes(status: &str) -> Option<u64> {
-    // START LENGTH thin MAPPED-SECTORS HIGHEST
-    let mut words = status.split_whitespace().skip(2);
-    (words.next()? == "thin").then_some(())?;
-    words.next()?.parse::<u64>().ok()?.checked_mul(512)
-}
-
 /// Where a volume is written.
 pub trait Target {
     /// Length of the volume, in bytes.
@@ -159,11 +155,11 @@ pub trait Target {
     /// When they are not written.
     fn write(&mut self, offset: u64, data: &[u8]) -> Result<(), NbdError>;
 
-    /// Writes zeros.
+    /// Writes zeros, whether there are blocks for them or not; none is given back.
     ///
     /// # Errors
     /// When they are not written.
-    fn write_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError>;
+    fn allocate_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError>;
 }
 
 impl Target for Client {
@@ -175,8 +171,8 @@ impl Target for Client {
         Client::write(self, offset, data)
     }
 
-    fn write_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError> {
-        Client::write_zeroes(self, range)
+    fn allocate_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError> {
+        Client::allocate_zeroes(self, range)
     }
 }
 
@@ -196,6 +192,21 @@ impl NewVolume {
         Self { block_bytes, zeroes_blocks, provisioned: Mutex::default() }
     }
 
+    /// Fills the first block where the pool does not zero it: LVM writes to its beginning when it makes the volume, and what
+    /// another volume had is in the rest.
+    ///
+    /// # Errors
+    /// When that fails.
+    pub fn begin(&self, to: &mut impl Target) -> Result<(), NbdError> {
+        if self.zeroes_blocks {
+            return Ok(());
+        }
+        let mut provisioned = self.lock();
+        to.allocate_zeroes(0..self.block_bytes.min(to.size_bytes()))?;
+        set(&mut provisioned, 0);
+        Ok(())
+    }
+
     /// Writes bytes.
     ///
     /// # Errors
@@ -212,7 +223,7 @@ impl NewVolume {
                 whole.end = whole.end.min(to.size_bytes());
                 let is_written_whole = range.start <= whole.start && whole.end <= range.end;
                 if !self.zeroes_blocks && !is_written_whole {
-                    to.write_zeroes(whole)?;
+                    to.allocate_zeroes(whole)?;
                 }
                 set(&mut provisioned, block);
             }
@@ -237,7 +248,7 @@ impl NewVolume {
                 }
             }
         }
-        written.into_iter().try_for_each(|part| to.write_zeroes(part))
+        written.into_iter().try_for_each(|part| to.allocate_zeroes(part))
     }
 
     fn blocks(&self, range: &Range<u64>) -> Range<u64> {
@@ -297,14 +308,13 @@ mod tests {
             assert_eq!(ThinPool::parse(nonsense, TABLE), None, "{nonsense:?}");
         }
         assert_eq!(ThinPool::parse(status, "0 524288 linear 7:0 0"), None);
-        assert_eq!(mapped_bytes("0 262144 thin 4096 10239\n"), Some(2 << 20));
-        assert_eq!(mapped_bytes("0 262144 thin Fail\n"), None);
     }
 
     #[test]
     fn a_margin_is_not_free() {
         let usage = Usage { used_bytes: 90, total_bytes: 101 };
         assert_eq!((usage.free_bytes(0), usage.free_bytes(5), usage.free_bytes(50)), (11, 5, 0));
+        assert!(!usage.is_beyond(0) && !usage.is_beyond(10) && usage.is_beyond(11));
     }
 
     /// A volume in a pool whose new blocks have something of others in them, where they are not zeroed.
@@ -346,7 +356,7 @@ mod tests {
             Ok(())
         }
 
-        fn write_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError> {
+        fn allocate_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError> {
             self.put(range.start as usize..range.end as usize, |_| 0);
             Ok(())
         }
@@ -366,7 +376,11 @@ mod tests {
         ) {
             let volume = NewVolume::new(&pool(zeroes_blocks));
             let mut kernel = Kernel::new(61, zeroes_blocks);
+            // As LVM does.
+            kernel.put(0..4, |_| 0);
+            volume.begin(&mut kernel).unwrap();
             let (mut expected, mut touched) = (vec![0_u8; 61], [false; 8]);
+            touched[0] = true;
             for (start, len, byte) in writes {
                 let range = start..(start + len).min(61);
                 expected[range.clone()].fill(byte);

@@ -124,9 +124,9 @@ pub(crate) fn run(tool: &'static str, mut command: Command, path: &Path) -> Resu
     // What it says is little: it fits a pipe.
     while child.try_wait().is_ok_and(|ended| ended.is_none()) {
         if Instant::now() >= deadline {
-            // It may end at this very moment.
+            // It may end at this very moment; or only when the kernel lets go of it.
             let _ = child.kill();
-            let _ = child.wait();
+            std::thread::spawn(move || child.wait());
             return Err(failed(format!("did not end within {} s", PATIENCE.as_secs())));
         }
         std::thread::sleep(LOOK);

@@ -270,7 +270,7 @@ pub fn describe(qmp: &mut Qmp, origin: &Origin) -> Result<VmDescription, QmpErro
             "wait until it has ended, or cancel it (block-job-cancel)",
         ));
     }
-    devices::refuse(&options, qmp.version(), &mut problems);
+    devices::refuse(&options, &mut problems);
     Ok(assemble(origin, live, &names, tree, options, problems))
 }
 

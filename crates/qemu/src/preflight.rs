@@ -9,6 +9,7 @@
 //! `Info` what will be different. Each says what to do.
 
 mod checks;
+mod devices;
 mod disks;
 pub mod facts;
 pub mod files;

@@ -157,10 +157,7 @@ impl Traces {
         let mut left = Vec::new();
         for image in &self.images {
             // Known from when all of them were there; what is made before that has a name that no other file has.
-            let made = self.made.iter().find(|made| made.path == *image);
-            if let Some(now) = made.and_then(|made| MadeImage::at(image, &made.disk))
-                && made != Some(&now)
-            {
+            if self.made.iter().any(|made| made.path == *image && made.is_replaced()) {
                 left.push((image.clone(), "another file has taken its place".to_owned()));
                 continue;
             }

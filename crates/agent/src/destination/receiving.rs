@@ -38,8 +38,8 @@ pub(crate) struct Receiving {
     switch: Switch,
     /// Templates to which the source may refer.
     told: Arc<Told>,
-    /// Whether there is room for the disks.
-    _watch: Option<PoolWatch>,
+    /// Whether there is room for the disks, until all of them has come.
+    watch: Mutex<Option<PoolWatch>>,
 }
 
 impl Receiving {
@@ -89,19 +89,8 @@ impl Receiving {
         let receiver = Receiver::presuming(Arc::clone(&ram), presumed, streams, observer);
         let (receiver, context) = (Arc::new(Mutex::new(receiver)), Arc::clone(context));
         let has_page_stream = proposal.post_copy;
-        let watch = watch_pool(&context, images, &mailbox)?;
-        Ok(Self {
-            receiver,
-            context,
-            migration,
-            streams,
-            has_page_stream,
-            mailbox,
-            ram,
-            switch,
-            told,
-            _watch: watch,
-        })
+        let watch = Mutex::new(watch_pool(&context, images, &mailbox)?);
+        Ok(Self { receiver, context, migration, streams, has_page_stream, mailbox, ram, switch, told, watch })
     }
 
     /// Prepares to have pages placed in a guest that may run already.
@@ -122,19 +111,8 @@ impl Receiving {
         let receiver = Arc::new(Mutex::new(Receiver::new(Arc::clone(&ram), streams, observer)));
         let told = Arc::new(Told::new(PathBuf::new(), Duration::ZERO, Vec::new()));
         let (context, switch) = (Arc::clone(context), Switch::default());
-        let (has_page_stream, watch) = (true, None);
-        Self {
-            receiver,
-            context,
-            migration,
-            streams,
-            has_page_stream,
-            mailbox,
-            ram,
-            switch,
-            told,
-            _watch: watch,
-        }
+        let (has_page_stream, watch) = (true, Mutex::default());
+        Self { receiver, context, migration, streams, has_page_stream, mailbox, ram, switch, told, watch }
     }
 
     /// Blocks that are written to, the disks last; and what has pages placed in the others instead.
@@ -145,6 +123,7 @@ impl Receiving {
     /// All of the disks has come: lets go of them, whatever else is to come.
     pub(super) fn end_disks(&self) {
         self.ram.iter().filter(|block| !block.is_ram()).for_each(|block| block.end());
+        *self.watch.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     /// The last round of which anything has come to its end.

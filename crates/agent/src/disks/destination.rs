@@ -100,6 +100,11 @@ impl Images {
             let thin = disk.place.make(disk.bytes)?.map(Arc::new);
             let socket = directory.join(format!("disk-{number}.sock"));
             let server = Server::start(&disk.place.path, disk.place.format, &socket, streams, patience)?;
+            if let Some(volume) = &thin {
+                let path = disk.place.path.clone();
+                let failed = |source| ImageError::Write { path, source };
+                volume.begin(&mut server.client()?).map_err(failed)?;
+            }
             images.push(Image { disk, server: Arc::new(server), thin });
         }
         let flushers = images.iter().map(|image| image.server.flusher()).collect();

@@ -3,28 +3,30 @@
 //! QEMU opens the images once more when its guest is to run, by their paths: what another program put there in between
 //! would be the guest's disk.
 
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-
-use qemu::preflight::FileIdentity;
 
 /// A file or a block device, and what it was.
 #[derive(Clone, Debug)]
 pub(crate) struct KnownFile {
     path: PathBuf,
-    identity: FileIdentity,
+    /// Its file system, its inode, and which device it is: as long as the host is up nothing else has the same.
+    numbers: (u64, u64, u64),
 }
 
 impl KnownFile {
     /// What is at the path now; none if there is nothing.
     pub(crate) fn at(path: &Path) -> Option<Self> {
-        Some(Self { path: path.to_owned(), identity: FileIdentity::of(path)? })
+        let found = fs::metadata(path).ok()?;
+        Some(Self { path: path.to_owned(), numbers: (found.dev(), found.ino(), found.rdev()) })
     }
 
     /// Why the guest must not run with it: something else is there, or nothing.
     pub(crate) fn changed(&self) -> Option<String> {
         let path = self.path.display();
-        match FileIdentity::of(&self.path) {
-            Some(now) if now == self.identity => None,
+        match Self::at(&self.path) {
+            Some(now) if now.numbers == self.numbers => None,
             Some(_) => Some(format!("another file has taken the place of {path} since the migration began")),
             None => Some(format!("{path} is not there any more")),
         }
@@ -40,17 +42,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk");
         assert!(KnownFile::at(&path).is_none());
-        std::fs::write(&path, "disk").unwrap();
+        fs::write(&path, "disk").unwrap();
         let known = KnownFile::at(&path).unwrap();
         assert_eq!(known.changed(), None);
-        std::fs::write(&path, "what the guest wrote").unwrap();
+        fs::write(&path, "what the guest wrote").unwrap();
         assert_eq!(known.changed(), None);
         let away = folder.path().join("away");
-        std::fs::rename(&path, &away).unwrap();
+        fs::rename(&path, &away).unwrap();
         assert!(known.changed().unwrap().contains("not there"));
-        std::fs::copy(&away, &path).unwrap();
+        fs::copy(&away, &path).unwrap();
         assert!(known.changed().unwrap().contains("another file"));
-        std::fs::rename(&away, &path).unwrap();
+        fs::rename(&away, &path).unwrap();
         assert_eq!(known.changed(), None);
     }
 }

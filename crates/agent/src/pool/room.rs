@@ -133,7 +133,7 @@ impl Pool {
 
     /// Why nothing more may be written to it, if nothing may.
     pub(super) fn shortage(&self, room: &Room) -> Option<String> {
-        let is_short = |usage: &Usage| usage.free_bytes(self.keep_free_percent) == 0;
+        let is_short = |usage: &Usage| usage.is_beyond(self.keep_free_percent);
         let kept = self.kept();
         let short = |what: &str, usage: &Usage| format!("{what}{}: {usage} are in use{kept}", self.called());
         let thin = room.thin.as_ref();
@@ -218,11 +218,10 @@ mod tests {
 
     #[test]
     fn a_margin_that_is_reached_ends_it() {
-        assert_eq!(pool().shortage(&room(899, 8)), None);
-        assert!(
-            pool().shortage(&room(900, 8)).unwrap().starts_with("there is no room left in the thin pool")
-        );
-        assert!(pool().shortage(&room(0, 9)).unwrap().contains("metadata"));
+        assert_eq!(pool().shortage(&room(900, 9)), None);
+        let reason = |room| pool().shortage(&room).unwrap();
+        assert!(reason(room(901, 8)).starts_with("there is no room left in the thin pool"));
+        assert!(reason(room(0, 10)).contains("metadata"));
     }
 
     #[test]

@@ -31,8 +31,12 @@ impl PoolWatch {
         pool: &Pool,
         is_short: impl FnOnce(String) + Send + 'static,
     ) -> std::io::Result<Option<Self>> {
-        let is_thin = matches!(&pool.storage, Storage::Volumes(group) if group.thin_pool.is_some());
-        if pool.keep_free_percent == 0 && !is_thin {
+        // Of a group's own room all was taken when the volumes were made.
+        let (is_thick, is_thin) = match &pool.storage {
+            Storage::Volumes(group) => (group.thin_pool.is_none(), group.thin_pool.is_some()),
+            Storage::Directory { .. } => (false, false),
+        };
+        if is_thick || (pool.keep_free_percent == 0 && !is_thin) {
             return Ok(None);
         }
         let (stop, stopped) = mpsc::channel();
@@ -66,16 +70,16 @@ mod tests {
     use crate::pool::PoolFormat;
 
     #[test]
-    fn a_pool_without_the_room_that_stays_free_is_told_of() {
+    fn a_pool_without_the_room_that_stays_free_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let pool = |keep_free_percent| {
             let path = folder.path().to_owned();
             Pool { storage: Storage::Directory { path, format: PoolFormat::Raw }, keep_free_percent }
         };
-        let (told, reasons) = mpsc::channel();
+        let (reported, reasons) = mpsc::channel();
         let start = |percent| {
-            let told = told.clone();
-            PoolWatch::start(&pool(percent), move |reason| told.send(reason).unwrap()).unwrap()
+            let reported = reported.clone();
+            PoolWatch::start(&pool(percent), move |reason| reported.send(reason).unwrap()).unwrap()
         };
         assert!(start(0).is_none(), "nothing is kept free of it");
         // No file system that tests run on is quite empty.

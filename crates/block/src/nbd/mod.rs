@@ -40,6 +40,8 @@ pub fn dirty_bitmap(name: &str) -> String {
 
 /// Most bytes of one question about status: QEMU wants less than 4 GiB, aligned to whatever it likes.
 const STATUS_BYTES: u64 = 1 << 31;
+/// Of a request for writing zeros: nothing is given back.
+const NO_HOLE: u16 = 1 << 1;
 /// Most bytes of a request for writing zeros.
 const ZEROES_BYTES: u64 = 1 << 30;
 /// Longest text or list that is accepted from a server, in bytes: what QEMU sends at most is 1 MiB.
@@ -179,6 +181,18 @@ impl Client {
         Ok(())
     }
 
+    /// Writes zeros to a range, and gives nothing of it back.
+    pub fn allocate_zeroes(&mut self, range: Range<u64>) -> Result<(), NbdError> {
+        let mut at = range.start;
+        while at < range.end {
+            let len = (range.end - at).min(ZEROES_BYTES);
+            self.request_with(NO_HOLE, Command::WriteZeroes, at, len, &[])?;
+            self.done(Command::WriteZeroes)?;
+            at += len;
+        }
+        Ok(())
+    }
+
     /// Puts everything that was written, on whatever connection, on stable storage.
     pub fn flush(&mut self) -> Result<(), NbdError> {
         self.request(Command::Flush, 0, 0, &[])?;
@@ -222,10 +236,22 @@ impl Client {
     }
 
     fn request(&mut self, command: Command, offset: u64, len: u64, data: &[u8]) -> Result<(), NbdError> {
+        self.request_with(0, command, offset, len, data)
+    }
+
+    fn request_with(
+        &mut self,
+        flags: u16,
+        command: Command,
+        offset: u64,
+        len: u64,
+        data: &[u8],
+    ) -> Result<(), NbdError> {
         let len = u32::try_from(len).map_err(|_| NbdError::Protocol("a request that is too long"))?;
         self.cookie += 1;
         let mut header = [0; 28];
         header[..4].copy_from_slice(&REQUEST.to_be_bytes());
+        header[4..6].copy_from_slice(&flags.to_be_bytes());
         header[6..8].copy_from_slice(&(command as u16).to_be_bytes());
         header[8..16].copy_from_slice(&self.cookie.to_be_bytes());
         header[16..24].copy_from_slice(&offset.to_be_bytes());

@@ -9,7 +9,7 @@ use super::blocks::Names;
 use super::live::{self, Bus, Live, LiveDevice};
 use crate::cmdline::Given;
 use crate::options::Value;
-use crate::qmp::{Qmp, QmpError, Version};
+use crate::qmp::{Qmp, QmpError};
 use crate::tree::DeviceTree;
 
 /// Devices that cannot be moved, by the beginning of their type's name.
@@ -38,11 +38,6 @@ const REFUSED: &[(&str, &str)] = &[
     ("vmbus-bridge", "QEMU ends, guest and all, when it saves the state of this device"),
     ("pci-serial-2x", "QEMU ends, guest and all, when it saves the state of this device"),
 ];
-
-/// Devices whose state QEMU does not load and ends instead, by their type's name. Seen with 7.2, and not with 10.0: all
-/// before that are taken to do so.
-const NOT_LOADED: &[&str] = &["isa-cirrus-vga"];
-const LOADED_SINCE: u64 = 10;
 
 /// Type names that QEMU takes for others.
 const ALIASES: &[(&str, &str)] = &[("e1000-82540em", "e1000"), ("ich9-ahci", "ahci"), ("lsi", "lsi53c895a")];
@@ -212,7 +207,7 @@ pub(super) fn describe(
 }
 
 /// Finds devices that cannot be moved.
-pub(super) fn refuse(options: &[Given], qemu: &Version, problems: &mut Vec<Problem>) {
+pub(super) fn refuse(options: &[Given], problems: &mut Vec<Problem>) {
     for option in options {
         let value = option.parsed();
         let mut refuse = |what: String, why: &str| {
@@ -228,11 +223,6 @@ pub(super) fn refuse(options: &[Given], qemu: &Version, problems: &mut Vec<Probl
                 let known = REFUSED.iter().find(|(start, _)| driver.starts_with(start));
                 if let Some((_, why)) = known {
                     refuse(format!("device {driver}"), why);
-                }
-                if qemu.major < LOADED_SINCE && NOT_LOADED.contains(&driver.as_str()) {
-                    let why =
-                        format!("QEMU before {LOADED_SINCE}.0 ends when it loads the state of this device");
-                    refuse(format!("device {driver}"), &why);
                 }
                 if value.get("blob").as_deref() == Some("on") || value.get("blob").as_deref() == Some("true")
                 {
@@ -279,16 +269,12 @@ mod tests {
                 "tap,id=c",
                 "-device",
                 r#"{"driver":"usb-host"}"#,
-                "-device",
-                "isa-cirrus-vga",
             ]
             .map(str::to_owned),
         );
-        for (major, count) in [(7, 5), (10, 4)] {
-            let mut problems = Vec::new();
-            refuse(&options, &Version { major, minor: 2, micro: 0, package: String::new() }, &mut problems);
-            assert_eq!(problems.len(), count, "{problems:#?}");
-        }
+        let mut problems = Vec::new();
+        refuse(&options, &mut problems);
+        assert_eq!(problems.len(), 4, "{problems:#?}");
     }
 
     /// With vhost-net the kernel of the source's host could not do it, and that of the destination's may.

@@ -1,11 +1,12 @@
 //! The checks, by what they look at.
 
+use super::devices::devices;
 use super::{DestinationFacts, Finding, Severity, SourceFacts};
 use crate::describe::Problem;
 use crate::options::Value;
 use crate::queues;
 use crate::ram::RamBlock;
-use crate::tree::{Device, Difference, GEOMETRY, OF_VHOST};
+use crate::tree::Device;
 use crate::units::When;
 
 /// What a QEMU needs besides the guest's memory, in bytes: its code, caches, the devices' buffers.
@@ -189,36 +190,7 @@ pub(super) fn qemu(source: &SourceFacts, destination: &DestinationFacts, finding
             "try with a guest that does not matter first",
         );
     }
-    for difference in destination.device_differences.iter().flatten() {
-        add(
-            findings,
-            Blocker,
-            "devices-differ",
-            format!("the destination would show the guest other devices: {difference}"),
-            mend(difference),
-        );
-    }
-}
-
-fn mend(difference: &Difference) -> String {
-    match difference {
-        Difference::Property { property, second, .. }
-            if OF_VHOST.contains(&property.as_str()) && second == "false" =>
-        {
-            format!(
-                "the destination's kernel cannot do that for vhost-net: start the guest with {property}=off on this \
-                 device, or with vhost=off on its network, next time; or run a newer kernel there"
-            )
-        }
-        Difference::Property { property, .. } if GEOMETRY.contains(&property.as_str()) => {
-            "QEMU derives this from the disk's length, which has changed since the guest was started: shut the guest down and \
-             start it again, or give the disk a device of its own (-device) with its geometry"
-                .to_owned()
-        }
-        _ => "if devices were plugged during the check, check again; otherwise give the devices fixed addresses \
-              (-device …,addr=) when the guest is started next"
-            .to_owned(),
-    }
+    devices(source, destination, findings);
 }
 
 /// Accelerator and CPU features.

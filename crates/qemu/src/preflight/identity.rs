@@ -79,6 +79,11 @@ impl FileIdentity {
         }
     }
 
+    /// Whether both are one file or device of the host that looks at them, whichever boot it was that looked.
+    pub fn is_same_here(&self, other: &Self) -> bool {
+        (&self.file_system, &self.mounted, self.inode) == (&other.file_system, &other.mounted, other.inode)
+    }
+
     /// Whether several hosts can have its file system, or the device, at once.
     pub fn is_on_shared_storage(&self) -> bool {
         is_shared(&self.file_system) || self.is_block_device()

@@ -173,6 +173,12 @@ fn programs() {
     assert_eq!(found(|s, _| s.vm.program.version = "6.2.0".to_owned()), "qemu-untried? qemu-newer.");
     let gone = Difference::Missing { device: "e1000".to_owned() };
     assert_eq!(found(|_, d| d.device_differences = Some(vec![gone])), "devices-differ");
+    let with = |source: &mut SourceFacts| {
+        let words = ["-device", "isa-cirrus-vga"].map(str::to_owned);
+        source.vm.options.extend(crate::cmdline::parse(&words));
+    };
+    assert_eq!(found(|s, _| with(s)), "device-refused");
+    assert_eq!(found(|s, d| (with(s), d.qemu_version = "10.0.2".to_owned()).1), "qemu-newer.");
 }
 
 #[test]

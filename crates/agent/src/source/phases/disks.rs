@@ -56,10 +56,15 @@ impl Driver {
 
     /// Looks once more whether the images are where QEMU opened them: a stopped guest's QEMU opens them anew by their paths,
     /// whichever host the guest goes on at.
-    pub(super) fn find_images_in_place(&self) -> Result<(), Failure> {
-        let (Some(described), Some(vm)) = (self.described(), &self.vm) else { return Ok(()) };
-        let open = OpenFiles::of(vm.process.pid()).unwrap_or_default();
+    pub(super) fn find_images_in_place(&mut self) -> Result<(), Failure> {
+        let Some(described) = self.described() else { return Ok(()) };
+        let vm = self.vm()?;
+        let open = OpenFiles::of(vm.process.pid());
+        let open =
+            open.map_err(|error| Failure::local("the files that QEMU has open cannot be seen", &error))?;
         let Some(stray) = files_not_open(&described, &open).into_iter().next() else { return Ok(()) };
+        // Another medium is no other file.
+        vm.check_unchanged().map_err(|error| Failure::local("the guest is not stopped", &error))?;
         let what = if stray.is_there { "another file is there by now" } else { "no file is there any more" };
         let reason = format!(
             "the guest is not stopped: QEMU has disk {} open from {}, and {what}; move the file that QEMU has open back",

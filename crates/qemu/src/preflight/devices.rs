@@ -1,0 +1,59 @@
+//! The guest's devices: those that the destination's QEMU would show otherwise, and those whose state it does not load.
+
+use super::checks::{add, two};
+use super::{DestinationFacts, Finding, Severity, SourceFacts};
+use crate::tree::{Difference, GEOMETRY, OF_VHOST};
+
+/// Devices whose state QEMU does not load and ends instead: seen with 7.2, and not with 10.0.
+const NOT_LOADED: [&str; 1] = ["isa-cirrus-vga"];
+/// The first version that is not taken to do so, major and minor.
+const LOADED_SINCE: (u64, u64) = (8, 0);
+
+pub(super) fn devices(source: &SourceFacts, destination: &DestinationFacts, findings: &mut Vec<Finding>) {
+    let devices = source.vm.options.iter().filter(|option| option.name == "device");
+    let drivers = devices.filter_map(|option| option.parsed().get("driver"));
+    let version = &destination.qemu_version;
+    for driver in drivers.filter(|driver| NOT_LOADED.contains(&driver.as_str())) {
+        if two(version) < LOADED_SINCE {
+            add(
+                findings,
+                Severity::Blocker,
+                "device-refused",
+                format!(
+                    "device {driver} cannot be moved to QEMU {version}, which ends when it loads its state"
+                ),
+                "install QEMU 10.0 there, or start the guest without the device",
+            );
+        }
+    }
+    for difference in destination.device_differences.iter().flatten() {
+        add(
+            findings,
+            Severity::Blocker,
+            "devices-differ",
+            format!("the destination would show the guest other devices: {difference}"),
+            mend(difference),
+        );
+    }
+}
+
+fn mend(difference: &Difference) -> String {
+    match difference {
+        Difference::Property { property, second, .. }
+            if OF_VHOST.contains(&property.as_str()) && second == "false" =>
+        {
+            format!(
+                "the destination's kernel cannot do that for vhost-net: start the guest with {property}=off on this \
+                 device, or with vhost=off on its network, next time; or run a newer kernel there"
+            )
+        }
+        Difference::Property { property, .. } if GEOMETRY.contains(&property.as_str()) => {
+            "QEMU derives this from the disk's length, which has changed since the guest was started: shut the guest down and \
+             start it again, or give the disk a device of its own (-device) with its geometry"
+                .to_owned()
+        }
+        _ => "if devices were plugged during the check, check again; otherwise give the devices fixed addresses \
+              (-device …,addr=) when the guest is started next"
+            .to_owned(),
+    }
+}

@@ -7,6 +7,7 @@
 mod arriving;
 mod awaiting;
 mod ending;
+mod error;
 mod handover;
 mod inbox;
 mod loading;
@@ -25,9 +26,10 @@ use link::{Connection, Handle, Writer};
 use proto::Generation;
 use proto::message::Proposal;
 
-pub(crate) use arriving::{ArriveError, Arriving, DestinationDetails, Traces, find_by_monitor};
+pub(crate) use arriving::{Arriving, DestinationDetails, Traces, find_by_monitor};
 #[cfg(test)]
 pub(crate) use awaiting::AwaitedTrace;
+pub(crate) use error::ArriveError;
 pub(crate) use inbox::{Inbox, Mailbox, Notice};
 
 use crate::context::Context;

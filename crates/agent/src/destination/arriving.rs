@@ -9,15 +9,16 @@ use engine::handover::Found;
 use engine::handover::destination::DestinationEvent;
 use proto::message::{Finding, RamBlock as ProposedBlock, Severity};
 use proto::{Generation, Incarnation, MigrationId};
-use qemu::device_state::{Incoming, LoadError};
-use qemu::process::{Launch, StartError};
+use qemu::device_state::Incoming;
+use qemu::process::Launch;
 use qemu::qmp::{Asked, DEFAULT_TIMEOUT, Qmp, QmpError};
-use qemu::ram::{RamBlock, RamError};
+use qemu::ram::RamBlock;
 use serde::{Deserialize, Serialize};
-use tracee::{Process, ProcessError, Signal};
+use tracee::{Process, Signal};
 use tracing::{info, warn};
 
 use super::awaiting::AwaitedTrace;
+use super::error::ArriveError;
 use super::inbox::{Mailbox, Notice};
 use crate::config::Config;
 use crate::context::Context;
@@ -30,69 +31,6 @@ use crate::watch::Watch;
 
 /// How long a killed process may take to be gone.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
-
-/// Why a VM does not arrive.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum ArriveError {
-    /// No place for its sockets and logs.
-    #[error("cannot make {path}; check `run_dir` and `log_dir` in the configuration", path = path.display())]
-    Directory {
-        /// The directory.
-        path: PathBuf,
-        /// Why.
-        source: std::io::Error,
-    },
-    /// Its QEMU does not start.
-    #[error("QEMU does not start")]
-    Start(#[from] StartError),
-    /// Its QEMU's process cannot be used.
-    #[error("QEMU's process cannot be used")]
-    Process(#[from] ProcessError),
-    /// Its memory was not found.
-    #[error("the guest's memory was not found")]
-    Ram(#[from] RamError),
-    /// What was started is not what the guest needs; blockers are among what was found.
-    #[error("the QEMU that was started is not what the guest needs")]
-    Refused(Vec<Finding>),
-    /// Its memory is not as the source has it.
-    #[error("RAM block {name} {what}; both sides need the same QEMU version and machine")]
-    Differs {
-        /// The block.
-        name: String,
-        /// How.
-        what: String,
-    },
-    /// The device state cannot be loaded.
-    #[error("the device state cannot be loaded")]
-    Load(#[from] LoadError),
-    /// QEMU does not do what it is told.
-    #[error("QEMU's monitor failed")]
-    Qmp(#[from] QmpError),
-    /// Its memory cannot be reached.
-    #[error("the guest's memory cannot be reached")]
-    Access(#[from] ::memory::ram::RamError),
-    /// The journal does not take where its things are.
-    #[error(transparent)]
-    Journal(#[from] JournalError),
-    /// It cannot be held.
-    #[error(transparent)]
-    Hold(#[from] HoldError),
-    /// An image for a disk cannot be made or written.
-    #[error("a disk cannot be received")]
-    Image(#[from] block::image::ImageError),
-    /// No thread is to be had that watches the pool of its images.
-    #[error("the pool for images cannot be watched")]
-    Watch(#[source] std::io::Error),
-    /// Somebody else continued the guest here.
-    #[error("somebody else continued the guest here before it was this host's")]
-    Ran,
-    /// One of its disks is not what it was.
-    #[error("{0}")]
-    Replaced(String),
-    /// It is not there, or was loaded before.
-    #[error("QEMU is gone")]
-    Gone,
-}
 
 /// What the journal keeps of an arriving VM, so that an agent that was started anew finds it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]

@@ -16,7 +16,8 @@ use qemu::describe::VmDescription;
 use tracee::{AddressRange, Injector, Process};
 use tracing::{debug, info, warn};
 
-use super::arriving::{ArriveError, Arriving};
+use super::arriving::Arriving;
+use super::error::ArriveError;
 use super::inbox::{Mailbox, Notice};
 use crate::context::Context;
 use crate::disks::Images;

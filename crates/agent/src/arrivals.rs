@@ -149,8 +149,8 @@ fn memfd_bytes(process: &Path) -> u64 {
 }
 
 impl ImageNeed {
-    /// What it has of its pool so far. How much a thin volume has is not asked, which takes a program and may take long:
-    /// all of it counts as owed until the VM is there.
+    /// Bytes that it has of its pool so far. A thin volume counts as having none, for to ask takes a program and may take
+    /// long: all that it needs is owed until the VM has arrived.
     fn taken_bytes(&self) -> u64 {
         let taken = |image: Metadata| if self.grows { image.blocks() * 512 } else { u64::MAX };
         std::fs::metadata(&self.path).map_or(0, taken)

@@ -203,16 +203,17 @@ fn ended_here(
     record: &MigrationRecord,
     records: &[MigrationRecord],
 ) -> Result<Vec<Left>, JournalError> {
+    if record.open || !matches!(record.state, State::Destination(DestinationState::Active { .. })) {
+        return Ok(Vec::new());
+    }
     let vm = &record.id().vm;
-    let is_there =
-        matches!(record.state, State::Destination(DestinationState::Active { .. })) && !record.open;
     // Attempts to move it that came to nothing left it where it was.
     let has_moved =
         |other: &&MigrationRecord| other.id().vm == *vm && other.state.standing() != Standing::Failed;
     let is_last = records.iter().find(has_moved).is_some_and(|last| last.id() == record.id());
     let lives =
         context.journal.vms()?.iter().any(|known| known.vm == *vm && known.process(&context.boot_id).is_ok());
-    if !is_there || !is_last || lives {
+    if !is_last || lives {
         return Ok(Vec::new());
     }
     let made = serde_json::from_value::<DestinationDetails>(record.details.clone());

@@ -359,9 +359,9 @@ pub struct LeftImage {
     /// The migration in which it was left.
     #[serde(flatten)]
     pub migration: MigrationId,
-    /// Where the VM went; this host where it ended here.
+    /// The destination of that migration; this host where the VM ended here.
     pub to: HostId,
-    /// Whether the VM ended here, and may have its disk nowhere else.
+    /// True where the VM ended here; its disk may be nowhere else.
     #[serde(default)]
     pub ended: bool,
     /// The disk, by its name in the description.

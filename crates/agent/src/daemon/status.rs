@@ -22,7 +22,7 @@ impl Daemon {
         })
     }
 
-    /// How a migration stands.
+    /// The standing of a migration: its driver's, or what follows from the journal.
     pub(super) fn standing_of(&self, record: &MigrationRecord) -> Standing {
         let driven = self.drivers().get(record.id()).map(|driven| driven.publisher.now().standing);
         match (driven, record.state.standing()) {

@@ -39,7 +39,7 @@ pub(crate) struct Receiving {
     switch: Switch,
     /// Templates to which the source may refer.
     told: Arc<Told>,
-    /// Whether there is room for the disks, until all of them has come.
+    /// Watches the pool of the disks until all of them has arrived.
     watch: Mutex<Option<PoolWatch>>,
 }
 

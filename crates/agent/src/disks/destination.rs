@@ -32,7 +32,7 @@ pub(crate) struct Images {
 struct Image {
     disk: Planned,
     server: Arc<Server>,
-    /// Where it is a thin volume.
+    /// The state of a thin volume; none for any other image.
     thin: Option<Arc<NewVolume>>,
 }
 
@@ -117,7 +117,7 @@ impl Images {
         self.images.iter().filter_map(made).collect()
     }
 
-    /// Whether there are none.
+    /// True if no disk is copied.
     pub(crate) fn is_empty(&self) -> bool {
         self.images.is_empty()
     }

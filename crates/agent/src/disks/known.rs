@@ -16,13 +16,13 @@ pub(crate) struct KnownFile {
 }
 
 impl KnownFile {
-    /// What is at the path now; none if there is nothing.
+    /// The file or device that is at the path now; none if there is nothing.
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let found = fs::metadata(path).ok()?;
         Some(Self { path: path.to_owned(), numbers: (found.dev(), found.ino(), found.rdev()) })
     }
 
-    /// Why the guest must not run with it: something else is there, or nothing.
+    /// The reason for which the guest must not run with it: something else is at its path, or nothing.
     pub(crate) fn changed(&self) -> Option<String> {
         let path = self.path.display();
         match Self::at(&self.path) {

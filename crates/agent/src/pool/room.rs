@@ -123,7 +123,7 @@ impl Pool {
         Some(finding(Severity::Warning, "disk-pool-old-data", what, advice))
     }
 
-    /// What of it is not free, for people.
+    /// The part that stays free, for a sentence about what is free.
     fn kept(&self) -> String {
         match self.keep_free_percent {
             0 => String::new(),
@@ -134,8 +134,10 @@ impl Pool {
     /// Why nothing more may be written to it, if nothing may.
     pub(super) fn shortage(&self, room: &Room) -> Option<String> {
         let is_short = |usage: &Usage| usage.is_beyond(self.keep_free_percent);
-        let kept = self.kept();
-        let short = |what: &str, usage: &Usage| format!("{what}{}: {usage} are in use{kept}", self.called());
+        let percent = self.keep_free_percent;
+        let short = |what: &str, usage: &Usage| {
+            format!("{what}{}: {usage} are in use, and {percent} % stay free", self.called())
+        };
         let thin = room.thin.as_ref();
         if let Some(word) = thin.and_then(|thin| thin.trouble.as_ref()) {
             return Some(format!("{} cannot be written: the kernel says {word}", self.called()));

@@ -32,11 +32,11 @@ impl PoolWatch {
         is_short: impl FnOnce(String) + Send + 'static,
     ) -> std::io::Result<Option<Self>> {
         // Of a group's own room all was taken when the volumes were made.
-        let (is_thick, is_thin) = match &pool.storage {
-            Storage::Volumes(group) => (group.thin_pool.is_none(), group.thin_pool.is_some()),
-            Storage::Directory { .. } => (false, false),
+        let may_run_short = match &pool.storage {
+            Storage::Volumes(group) => group.thin_pool.is_some(),
+            Storage::Directory { .. } => pool.keep_free_percent > 0,
         };
-        if is_thick || (pool.keep_free_percent == 0 && !is_thin) {
+        if !may_run_short {
             return Ok(None);
         }
         let (stop, stopped) = mpsc::channel();

@@ -337,7 +337,7 @@ pub struct MigrationStatus {
     pub from: HostId,
     /// Where to.
     pub to: HostId,
-    /// The handover's state in the journal, by its name in docs/architecture.md.
+    /// The handover's state in the journal, by its name in docs/handover-table.md.
     pub state: String,
     /// The same in one of four words.
     pub standing: Standing,

@@ -40,7 +40,7 @@ impl State {
         }
     }
 
-    /// The state's name, as in docs/architecture.md.
+    /// The state's name, as in docs/handover-table.md.
     pub fn name(&self) -> &'static str {
         match self {
             Self::Source(state) => state.name(),

@@ -16,7 +16,7 @@
 //! ```
 //!
 //! Each role is one checked function, [`source::source`] and [`destination::destination`]: state and event in, next
-//! state and effects out. What is not in them is not legal. The table in `docs/architecture.md` and the fault points
+//! state and effects out. What is not in them is not legal. The table in `docs/handover-table.md` and the fault points
 //! at which the tests kill agents are computed by running them ([`table`]).
 //!
 //! # Contract with the agent

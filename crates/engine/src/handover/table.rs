@@ -87,7 +87,7 @@ fn points_of(transition: &Transition) -> Vec<FaultPoint> {
     if count == 0 { vec![] } else { (0..=count).map(point).collect() }
 }
 
-/// The table as it stands in `docs/architecture.md`. Events that do the same in a state share a line.
+/// The table as it stands in `docs/handover-table.md`. Events that do the same in a state share a line.
 pub fn table_markdown() -> String {
     let mut lines: Vec<(Transition, Vec<&'static str>)> = Vec::new();
     for transition in transitions() {

@@ -57,27 +57,27 @@ fn a_change_of_state_is_journalled_before_anything_else() {
 const BEGIN: &str = "<!-- handover-table -->\n";
 const END: &str = "<!-- /handover-table -->";
 
-/// `UPDATE_DOCS=1` writes the table into docs/architecture.md; without it the page has to be current.
+/// `UPDATE_DOCS=1` writes the table into docs/handover-table.md; without it the page has to be current.
 #[test]
 #[allow(clippy::disallowed_methods, reason = "a page is read, nothing is decided")]
 fn the_page_has_the_table() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/architecture.md");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/handover-table.md");
     let Ok(page) = std::fs::read_to_string(&path) else {
-        assert!(std::env::var_os("CI").is_none(), "docs/architecture.md cannot be read");
+        assert!(std::env::var_os("CI").is_none(), "docs/handover-table.md cannot be read");
         return;
     };
     let (before, rest) =
-        page.split_once(BEGIN).expect("docs/architecture.md has the mark <!-- handover-table -->");
+        page.split_once(BEGIN).expect("docs/handover-table.md has the mark <!-- handover-table -->");
     let (table, after) =
-        rest.split_once(END).expect("docs/architecture.md has the mark <!-- /handover-table -->");
+        rest.split_once(END).expect("docs/handover-table.md has the mark <!-- /handover-table -->");
     let fresh = format!("\n{}", table_markdown());
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::write(&path, format!("{before}{BEGIN}{fresh}{END}{after}"))
-            .expect("docs/architecture.md is writable");
+            .expect("docs/handover-table.md is writable");
     } else {
         assert_eq!(
             table, fresh,
-            "docs/architecture.md is out of date: UPDATE_DOCS=1 cargo test -p whimbrel-engine"
+            "docs/handover-table.md is out of date: UPDATE_DOCS=1 cargo test -p whimbrel-engine"
         );
     }
 }

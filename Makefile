@@ -4,11 +4,11 @@
 #   make demo    two hosts, a Debian guest that serves, a client that watches, and a migration with its report
 #   make soak    the long tests too: all fault points, many seeds: hours
 #   make lint    format, lints and licences alone
-#   make bench   measures migrations by Whimbrel and by QEMU itself, side by side, into docs/evaluation.md: hours, on an idle
+#   make bench   measures migrations by Whimbrel and by QEMU itself, side by side, into docs/evaluation/: hours, on an idle
 #                machine; SUITE=idle (or another suite, or a case) measures a part, and leaves the rest as it is
-#   make bench-disks       measures guests that move with their disks, into the same page: hours as well; CASE=static measures
+#   make bench-disks       measures guests that move with their disks, beside it: hours as well; CASE=static measures
 #                          one case
-#   make bench-sweep       measures what a migration's cost depends on, into the same page: hours; points that were measured
+#   make bench-sweep       measures what a migration's cost depends on, beside it: hours; points that were measured
 #                          before stay as they are; FIGURE=1 or FIGURE=5 measures one of its figures
 #   make bench-functions   how long the functions take that matter (docs/performance.md)
 #   make callgrind         how many instructions their inner loops take, compared with docs/callgrind.txt;
@@ -53,19 +53,19 @@ SUITE ?= all
 bench:
 	scripts/setup packages newer-qemu tiny-guest debian-guest
 	$(CARGO) build --locked --release -p whimbrel
-	. scripts/test-env && target/release/whimbrel lab bench --suite $(SUITE) --results docs/evaluation/results.json --page docs/evaluation.md --plots docs/evaluation
+	. scripts/test-env && target/release/whimbrel lab bench --suite $(SUITE) --results docs/evaluation/results.json --page docs/evaluation/migrations.md --plots docs/evaluation
 
 CASE ?=
 bench-disks:
 	scripts/setup packages newer-qemu bench-disks services-guest
 	$(CARGO) build --locked --release -p whimbrel
-	. scripts/test-env && target/release/whimbrel lab disks $(CASE:%=--case %) --results docs/evaluation/disks.json --page docs/evaluation.md --plots docs/evaluation
+	. scripts/test-env && target/release/whimbrel lab disks $(CASE:%=--case %) --results docs/evaluation/disks.json --page docs/evaluation/disks.md --plots docs/evaluation
 
 FIGURE ?=
 bench-sweep:
 	scripts/setup packages newer-qemu tiny-guest
 	$(CARGO) build --locked --release -p whimbrel
-	. scripts/test-env && target/release/whimbrel lab sweep $(FIGURE:%=--figure %) --results docs/evaluation/sweep.json --page docs/evaluation.md --plots docs/evaluation
+	. scripts/test-env && target/release/whimbrel lab sweep $(FIGURE:%=--figure %) --results docs/evaluation/sweep.json --page docs/evaluation/sweep.md --plots docs/evaluation
 
 # --target keeps the flags away from build scripts.
 guest-agent:

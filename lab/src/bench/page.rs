@@ -34,7 +34,7 @@ const COLUMNS: [(&str, Quantity, f64); 15] = [
 
 /// All results as tables, in Markdown: first what was to be reached, then suite by suite.
 pub fn tables(results: &Results) -> String {
-    let mut text = "### What was to be reached\n\n".to_owned();
+    let mut text = "## What was to be reached\n\n".to_owned();
     text.push_str(&bars_table(&bars(results)));
     text.push_str(&disturbed_more(results));
     let suites = suites();
@@ -55,7 +55,7 @@ pub fn tables(results: &Results) -> String {
     let cases = suites.iter().flat_map(|suite| suite.cases.iter().map(|(case, _)| case));
     let missing: Vec<_> = cases.filter(is_missing).map(|case| case.name.as_str()).collect();
     if !missing.is_empty() {
-        let _ = write!(text, "\n### Not measured yet\n\n{}.\n", missing.join(", "));
+        let _ = write!(text, "\n## Not measured yet\n\n{}.\n", missing.join(", "));
     }
     text
 }
@@ -97,7 +97,7 @@ fn disturbed_more(results: &Results) -> String {
         return text;
     }
     format!(
-        "\n### Where the guest's program was disturbed more\n\nThan with one of QEMU's ways, in all turns but one or in all.\n\n\
+        "\n## Where the guest's program was disturbed more\n\nThan with one of QEMU's ways, in all turns but one or in all.\n\n\
          | | than with | turns | more by, ms |\n|---|---|---|---|\n{text}"
     )
 }
@@ -112,7 +112,7 @@ fn section(
 ) {
     let mut cases = results.cases.iter().filter(|result| is_of(result)).peekable();
     if cases.peek().is_some() {
-        let _ = write!(text, "\n### {heading}\n{before}");
+        let _ = write!(text, "\n## {heading}\n{before}");
         cases.for_each(|result| case_table(result, text));
     }
 }

@@ -115,7 +115,7 @@ impl Failure {
             | Self::NoTraces { .. }
             | Self::Lab(lab::Error::Prefix(_)) => Problem::new(Kind::BadRequest, with_causes(self), ""),
             Self::Agent(StartError::Identity(_)) => {
-                let advice = "see \"Certificates\" in docs/operations.md for what has to be in them";
+                let advice = "see docs/operations/certificates.md for what has to be in them";
                 Problem::new(Kind::BadRequest, with_causes(self), advice)
             }
             Self::Client(ClientError::NoAgent { .. }) | Self::Unwatched(_) => {

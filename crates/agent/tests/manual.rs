@@ -1,4 +1,4 @@
-//! Every finding of pre-flight stands in the manual.
+//! Completeness of the manual: all findings of the pre-flight check, and all paths of the API.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -56,7 +56,7 @@ fn codes_below(directory: &Path, codes: &mut BTreeSet<String>) {
 #[test]
 fn every_finding_stands_in_the_manual() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let manual = fs::read_to_string(crates.parent().unwrap().join("docs/operations.md")).unwrap();
+    let manual = page("checking.md") + &page("hot-guests.md");
     let mut codes = BTreeSet::new();
     codes_below(&crates.join("qemu/src"), &mut codes);
     codes_below(&crates.join("agent/src"), &mut codes);
@@ -64,4 +64,24 @@ fn every_finding_stands_in_the_manual() {
     assert!(codes.len() > 75, "the search finds too few: {codes:?}");
     let missing: Vec<_> = codes.iter().filter(|code| !manual.contains(&format!("`{code}`"))).collect();
     assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[test]
+fn every_path_of_the_api_stands_in_the_manual() {
+    let routes = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/api/routes.rs")).unwrap();
+    let page = page("api.md");
+    let paths: BTreeSet<_> = routes
+        .split('"')
+        .filter(|text| text.starts_with("/v1/") || text.starts_with("{migration}"))
+        .collect();
+    assert!(paths.len() > 12, "the search finds too few: {paths:?}");
+    let migration = "/v1/migrations/{vm}/{epoch}";
+    let missing: Vec<_> =
+        paths.iter().filter(|path| !page.contains(&path.replace("{migration}", migration))).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+fn page(name: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/operations").join(name))
+        .unwrap()
 }

@@ -207,13 +207,13 @@ async fn no_such_path(request: Request) -> Problem {
     Problem::new(
         Kind::NotFound,
         format!("there is nothing at {}", request.uri().path()),
-        "see the list of paths in docs/operations.md; client and agent may be of different versions",
+        "see the list of paths in docs/operations/api.md; client and agent may be of different versions",
     )
 }
 
 async fn no_such_method(request: Request) -> Response {
     let text = format!("{} cannot be used on {}", request.method(), request.uri().path());
-    let problem = Problem::new(Kind::BadRequest, text, "see the list of paths in docs/operations.md");
+    let problem = Problem::new(Kind::BadRequest, text, "see the list of paths in docs/operations/api.md");
     (StatusCode::METHOD_NOT_ALLOWED, axum::Json(problem)).into_response()
 }
 

@@ -53,7 +53,9 @@ impl Driver {
         } else if self.controls.aims().soft_pages != SoftPages::Free {
             self.note(
                 "guest",
-                format!("all of its memory is sent: it has no port {PORT}, see operations.md"),
+                format!(
+                    "all of its memory is sent: it has no port {PORT}, see docs/operations/reductions.md"
+                ),
             );
         }
     }

@@ -204,6 +204,9 @@ pub(crate) enum VmCommand {
         /// Leave the guest paused; it can be moved all the same
         #[arg(long)]
         paused: bool,
+        /// Start it also where another host owns the VM, or from images that a VM left here when it moved away
+        #[arg(long)]
+        i_know_the_risk: bool,
     },
     /// Forget a VM; its QEMU goes on
     Forget {

@@ -90,6 +90,7 @@ impl Failure {
         match self {
             Self::Client(ClientError::Problem(problem)) => match problem.kind {
                 Kind::BadRequest | Kind::NotFound => Code::Usage,
+                Kind::Gone => Code::Ended,
                 Kind::Conflict | Kind::Refused | Kind::Unavailable | Kind::Internal => Code::Failed,
             },
             Self::Config(_)

@@ -21,7 +21,7 @@ pub(crate) fn list(client: &Client, output: &Output) -> Result<Code, Failure> {
 fn row(image: &LeftImage) -> [String; 6] {
     [
         image.migration.to_string(),
-        if image.ended { "ended here".to_owned() } else { image.to.to_string() },
+        if image.ended { "ended or forgotten".to_owned() } else { image.to.to_string() },
         image.disk.clone(),
         bytes(image.taken_bytes),
         image.path.display().to_string(),
@@ -45,7 +45,7 @@ pub(crate) fn remove(
     output.show(&removed, |images: &Vec<LeftImage>| {
         let mut text = Text::default();
         for LeftImage { path, taken_bytes, .. } in images {
-            text.line(format_args!("{} is removed, {} are free", path.display(), bytes(*taken_bytes)));
+            text.line(format_args!("{} is removed; it took {}", path.display(), bytes(*taken_bytes)));
         }
         text.finish()
     });

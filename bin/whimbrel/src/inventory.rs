@@ -143,11 +143,17 @@ pub(crate) fn adopt(client: &Client, command: AdoptCommand, output: &Output) -> 
 }
 
 /// `whimbrel vm run`.
-pub(crate) fn run(client: &Client, file: &Path, paused: bool, output: &Output) -> Result<Code, Failure> {
+pub(crate) fn run(
+    client: &Client,
+    file: &Path,
+    paused: bool,
+    i_know_the_risk: bool,
+    output: &Output,
+) -> Result<Code, Failure> {
     let unreadable = |source| Failure::File { path: file.to_owned(), source };
     let text = std::fs::read_to_string(file).map_err(unreadable)?;
     let path = std::path::absolute(file).map_err(unreadable)?;
-    output.show(&client.run(&RunRequest { path, text, paused })?, taken);
+    output.show(&client.run(&RunRequest { path, text, paused, i_know_the_risk })?, taken);
     Ok(Code::Done)
 }
 

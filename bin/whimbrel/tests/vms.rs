@@ -198,6 +198,8 @@ fn a_vm_that_ended_and_was_forgotten_is_released() {
 #[test]
 fn an_owner_that_is_wrong_is_corrected() {
     let (cluster, spec) = ended_at_b();
+    let refused = cluster.a.cli(&["vm", "run", file(&cluster, "vm1").to_str().unwrap()]);
+    assert!(refused.code == 1 && refused.stdout.contains("belongs to b"), "{refused:?}");
     let _guest = cluster.guest(&spec);
     let found = |words: &[&str]| {
         let said = cluster.a.cli(words);

@@ -32,7 +32,8 @@ use crate::journal::{JournalError, MigrationRecord, State};
 use crate::pool::MadeImage;
 use crate::preflight::files_of;
 use crate::progress::Standing;
-use removal::{Removable, is_same_file};
+use removal::Removable;
+pub(crate) use removal::is_same_file;
 
 /// All images that VMs left behind here and that are still there, those that were left last first.
 pub(crate) fn list(context: &Context) -> Result<Vec<LeftImage>, JournalError> {
@@ -56,6 +57,15 @@ fn found(context: &Context) -> Result<Vec<(Left, LeftImage)>, JournalError> {
         }
     }
     Ok(images)
+}
+
+/// Returns the images that are as a VM left them when it moved away: an old state of its disks.
+pub(crate) fn old_states(context: &Context) -> Result<Vec<LeftImage>, JournalError> {
+    let is_old = |(left, _): &(Left, LeftImage)| {
+        let is_as_left = || fs::metadata(&left.path).is_ok_and(|found| left.not_as_left(&found).is_none());
+        matches!(left.how, How::Moved { .. }) && is_as_left()
+    };
+    Ok(found(context)?.into_iter().filter(is_old).map(|(_, image)| image).collect())
 }
 
 /// Images of a VM that are to be removed.
@@ -85,23 +95,18 @@ pub(crate) fn remove(context: &Context, vm: &VmName, which: Which) -> Result<Vec
     let failed = |error: JournalError| Problem::caused_by(Kind::Internal, &error, "see the agent's log");
     let mut images = found(context).map_err(failed)?;
     images.retain(|(_, image)| image.migration.vm == *vm);
-    let has_others = !images.is_empty();
+    let others: Vec<LeftImage> = images.iter().map(|(_, image)| image.clone()).collect();
     images.retain(|(_, image)| which.means(image));
     if images.is_empty() {
-        let error = match which {
-            Which::Left { .. } => format!("{vm} has left no image here when it moved away"),
-            Which::Ended => format!("no image is here of a {vm} that ended here and is forgotten"),
-        };
-        let advice = if has_others && which != Which::Ended {
-            "it has some that it had when it ended here: `--ended` removes them, and there may be no other copy"
-        } else {
-            "`whimbrel images list` shows what is there"
-        };
-        return Err(Problem::new(Kind::NotFound, error, advice));
+        return Err(none_found(vm, which, &others));
     }
     let kept = |path: &Path, why: &str| {
         let error = format!("{} is not removed: {why}", path.display());
-        Problem::new(Kind::Conflict, error, "remove it by hand if nobody needs it")
+        Problem::new(
+            Kind::Conflict,
+            error,
+            "mend that and try again, or remove the file by hand if no VM needs it",
+        )
     };
     if let Some((image, why)) =
         images.iter().find_map(|(_, image)| Some((image, image.kept_because.as_ref()?)))
@@ -113,6 +118,26 @@ pub(crate) fn remove(context: &Context, vm: &VmName, which: Which) -> Result<Vec
         info!(migration = %image.migration, path = %image.path.display(), "the image that was left behind is removed");
     }
     Ok(images.into_iter().map(|(_, image)| image).collect())
+}
+
+/// The answer where a VM has no images of the kind that is to be removed; `others` are those that it has.
+fn none_found(vm: &VmName, which: Which, others: &[LeftImage]) -> Problem {
+    let error = match which {
+        Which::Left { epoch: None } => format!("{vm} has left no image here when it moved away"),
+        Which::Left { epoch: Some(epoch) } => format!("{vm} has left no image here in migration {epoch}"),
+        Which::Ended => format!("no image is here of a {vm} that ended here and is forgotten"),
+    };
+    let epochs: Vec<_> =
+        others.iter().filter(|image| !image.ended).map(|image| image.migration.epoch.to_string()).collect();
+    let advice = if !epochs.is_empty() {
+        format!("it left some in {}: `whimbrel images list` shows them", epochs.join(", "))
+    } else if others.is_empty() {
+        "`whimbrel images list` shows what is there".to_owned()
+    } else {
+        "it has some that it had when it ended here: `--ended` removes them, and there may be no other copy"
+            .to_owned()
+    };
+    Problem::new(Kind::NotFound, error, advice)
 }
 
 /// What others of this host have, whether it is open now or not.
@@ -141,7 +166,9 @@ impl Others {
             files.any(|file| is_same_file(Path::new(file), path))
         };
         let (vm, _) = self.vms.iter().find(|(_, vm)| vm.disks.iter().any(has_it))?;
-        Some(format!("{vm}, which is here, has it among its disks"))
+        Some(format!(
+            "{vm}, which is here, has it among its disks; if it ended, `whimbrel vm forget {vm}` first"
+        ))
     }
 }
 
@@ -286,6 +313,11 @@ impl Left {
                 return Some("it is longer than the disk, and what follows was not copied".to_owned());
             }
         }
+        self.not_as_left(found)
+    }
+
+    /// Why the file found at its path is not the one that was left, or was changed since.
+    fn not_as_left(&self, found: &fs::Metadata) -> Option<String> {
         let now = FileIdentity::of(&self.path);
         let is_left = |then: &FileIdentity| then.inode == found.ino();
         if !self.identity.as_ref().is_some_and(is_left)
@@ -344,22 +376,31 @@ fn leased(file: File, path: &Path) -> Result<Lease, String> {
     match Lease::take(file).map_err(cannot)? {
         Some(lease) => Ok(lease),
         None => Err(match holders(path) {
-            found if found.is_empty() => "it is open elsewhere".to_owned(),
+            found if found.is_empty() => {
+                "it is open elsewhere, by the kernel or in another container".to_owned()
+            }
             found => format!("open in {}", found.join(", ")),
         }),
     }
 }
 
-/// Processes that have a file open, for people.
+/// Processes and loop devices that have a file open, for people. This process, which looks, is not among them.
 fn holders(path: &Path) -> Vec<String> {
     let Ok(file) = fs::metadata(path) else { return Vec::new() };
-    let is_it = |link: fs::DirEntry| {
-        fs::metadata(link.path()).is_ok_and(|open| (open.dev(), open.ino()) == (file.dev(), file.ino()))
+    let is_same = |path: &Path| {
+        fs::metadata(path).is_ok_and(|open| (open.dev(), open.ino()) == (file.dev(), file.ino()))
     };
+    let is_it = |link: fs::DirEntry| is_same(&link.path());
     let has_it = |process: &Path| fs::read_dir(process.join("fd")).into_iter().flatten().flatten().any(is_it);
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten().filter_map(|entry| {
         let pid: u32 = entry.file_name().to_str()?.parse().ok()?;
-        has_it(&entry.path()).then(|| qemu::preflight::facts::named(pid))
+        let is_other = pid != std::process::id();
+        (is_other && has_it(&entry.path())).then(|| qemu::preflight::facts::named(pid))
     });
-    processes.collect()
+    let loops = fs::read_dir("/sys/block").into_iter().flatten().flatten().filter_map(|entry| {
+        let backing = fs::read_to_string(entry.path().join("loop/backing_file")).ok()?;
+        is_same(Path::new(backing.trim_end()))
+            .then(|| Path::new("/dev").join(entry.file_name()).display().to_string())
+    });
+    processes.chain(loops).collect()
 }

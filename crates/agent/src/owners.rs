@@ -188,7 +188,7 @@ pub(crate) fn refused(context: &Context, vm: &VmName) -> Option<Finding> {
 pub(crate) fn finding(error: &OwnerError) -> Finding {
     let (code, advice) = match error {
         OwnerError::Unreachable(_) => {
-            ("register", "start the witness, or see that it can be reached from the source".to_owned())
+            ("register", "start the witness, see that it can be reached from the source, or take [register] out on both hosts".to_owned())
         }
         OwnerError::NoRegister => ("register", "name a witness, a third host, under [register]".to_owned()),
         OwnerError::Other { vm, owner, .. } => (

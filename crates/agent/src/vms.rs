@@ -1,5 +1,7 @@
 //! VMs that the agent has taken charge of: adopting a QEMU that runs, starting one from a file, and telling about them.
 
+mod second_copy;
+
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -24,6 +26,7 @@ use crate::owners::{self, Claim};
 use crate::preflight;
 use crate::progress::Standing;
 use crate::report::rfc3339;
+use second_copy::SecondCopy;
 
 /// How long a monitor may take to greet when a VM is only looked at.
 const GLANCE: Duration = Duration::from_secs(2);
@@ -203,29 +206,35 @@ pub(crate) fn run(context: &Context, request: &RunRequest) -> Result<(VmRecord, 
     if launch.cwd.is_none() {
         launch.cwd = request.path.parent().map(Path::to_owned);
     }
+    let remove_fresh = || {
+        if fresh {
+            remove(&directory);
+        }
+    };
+    let second =
+        SecondCopy::before_start(context, &name, &launch, request).inspect_err(|_| remove_fresh())?;
     if request.paused {
         launch.argv.push("-S".into());
     }
     let patience = Duration::from_millis(context.config.timeouts.qemu_start_ms);
     let started = qemu::process::start(&launch, Instant::now() + patience);
     let (started, mut qmp) = started.map_err(|error| {
-        if fresh {
-            remove(&directory);
-        }
+        remove_fresh();
         failed(&error, "mend `args` or `qemu` in the file; QEMU's own words are in the message")
     })?;
     let taken = find::find(&Selector::Pid(started.pid))
         .map_err(|error| Problem::caused_by(Kind::Internal, &error, "see the agent's log"))
-        .and_then(|process| enter(context, name, &process, &mut qmp, &context.config.qemu.allow_options));
+        .and_then(|process| {
+            second.after_start(&process)?;
+            enter(context, name, &process, &mut qmp, &context.config.qemu.allow_options)
+        });
     if taken.is_err() {
         if let Ok(process) = Process::open_exact(started.pid, started.start_time_ticks)
             && let Err(error) = process.signal(tracee::Signal::KILL)
         {
             warn!(pid = started.pid, %error, "left behind");
         }
-        if fresh {
-            remove(&directory);
-        }
+        remove_fresh();
     }
     taken
 }

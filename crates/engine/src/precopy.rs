@@ -229,12 +229,18 @@ impl fmt::Display for GiveUp {
             }
         };
         let tenths = |ns: u64| format!("{}.{}", ns / 1_000_000, ns / 100_000 % 10);
+        match self.expected_downtime_ns {
+            u64::MAX => write!(f, "{what}; how long stopping now would take is not known yet")?,
+            expected_ns => write!(
+                f,
+                "{what}; stopping now would take about {} ms ({} of them whatever is left to send)",
+                tenths(expected_ns),
+                tenths(self.fixed_ns),
+            )?,
+        }
         write!(
             f,
-            "{what}; stopping now would take about {} ms ({} of them whatever is left to send) and {} are allowed: allow \
-             a longer downtime, a higher bandwidth or {}, or stop at the limit",
-            tenths(self.expected_downtime_ns),
-            tenths(self.fixed_ns),
+            " and {} ms are allowed: allow a longer downtime, a higher bandwidth or {}, or stop at the limit",
             tenths(self.max_downtime_ns),
             match self.limit {
                 Limit::Total => "more time",

@@ -7,9 +7,9 @@
 mod common;
 mod identity;
 
-use std::fs::Permissions;
+use std::fs::{self, Permissions};
 use std::ops::Range;
-use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -126,9 +126,9 @@ fn an_image_that_is_compressed_needs_room_for_all_that_is_in_it() {
     let cluster = two_hosts();
     let [plain, compressed] =
         ["disk.raw", "disk.qcow2"].map(|name| cluster.lab.shared_directory().unwrap().join(name));
-    std::fs::write(&plain, b"the same words again and again ".repeat(3 << 20)).unwrap();
+    fs::write(&plain, b"the same words again and again ".repeat(3 << 20)).unwrap();
     qemu_img(&["convert", "-c", "-f", "raw", "-O", "qcow2", plain.to_str().unwrap()], &compressed);
-    let taken = std::fs::metadata(&compressed).unwrap().len();
+    let taken = fs::metadata(&compressed).unwrap().len();
     assert!(taken < 16 << 20, "{taken}");
     let _guest = guest_with(&cluster, &compressed, "qcow2");
     let copy = ["--disks", "copy"];
@@ -155,6 +155,26 @@ fn kept(cluster: &Cluster, why: &str) {
     let refused = cluster.a.cli(&["images", "remove", "vm1"]);
     assert_eq!(refused.code, 1, "{refused:?}");
     assert!(refused.stdout.contains(why), "{refused:?}");
+}
+
+/// A VM is not started from what another one left when it moved away, and nothing is done to the image.
+#[track_caller]
+fn no_second_copy(cluster: &Cluster, image: &Path) {
+    let file = cluster.a.directory.join("old.toml");
+    let before = fs::metadata(image).unwrap();
+    // By its name, by another one in a description that is not taken apart, and by one of a file that leads to it.
+    let link = cluster.a.directory.join("link,raw");
+    symlink(image, &link).unwrap();
+    let linked = format!("file={},format=raw", link.display().to_string().replace(',', ",,"));
+    for drive in [format!("file={},format=raw", image.display()), linked] {
+        let args = ["-machine", "pc,accel=tcg", "-m", "64", "-display", "none", "-drive", &drive];
+        fs::write(&file, format!("name = \"old\"\nargs = {args:?}\n")).unwrap();
+        let refused = cluster.a.cli(&["vm", "run", file.to_str().unwrap()]);
+        assert!(refused.code == 1 && refused.stdout.contains("an old state"), "{refused:?}");
+        assert!(cluster.a.vm("old").is_none());
+    }
+    let after = fs::metadata(image).unwrap();
+    assert_eq!((before.ctime(), before.ctime_nsec()), (after.ctime(), after.ctime_nsec()));
 }
 
 /// How much of a file is in the host's page cache.
@@ -194,19 +214,21 @@ fn an_image_that_was_left_is_removed_on_demand() {
     );
     assert_eq!(left[0].get("kept_because"), None, "{left:#?}");
     assert_eq!(list(&cluster.b), [Value::Null; 0], "what runs there was not left there");
+    no_second_copy(&cluster, &image);
 
-    let reader = std::fs::File::open(&image).unwrap();
+    let reader = fs::File::open(&image).unwrap();
     kept(&cluster, &format!("process {}", std::process::id()));
     drop(reader);
     // In no process, but the kernel has it open.
     let over_it = LoopDevice::over(&image);
-    kept(&cluster, "open");
+    kept(&cluster, "/dev/loop");
     drop(over_it);
     // The loop device goes when whoever looks at new devices has let go of it.
     until("the kernel has let go of it", || list(&cluster.a)[0].get("kept_because").is_none());
     let earlier = (epoch - 1).to_string();
-    assert_ne!(cluster.a.cli(&["images", "remove", "vm1", &earlier]).code, 0);
-    assert!(image.exists());
+    let refused = cluster.a.cli(&["images", "remove", "vm1", &earlier]);
+    let hint = format!("it left some in {epoch}");
+    assert!(refused.code == 2 && refused.stdout.contains(&hint) && image.exists(), "{refused:?}");
     let removed = cluster.a.cli(&["images", "remove", "vm1"]).ok().json();
     assert_eq!(removed[0]["path"].as_str(), image.to_str());
     assert!(!image.exists());
@@ -219,12 +241,12 @@ fn an_image_that_was_left_is_removed_on_demand() {
     cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);
     cluster.b.wait_settled();
     assert_eq!(list(&cluster.b)[0].get("kept_because"), None);
-    std::fs::rename(&there, there.with_extension("away")).unwrap();
-    std::fs::copy(there.with_extension("away"), &there).unwrap();
+    fs::rename(&there, there.with_extension("away")).unwrap();
+    fs::copy(there.with_extension("away"), &there).unwrap();
     let refused = cluster.b.cli(&["images", "remove", "vm1"]);
     assert!(refused.code == 1 && refused.stdout.contains("another file"), "{refused:?}");
     // The very one, and somebody has written to it.
-    std::fs::rename(there.with_extension("away"), &there).unwrap();
+    fs::rename(there.with_extension("away"), &there).unwrap();
     let refused = cluster.b.cli(&["images", "remove", "vm1"]);
     assert!(refused.code == 1 && refused.stdout.contains("was changed"), "{refused:?}");
     assert!(there.exists());
@@ -260,11 +282,11 @@ fn a_disk_whose_length_is_no_multiple_of_a_block_moves() {
     let image = cluster.lab.shared_directory().unwrap().join("odd.raw");
     let mut content = vec![0; (4 << 20) + 3 * 512];
     content[1 << 20..].fill(0x5a);
-    std::fs::write(&image, &content).unwrap();
+    fs::write(&image, &content).unwrap();
     let _guest = guest_with(&cluster, &image, "raw");
     let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
     cluster.guest_is_whole("b", "vm1");
-    assert!(std::fs::read(image_of(&report)).unwrap() == content);
+    assert!(fs::read(image_of(&report)).unwrap() == content);
 }
 
 /// An agent that is started anew when the guest may be at the other host already knows of both images: whoever has to decide
@@ -387,15 +409,15 @@ fn a_qemu_that_gives_its_rights_up_has_its_image() {
             .to_vec();
         let _guest = cluster.guest(&spec);
         // A directory that it may not pass.
-        std::fs::set_permissions(pool(&cluster.lab.b), Permissions::from_mode(0o700)).unwrap();
+        fs::set_permissions(pool(&cluster.lab.b), Permissions::from_mode(0o700)).unwrap();
         let refused = cluster.a.cli(&["migrate", "vm1", "--to", "b", "--disks", "copy"]);
         assert!(refused.code == 1 && refused.stdout.contains("disk-user"), "{refused:?}");
         cluster.a.wait_settled();
         cluster.b.wait_settled();
         assert_eq!(entries(&pool(&cluster.lab.b)), [""; 0]);
-        std::fs::set_permissions(pool(&cluster.lab.b), Permissions::from_mode(0o711)).unwrap();
+        fs::set_permissions(pool(&cluster.lab.b), Permissions::from_mode(0o711)).unwrap();
         let report = cluster.migrate("vm1", "a", "b", &["--disks", "copy"]);
-        assert_eq!(std::fs::metadata(image_of(&report)).unwrap().uid(), NOBODY, "{drive}");
+        assert_eq!(fs::metadata(image_of(&report)).unwrap().uid(), NOBODY, "{drive}");
         cluster.guest_is_whole("b", "vm1");
         // And back.
         cluster.migrate("vm1", "b", "a", &["--disks", "copy"]);

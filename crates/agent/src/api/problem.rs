@@ -30,6 +30,8 @@ pub enum Kind {
     NotFound,
     /// It is at odds with how things stand (already in migration, already adopted, past the point of no return): 409.
     Conflict,
+    /// The VM has ended: 410.
+    Gone,
     /// Pre-flight or a rule says no: 422.
     Refused,
     /// The peer or the register does not answer: 503.
@@ -45,6 +47,7 @@ impl Kind {
             Self::BadRequest => 400,
             Self::NotFound => 404,
             Self::Conflict => 409,
+            Self::Gone => 410,
             Self::Refused => 422,
             Self::Unavailable => 503,
             Self::Internal => 500,

@@ -150,6 +150,9 @@ pub struct RunRequest {
     /// Leave the guest paused.
     #[serde(default)]
     pub paused: bool,
+    /// Start it also where it may run on another host, or from images that a VM left behind.
+    #[serde(default)]
+    pub i_know_the_risk: bool,
 }
 
 /// A VM that the agent has taken charge of.

@@ -88,7 +88,7 @@ struct PoolTable {
     volume_group: Option<String>,
     thin_pool: Option<String>,
     format: Option<PoolFormat>,
-    keep_free_percent: Option<u8>,
+    keep_free_percent: Option<u64>,
 }
 
 #[derive(Deserialize)]
@@ -109,6 +109,12 @@ pub(super) fn parse(path: &Path, text: &str) -> Result<Config, ConfigError> {
     let checks = Checks { path, locator: Locator::new(text) };
     let file: File = toml::from_str(text).map_err(|error| checks.not_understood(&error))?;
     checks.all(file)
+}
+
+/// True if two paths lead to one directory, or would.
+fn is_same_directory(one: &Path, other: &Path) -> bool {
+    let resolved = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.components().collect());
+    resolved(one) == resolved(other)
 }
 
 /// What the checks need in order to say where something stands.
@@ -167,7 +173,7 @@ impl Checks<'_> {
                 self.wrong(&["qemu", "binaries"], "names no QEMU; leave it out for the distribution's own")
             );
         }
-        Ok(Config {
+        let config = Config {
             host: file.host,
             role: file.role,
             listen,
@@ -191,7 +197,35 @@ impl Checks<'_> {
             limits: file.limits,
             timeouts: file.timeouts,
             fault_socket: file.faults.map(|faults| self.absolute(faults.socket)),
-        })
+        };
+        self.directories(&config)?;
+        Ok(config)
+    }
+
+    /// Directories in which the agent removes files belong to one purpose each.
+    fn directories(&self, config: &Config) -> Result<(), ConfigError> {
+        let pool = match config.pool.as_ref().map(|pool| &pool.storage) {
+            Some(Storage::Directory { path, .. }) => Some(path.as_path()),
+            _ => None,
+        };
+        let mut used: Vec<(&[&str], &Path)> =
+            vec![(&["state_dir"], &config.state_dir), (&["run_dir"], &config.run_dir)];
+        used.extend(pool.map(|path| (&["disks", "pool", "directory"][..], path)));
+        used.extend(config.templates.iter().map(|path| (&["disks", "templates"][..], path.as_path())));
+        for (number, (key, path)) in used.iter().enumerate() {
+            if path.parent().is_none() {
+                return Err(self.wrong(key, "cannot be /: name a directory that is for this alone"));
+            }
+            let same = |(_, other): &&(&[&str], &Path)| is_same_directory(path, other);
+            if let Some((other, _)) = used[..number].iter().find(same)
+                && key != other
+            {
+                let what =
+                    format!("is the directory of `{}` too: each needs one of its own", other.join("."));
+                return Err(self.wrong(key, what));
+            }
+        }
+        Ok(())
     }
 
     /// Relative paths are relative to the directory of the file.
@@ -287,10 +321,10 @@ impl Checks<'_> {
         };
         let PoolTable { directory, volume_group, thin_pool, format, keep_free_percent } = pool;
         let usual_percent = if thin_pool.is_some() { THIN_KEEP_FREE_PERCENT } else { 0 };
-        let keep_free_percent = keep_free_percent.unwrap_or(usual_percent);
-        if keep_free_percent >= 100 {
-            return Err(self.wrong(&["disks", "pool", "keep_free_percent"], "has to be less than 100"));
-        }
+        let keep_free_percent = keep_free_percent.map_or(Ok(usual_percent), u8::try_from);
+        let Some(keep_free_percent) = keep_free_percent.ok().filter(|percent| *percent < 100) else {
+            return Err(self.wrong(&["disks", "pool", "keep_free_percent"], "has to be 0 to 99"));
+        };
         let pool = |storage| Ok(Pool { storage, keep_free_percent });
         match (directory, volume_group) {
             (Some(path), None) if !path.is_absolute() => {

@@ -43,12 +43,13 @@ fn the_least_configuration_has_the_documented_defaults() {
 fn the_example_is_right_and_shows_the_defaults() {
     let plain = parse(&example()).unwrap();
     assert_eq!(plain.host.as_str(), "alpha");
-    assert_eq!(plain.register.as_ref().map(HostId::as_str), Some("gamma"));
+    assert_eq!(plain.register, None);
     let Security::Tls { ca, .. } = &plain.security else { panic!("the example has certificates") };
     assert_eq!(ca, Path::new("/etc/whimbrel/ca.pem"), "relative to the file");
 
     // What is commented out are the defaults, but for the maps and the fault socket, which have none.
     let mut all = parse(&example_with_all_keys()).unwrap();
+    assert_eq!(all.register.take().as_ref().map(HostId::as_str), Some("gamma"));
     assert_eq!(all.taps.len(), 1);
     assert_eq!(all.disk_dirs.len(), 1);
     assert_eq!(all.disks_shared.len(), 2);
@@ -95,6 +96,30 @@ const MISTAKES: &[(&str, usize, &str, &str)] = &[
         7,
         "tls.plain",
         "beside certificates",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\nstate_dir = \"/s\"\ntls.plain = true\n[disks.pool]\ndirectory = \"/s/.\"",
+        6,
+        "disks.pool.directory",
+        "`state_dir` too",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\nrun_dir = \"/\"",
+        4,
+        "run_dir",
+        "cannot be /",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks]\ntemplates = [\"/t\"]\n[disks.pool]\ndirectory = \"/t\"",
+        5,
+        "disks.templates",
+        "`disks.pool.directory` too",
+    ),
+    (
+        "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[disks.pool]\ndirectory = \"/d\"\nkeep_free_percent = 300",
+        6,
+        "disks.pool.keep_free_percent",
+        "0 to 99",
     ),
     (
         "host = \"a\"\nlisten = \"127.0.0.1:1\"\ntls.plain = true\n[limits]\nstraems = 3",

@@ -37,6 +37,7 @@ impl Daemon {
     pub(super) fn check_both(&self, request: &MigrateRequest) -> Result<CheckReport, Problem> {
         let (vm, to) = (request.vm.clone(), request.to.clone());
         let record = self.known(&vm)?;
+        self.has_not_ended(&record)?;
         self.reachable(request)?;
         // Its monitor is the migration's.
         self.not_in_migration(&vm)?;
@@ -78,6 +79,7 @@ impl Daemon {
         let _alone = self.context.names.alone(&request.vm);
         let record = self.known(&request.vm)?;
         self.not_in_migration(&request.vm)?;
+        self.has_not_ended(&record)?;
         let offer = self.offer(&record, request, false)?;
         if CheckReport::blocked(&offer.findings) {
             let error = format!("{} cannot be moved", request.vm);
@@ -174,6 +176,15 @@ impl Daemon {
     // ---- what a request has to pass
 
     /// A VM of this host's. One that has just arrived is entered in a moment.
+    /// Refuses to move a VM whose QEMU is gone.
+    fn has_not_ended(&self, record: &VmRecord) -> Result<(), Problem> {
+        let vm = &record.vm;
+        record.process(&self.context.boot_id).map(drop).map_err(|_| {
+            let error = format!("{vm} has ended: its QEMU (process {}) is gone", record.pid);
+            Problem::new(Kind::Gone, error, format!("start it again, or `whimbrel vm forget {vm}`"))
+        })
+    }
+
     pub(super) fn known(&self, vm: &VmName) -> Result<VmRecord, Problem> {
         self.let_the_last_one_end(vm)?;
         let found = self.context.journal.vm(vm).map_err(|error| internal(&error))?;

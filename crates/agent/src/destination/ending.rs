@@ -18,7 +18,11 @@ use crate::progress::{Phase, Standing};
 impl Driver {
     pub(super) fn tell_user(&mut self, report: DestinationReport) {
         let (vm, from) = (&self.terms.migration.vm, &self.terms.source);
-        let why = self.reason.as_ref().map_or_else(String::new, |reason| format!(": {reason}"));
+        let why = self
+            .reason
+            .as_ref()
+            .filter(|reason| !reason.is_empty())
+            .map_or_else(String::new, |reason| format!(": {reason}"));
         let text = match report {
             DestinationReport::Discarded => {
                 format!("the migration ended before the VM was complete, and nothing is left here{why}")

@@ -86,7 +86,7 @@ fn own_name(name: &OsStr) -> PathBuf {
 }
 
 /// Whether two paths lead to one file, or are spelled alike.
-pub(super) fn is_same_file(one: &Path, other: &Path) -> bool {
+pub(crate) fn is_same_file(one: &Path, other: &Path) -> bool {
     let id = |path| fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
     one == other || id(one).zip(id(other)).is_some_and(|(one, other)| one == other)
 }

@@ -88,7 +88,10 @@ impl Pool {
             free_bytes >> 20,
             self.kept()
         );
-        let advice = "make room there, or name another one under [disks.pool]";
+        let advice = match self.keep_free_percent {
+            0 => "make room there, or name another one under [disks.pool]",
+            _ => "make room there, lower `keep_free_percent`, or name another one under [disks.pool]",
+        };
         Some(finding(Severity::Blocker, "disk-space", what, advice))
     }
 

@@ -44,7 +44,7 @@ impl Driver {
         let text = match report {
             SourceReport::Cancelled => "cancelled; the VM is here".to_owned(),
             SourceReport::Failed => "failed; the VM is here".to_owned(),
-            SourceReport::PeerGaveUp => format!("{to} gave up or was lost; the VM is here"),
+            SourceReport::PeerGaveUp => format!("{to} does not take the VM; it is here"),
             SourceReport::Interrupted => "the agent was restarted meanwhile; the VM is here".to_owned(),
             SourceReport::VmCrashed => self.how_it_ended().to_owned(),
             SourceReport::Bereft => {

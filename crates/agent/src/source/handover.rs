@@ -125,6 +125,9 @@ impl Driver {
 
     /// A migration that an agent before this one left behind.
     pub(crate) fn run_on(mut self, found: Found) -> SourceState {
+        if matches!(self.state, SourceState::Prepared { .. } | SourceState::Stopped { .. }) {
+            self.because("the source's agent was restarted during the migration");
+        }
         self.take(&SourceEvent::Restarted(found));
         if self.is_nobodys() {
             self.take(&SourceEvent::Failed);

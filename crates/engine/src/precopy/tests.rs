@@ -226,9 +226,11 @@ fn limits() {
     assert!(
         reason
             .to_string()
-            .contains("about 1000.0 ms (0.0 of them whatever is left to send) and 1.0 are allowed"),
+            .contains("about 1000.0 ms (0.0 of them whatever is left to send) and 1.0 ms are allowed"),
         "{reason}"
     );
+    let unknown = GiveUp { expected_downtime_ns: u64::MAX, ..reason };
+    assert!(unknown.to_string().contains("not known yet and 1.0 ms are allowed"), "{unknown}");
 }
 
 #[test]

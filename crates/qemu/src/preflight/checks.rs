@@ -443,13 +443,13 @@ pub(super) fn surroundings(source: &SourceFacts, destination: &DestinationFacts,
 }
 
 fn network(value: &Value, findings: &mut Findings) {
-    let id = value.get("id").unwrap_or_default();
+    let name = value.get("id").map_or_else(|| "a network".to_owned(), |id| format!("network {id}"));
     if value.get("type").as_deref() == Some("user") {
         add(
             findings,
             Info,
             "network-user",
-            format!("network {id} is QEMU's own (user): its connections to the outside break"),
+            format!("{name} is QEMU's own (user): its connections to the outside break"),
             "nothing; the guest's programs connect again. For connections that last, use a tap on a bridge",
         );
     }

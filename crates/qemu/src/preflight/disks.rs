@@ -3,26 +3,43 @@
 use super::Severity::{Blocker, Warning};
 use super::checks::{Findings, add};
 use super::{DestinationFacts, DiskSight, FileIdentity, SourceFacts};
+use crate::cmdline::Given;
 
 /// Whether the paths of the guest's images lead to the files that its QEMU has open. A destination that opens such a path,
 /// and everything that is done to the image by its name afterwards, would have another file.
 pub(super) fn check_source(source: &SourceFacts, findings: &mut Findings) {
     for stray in &source.files_not_open {
         let path = &stray.path;
-        let (code, what) = if stray.is_there {
-            ("file-replaced", "another file is there by now")
+        let (code, what, advice) = if stray.is_there {
+            ("file-replaced", "another file is there by now", MOVE_BACK)
+        } else if has_temporary_drive(source) {
+            let what =
+                "nothing is there: a drive with `snapshot=on` writes into a temporary file without a name";
+            (
+                "file-deleted",
+                what,
+                "write it back (`commit all` on its monitor), and start the VM without `snapshot=on`",
+            )
+        } else if path.contains(char::REPLACEMENT_CHARACTER) {
+            let what = "its name, which is no UTF-8, cannot be told from QEMU's answers";
+            ("file-deleted", what, "start the VM from a file whose name is UTF-8")
         } else {
-            ("file-deleted", "nothing is there any more")
+            ("file-deleted", "nothing is there any more", MOVE_BACK)
         };
-        add(
-            findings,
-            Blocker,
-            code,
-            format!("QEMU has disk {} open from {path}, and {what}", stray.disk),
-            "move the file that QEMU has open back to that path (`ls -l /proc/PID/fd` shows its present name); if it was \
-             deleted, mirror the disk to a new image (blockdev-mirror, `virsh blockcopy`); eject a removable medium",
-        );
+        let what = format!("QEMU has disk {} open from {path}, and {what}", stray.disk);
+        add(findings, Blocker, code, what, advice);
     }
+}
+
+/// Advice about a file that was moved or deleted under a running QEMU.
+const MOVE_BACK: &str = "move the file that QEMU has open back to that path (`ls -l /proc/PID/fd` shows its present name); if it was \
+     deleted, mirror the disk to a new image (blockdev-mirror, `virsh blockcopy`); eject a removable medium";
+
+/// True if a drive was given with `snapshot=on`.
+fn has_temporary_drive(source: &SourceFacts) -> bool {
+    let is_temporary =
+        |option: &Given| option.name == "drive" && option.parsed().get("snapshot").as_deref() == Some("on");
+    source.vm.options.iter().any(is_temporary)
 }
 
 /// Whether the destination has what the guest needs, and both sides see the same disks. A guest that finds another disk
@@ -44,7 +61,8 @@ fn file(file: &DiskSight, option: &str, findings: &mut Findings) {
             Blocker,
             "file-missing",
             format!("the destination has no {path_there} (here {path}), which {option} names"),
-            "put a copy there, or name its directory there ([disks.dirs])",
+            "put a copy there, or name its directory there ([disks.dirs]); a QEMU that was started with -daemonize needs \
+             absolute paths",
         );
     }
 }

@@ -186,7 +186,10 @@ impl Daemon {
                 let stall = Duration::from_millis(context.config.timeouts.stall_ms);
                 let images = Images::make(copied, &traces.directory, streams, stall)?;
                 traces.made = images.made();
-                let copied_files = traces.made.iter().filter_map(|made| KnownFile::at(&made.path));
+                let copied_files = traces
+                    .made
+                    .iter()
+                    .filter_map(|made| KnownFile::at(&made.path).map(KnownFile::at_full_length));
                 let files = compared.shared_files().into_iter().chain(copied_files).collect();
                 let look =
                     |qmp: &mut Qmp, blocks: &[RamBlock], pid: u32| compared.with_started(qmp, blocks, pid);

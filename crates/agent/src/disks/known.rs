@@ -13,20 +13,33 @@ pub(crate) struct KnownFile {
     path: PathBuf,
     /// Its file system, its inode, and which device it is: as long as the host is up nothing else has the same.
     numbers: (u64, u64, u64),
+    /// Length below which it must not fall, in bytes; 0 of files that others may shorten.
+    least_bytes: u64,
 }
 
 impl KnownFile {
     /// The file or device that is at the path now; none if there is nothing.
     pub(crate) fn at(path: &Path) -> Option<Self> {
         let found = fs::metadata(path).ok()?;
-        Some(Self { path: path.to_owned(), numbers: (found.dev(), found.ino(), found.rdev()) })
+        let numbers = (found.dev(), found.ino(), found.rdev());
+        Some(Self { path: path.to_owned(), numbers, least_bytes: 0 })
+    }
+
+    /// The same file, which nobody may shorten: an image that was made at its full length.
+    pub(crate) fn at_full_length(self) -> Self {
+        let least_bytes = fs::metadata(&self.path).map_or(0, |found| found.len());
+        Self { least_bytes, ..self }
     }
 
     /// The reason for which the guest must not run with it: something else is at its path, or nothing.
     pub(crate) fn changed(&self) -> Option<String> {
         let path = self.path.display();
         match Self::at(&self.path) {
-            Some(now) if now.numbers == self.numbers => None,
+            Some(now) if now.numbers == self.numbers => {
+                let bytes = fs::metadata(&self.path).map_or(0, |found| found.len());
+                (bytes < self.least_bytes)
+                    .then(|| format!("{path} was shortened to {bytes} bytes since the migration began"))
+            }
             Some(_) => Some(format!("another file has taken the place of {path} since the migration began")),
             None => Some(format!("{path} is not there any more")),
         }
@@ -46,6 +59,11 @@ mod tests {
         let known = KnownFile::at(&path).unwrap();
         assert_eq!(known.changed(), None);
         fs::write(&path, "what the guest wrote").unwrap();
+        assert_eq!(known.changed(), None);
+        let image = known.clone().at_full_length();
+        assert_eq!(image.changed(), None);
+        fs::write(&path, "cut").unwrap();
+        assert!(image.changed().unwrap().contains("shortened to 3 bytes"));
         assert_eq!(known.changed(), None);
         let away = folder.path().join("away");
         fs::rename(&path, &away).unwrap();

@@ -1,4 +1,4 @@
-//! Every finding of pre-flight stands in the manual.
+//! Checks that the manual has every finding of the pre-flight checks.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test may fail")]
 
@@ -8,7 +8,7 @@ use std::path::Path;
 
 use qemu::units::When;
 
-/// What a finding's code follows in the source, without white space.
+/// Source text that precedes a finding's code, without white space.
 const BEFORE: [&str; 9] = [
     "Problem::new(",
     ".problem(",
